@@ -1,0 +1,6 @@
+"""`python -m retouch`."""
+
+from retouch.cli import main
+
+if __name__ == "__main__":
+    main()

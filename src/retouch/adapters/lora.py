@@ -1,0 +1,88 @@
+"""LoRA through peft, in the files that `pipe.load_lora_weights` takes (contract 4.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FILE = "pytorch_lora_weights.safetensors"
+ADAPTER = "default"
+
+
+def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """Freeze the network and add trainable low-rank adapters, in fp32, that start as a no-op.
+
+    There is no dropout option: it would make rollout and training two different policies.
+
+    Raises:
+        ValueError: `targets` match no module.
+    """
+    network.requires_grad_(False)
+    names = [name for name, _ in network.named_modules() if any(name == t or name.endswith("." + t) for t in targets)]
+    if not names:
+        raise ValueError(f"model.train.targets: {', '.join(targets)} match no module of {type(network).__name__}")
+    network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=True))  # type: ignore[operator]
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def save_lora(state: Mapping[str, Tensor], folder: Path, alpha: float, rank: int, prefix: str = "transformer") -> None:
+    """Write trained LoRA parameters (by parameter name) as diffusers reads them: `prefix.module.lora_A.weight`, with
+    alpha and rank in the metadata."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{prefix}.{_file_name(name)}": t.detach().cpu().clone().contiguous() for name, t in state.items()}
+    modules = sorted({name.rsplit(".lora_", 1)[0] for name in state})
+    import json
+
+    adapter = {f"{prefix}.r": rank, f"{prefix}.lora_alpha": alpha, f"{prefix}.target_modules": modules}
+    save_file(
+        tensors,
+        folder / FILE,
+        metadata={"format": "pt", "lora_adapter_metadata": json.dumps(adapter, indent=2, sort_keys=True)},
+    )
+
+
+def load_lora(folder: Path, prefix: str = "transformer") -> dict[str, Tensor]:
+    """The inverse of `save_lora`, exact.
+
+    Raises:
+        ValueError: keys of another layout.
+    """
+    tensors = load_file(folder / FILE)
+    wrong = [key for key in tensors if not key.startswith(f"{prefix}.") or ".lora_" not in key]
+    if wrong:
+        raise ValueError(f"{folder / FILE}: unexpected key {wrong[0]!r}; LoRA of {prefix!r} is expected")
+    return {_parameter_name(key.removeprefix(f"{prefix}.")): t for key, t in tensors.items()}
+
+
+def lora_shape(folder: Path, prefix: str = "transformer") -> tuple[int, float, list[str]]:
+    """(rank, alpha, module names) of a file, from its metadata."""
+    import json
+
+    with safe_open(folder / FILE, "pt") as file:
+        metadata = file.metadata() or {}
+    adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    try:
+        return (
+            int(adapter[f"{prefix}.r"]),
+            float(adapter[f"{prefix}.lora_alpha"]),
+            list(adapter[f"{prefix}.target_modules"]),
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{folder / FILE}: no {error} in its metadata; it was not written by retouch or diffusers"
+        ) from None
+
+
+def _file_name(parameter: str) -> str:
+    return parameter.replace(f".{ADAPTER}.weight", ".weight")
+
+
+def _parameter_name(key: str) -> str:
+    return key.removesuffix(".weight") + f".{ADAPTER}.weight"

@@ -1,0 +1,128 @@
+"""From a run file to its parts, wired: the only place that knows them all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.config import ConfigError, Derived, RunConfig, derive
+from retouch.data import Dataset, load_dataset
+from retouch.engine import Checkpoints, Engine, Policy
+from retouch.models import load_model
+from retouch.observe import RunDir, Stopwatch
+from retouch.rewards.compose import RewardTable
+from retouch.types import DiffusionModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything a recipe works with.
+
+    Attributes:
+        network: what the engine made of `model.network`; what `model.predict` must be given.
+        warmup_data: examples with targets; equal to `data` where the run file names no other.
+        eval_data: held-out examples, or the training ones where `eval_is_held_out` is False.
+    """
+
+    config: RunConfig
+    derived: Derived
+    engine: Engine
+    model: DiffusionModel
+    network: nn.Module
+    trainee: Trainee
+    policy: Policy
+    data: Dataset
+    warmup_data: Dataset
+    eval_data: Dataset
+    eval_is_held_out: bool
+    rewards: RewardTable
+    dir: RunDir
+    checkpoints: Checkpoints
+    clock: Stopwatch
+
+    @property
+    def guidance_scale(self) -> float:
+        """Of rollouts, evaluation and supervised steps alike."""
+        given = self.config.rollout.guidance_scale
+        return self.model.spec.guidance_scale if given is None else given
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.dir.close()
+        self.engine.close()
+
+
+def build(config: RunConfig) -> Run:
+    """Load data, connect rewards, load the model, prepare it for training. Cheap things that may fail come first.
+
+    Raises:
+        ConfigError, DataError, ModelFilesError: one message each that says what to do.
+    """
+    engine = Engine(config.training, config.optimizer, config.seed)
+    derived = derive(config, engine.world_size)
+    data = load_dataset(config.data)
+    warmup = load_dataset(config.warmup_data, "warmup_data") if config.warmup_data else data
+    held_out = load_dataset(config.evaluation.data, "evaluation.data") if config.evaluation.data else None
+    _needs_targets(config, warmup)
+    _enough_groups(config, derived, data)
+    run_dir = RunDir(config, main=engine.is_main)
+    rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
+    model = load_model(config.model, engine.device)
+    trainee = make_trainable(model.network, config.model.train, model.spec)
+    network = engine.prepare(model.network, gradient_checkpointing=config.training.gradient_checkpointing)
+    policy = Policy(model.network)
+    if config.model.free_text_encoders:
+        model.cache_prompts([p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
+        model.release_text_encoders()
+    return Run(
+        config=config,
+        derived=derived,
+        engine=engine,
+        model=model,
+        network=network,
+        trainee=trainee,
+        policy=policy,
+        data=data,
+        warmup_data=warmup,
+        eval_data=held_out or data,
+        eval_is_held_out=held_out is not None,
+        rewards=rewards,
+        dir=run_dir,
+        checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
+        clock=Stopwatch(),
+    )
+
+
+def supervised_steps(config: RunConfig) -> int:
+    """Optimizer steps that need targets."""
+    return config.training.max_steps if config.algorithm.name == "sft" else config.algorithm.warmup_steps
+
+
+def _needs_targets(config: RunConfig, data: Dataset) -> None:
+    if supervised_steps(config) == 0:
+        return
+    without = _ids_without_target(data)
+    if without:
+        section = "warmup_data" if config.warmup_data else "data"
+        raise ConfigError(
+            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target picture, which supervised "
+            "steps need; set algorithm.warmup_steps=0, or name data with targets under warmup_data"
+        )
+
+
+def _ids_without_target(data: Dataset) -> Sequence[int]:
+    return [item.id for item in data.items if item.target == "none"]
+
+
+def _enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
+    if config.algorithm.name != "sft" and derived.global_groups_per_epoch > len(data):
+        raise ConfigError(
+            f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
+            f"batches_per_epoch), but data has {len(data)}; lower them, or add data"
+        )

@@ -1,0 +1,302 @@
+"""The command line. Every command imports what it needs when it runs: `check` must not wait for torch.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 stopped on purpose and resumable.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retouch.config import ConfigError, derive, load_run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RL post-training for image inpainting, editing and generation models.",
+)
+reward_app = typer.Typer(no_args_is_help=True, help="Serve rewards, or score one picture.")
+data_app = typer.Typer(no_args_is_help=True, help="Check data, or make synthetic data.")
+tiny_app = typer.Typer(no_args_is_help=True, help="Tiny bases that run on a CPU.")
+app.add_typer(reward_app, name="reward")
+app.add_typer(data_app, name="data")
+app.add_typer(tiny_app, name="tiny")
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Dotted keys to override.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log debug messages.")]
+
+
+@app.command()
+def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -> None:
+    """Train what RUN.yaml says; also under accelerate launch or torchrun."""
+    config = load_run(run, overrides or [])
+    _logging(verbose)
+    from retouch.build import build
+    from retouch.recipes import recipe
+
+    built = build(config)
+    try:
+        recipe(config.algorithm.name)(built)
+    finally:
+        built.close()
+    typer.echo(f"done: {built.dir.path}")
+
+
+@app.command()
+def check(
+    run: RunFile,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(help="Number of processes to compute for.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Validate RUN.yaml and print what it amounts to, without loading anything."""
+    config = load_run(run, overrides or [])
+    derived = derive(config, world_size).as_dict()
+    if as_json:
+        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived}, indent=2))
+        return
+    typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {config.model.train.kind}, {config.algorithm.name})")
+    for name, value in derived.items():
+        typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+
+
+@app.command()
+def sample(
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")],
+    run: Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; none samples the base.")] = None,
+    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    data: Annotated[Path | None, typer.Option(help="self_bench folder or manifest to repaint.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="One picture to repaint, with --mask and --text or --prompt.")
+    ] = None,
+    mask: Annotated[Path | None, typer.Option(help="Its mask, white where to repaint.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text to write; the prompt is made from it.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The whole prompt.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each item.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="Solver steps; default: the run's.")] = None,
+    feather: Annotated[float, typer.Option(min=0, help="Soft edge of the paste-back in pixels.")] = 0.0,
+) -> None:
+    """Repaint pictures with trained weights; outside the mask they stay as they are."""
+    _logging(False)
+    from retouch.use import SampleRequest, sample_to_folder
+
+    request = SampleRequest(data, image, mask, text, prompt, seed, count, steps, feather)
+    for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
+        typer.echo(str(path))
+
+
+@app.command("eval")
+def evaluate_command(
+    run: Annotated[
+        Path | None, typer.Option(help="Run directory; base, warmed-up and newest weights are compared.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder to compare with the base.")] = None,
+    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="self_bench folder or manifest; default: the run's evaluation.data.")
+    ] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Images per example; default: the run's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for a grid and a row for each image.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare weights with the base on fixed seeds: rewards, exact match, drift outside the mask."""
+    _logging(False)
+    from retouch.use import compare, comparison_table
+
+    result = compare(_trained(run, config, weights, raw), data, images, out)
+    typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of a run.")],
+    to: Annotated[str, typer.Option(help="diffusers | diffusers-lora | safetensors")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+) -> None:
+    """Write trained weights in the files of other programs."""
+    _logging(False)
+    from retouch.use import export_weights
+
+    typer.echo(str(export_weights(checkpoint, to, out, raw=raw)))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Write RUN/report.html: one file that needs no network."""
+    from retouch.observe.report import write_report
+
+    path = write_report(run)
+    typer.echo(str(path))
+    if open_it:
+        typer.launch(str(path))
+
+
+@reward_app.command("serve")
+def reward_serve(
+    names: Annotated[str, typer.Argument(metavar="NAME[,NAME]", help="Scorers to serve.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address; another than loopback needs a token in RETOUCH_REWARD_TOKEN.")
+    ] = "127.0.0.1",
+    devices: Annotated[str, typer.Option(help="Device that the scorers load on.")] = "cpu",
+    endpoints: Annotated[
+        Path | None, typer.Option(help="File to write the address to; give it to training as url.")
+    ] = None,
+    options: Annotated[str, typer.Option(help="JSON of {name: {option: value}}.")] = "{}",
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+) -> None:
+    """Serve rewards over HTTP until stopped."""
+    _logging(False)
+    from retouch.rewards.launch import serve
+
+    try:
+        given: dict[str, dict[str, Any]] = json.loads(options)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--options: not valid JSON: {error}") from None
+    scorers = {name.strip(): given.get(name.strip(), {}) for name in names.split(",") if name.strip()}
+    serve(scorers, host, port, endpoints, devices, with_parent)
+
+
+@reward_app.command("score")
+def reward_score(
+    reward: Annotated[str, typer.Option(help="Scorer name.")],
+    image: Annotated[Path, typer.Option(help="Picture to score.")],
+    prompt: Annotated[str, typer.Option(help="Its prompt; text to read stands in quotes.")],
+    mask: Annotated[Path | None, typer.Option(help="Mask, white where repainted.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Picture before repainting.")] = None,
+    url: Annotated[str | None, typer.Option(help="Server or endpoints file; default: this process.")] = None,
+) -> None:
+    """Score one picture and print the outcome as JSON."""
+    from retouch.rewards.score_one import score_one
+
+    outcome, failed = score_one(reward, image, prompt, mask, source, url)
+    typer.echo(json.dumps(outcome, indent=2, ensure_ascii=False))
+    if failed:
+        raise typer.Exit(1)
+
+
+@data_app.command("validate")
+def data_validate(
+    path: Annotated[
+        Path, typer.Argument(help="self_bench folder, manifest file, or RUN.yaml (all of its data sections).")
+    ],
+    resolution: Annotated[str, typer.Option(help="Side, or HEIGHTxWIDTH, to check at.")] = "512",
+) -> None:
+    """Open every item and print a table of what is wrong; exit 2 if anything is."""
+    from retouch.data.validate import validate, validation_table
+
+    findings = validate(path, _size(resolution))
+    typer.echo(validation_table(findings))
+    if any(finding.problem for finding in findings):
+        raise typer.Exit(2)
+
+
+@data_app.command("synth")
+def data_synth(
+    out: Annotated[Path, typer.Option(help="Folder to write, in the self_bench layout.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of words.")],
+    half: Annotated[str, typer.Option(help="train | held_out: halves of the language that share no word.")] = "train",
+    seed: Annotated[int, typer.Option(help="Of words and signs.")] = 0,
+    size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels.")] = "32x64",
+    length: Annotated[int, typer.Option(min=1, help="Letters of a word.")] = 4,
+    targets: Annotated[
+        bool, typer.Option(help="--no-targets writes bare grounds: prompts without any target picture.")
+    ] = True,
+    exclude: Annotated[Path | None, typer.Option(help="A self_bench folder whose words are left out.")] = None,
+) -> None:
+    """Write signs with words in several fonts and colours, and their masks."""
+    from retouch.data.synth import synthesize
+
+    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude)
+    typer.echo(f"{out}: {written} items")
+
+
+@tiny_app.command("build")
+def tiny_build(
+    family: Annotated[str, typer.Argument(help="Model family.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, in the diffusers layout.")],
+    seed: Annotated[int, typer.Option(help="Of data and weights.")] = 0,
+) -> None:
+    """Train a tiny base from nothing on a CPU, and say how well it writes words it never saw."""
+    _logging(False)
+    from retouch.recipes.tiny_base import build_and_measure
+
+    result = build_and_measure(family, out, seed)
+    typer.echo(json.dumps(result, indent=2))
+
+
+def main() -> None:
+    """Run, and turn errors that people can act on into one message and an exit code."""
+    try:
+        app()
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        typer.echo(f"{'stopped' if code in (0, 3) else 'error'}: {error}", err=True)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        typer.echo("stopped: interrupted; continue with resume=auto", err=True)
+        sys.exit(3)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """Of an error whose message says all; None for one that needs a traceback."""
+    codes = {
+        "ConfigError": 2,
+        "DataError": 2,
+        "ImageProblem": 2,
+        "ModelFilesError": 2,
+        "CheckpointError": 2,
+        "FontsMissing": 2,
+        "RewardOutage": 3,
+        "FailureRateExceeded": 3,
+        "Diverged": 1,
+    }
+    if type(error).__name__ == "Stopped":
+        return error.code  # type: ignore[attr-defined]
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("retouch"):
+        error.args = (f'{error.name} is not installed: pip install "retouch[train,ocr,serve]"',)
+        return 2
+    return codes.get(type(error).__name__) if type(error).__module__.startswith("retouch") else None
+
+
+def _logging(verbose: bool) -> None:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S", markup=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def _size(text: str) -> tuple[int, int]:
+    """(height, width) of "512" or "32x64"."""
+    parts = text.lower().split("x")
+    if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"size: given {text!r}; write a side like 512, or HEIGHTxWIDTH like 32x64")
+    return int(parts[0]), int(parts[-1])
+
+
+def _trained(run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Any:
+    """The --run / --config / --weights options as one object."""
+    from retouch.use import Trained
+
+    if (run is None) == (config is None):
+        raise ConfigError("give either --run RUN_DIR or --config RUN.yaml")
+    return Trained.find(run, config, weights, raw)

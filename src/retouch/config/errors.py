@@ -1,0 +1,92 @@
+"""Config errors as people read them: what you gave, what is allowed, what to set."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+
+class ConfigError(ValueError):
+    """A run file, an override or a combination that cannot work. Exit code 2; the message is all there is to say."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the closest known one, or all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """One line a problem, dotted key first."""
+    return [_line(problem["type"], problem, root) for problem in error.errors()]
+
+
+def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
+    *parents, last = problem["loc"] or ("",)
+    path, model = walk(root, parents)
+    key = ".".join([*path, str(last)])
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key; {nearest(str(last), model.model_fields if model else ())}"
+    if kind == "union_tag_not_found":
+        return f"{key}: say which kind it is: set {key}.{problem['ctx']['discriminator'].strip(chr(39))}"
+    if kind == "union_tag_invalid":
+        context = problem["ctx"]
+        tags = [tag.strip(" '") for tag in str(context["expected_tags"]).split(",")]
+        tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
+        return f"{key}.{name}: given {tag!r}; {nearest(tag, tags)}"
+    if kind == "missing":
+        return f"{key}: required and not set"
+    message: str = problem["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: given {problem.get('input')!r}; {message[0].lower()}{message[1:]}"
+
+
+def walk(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:
+    """Follow the location that pydantic gives -> the keys as they stand in the file, and the class found there.
+
+    pydantic adds the tag of a discriminated union to the location ("model", "train", "lora", "rank"); the file has no
+    such key.
+    """
+    keys: list[str] = []
+    annotation: Any = root
+    for part in loc:
+        models = models_of(annotation)
+        tagged = [m for m in models if len(models) > 1 and part in _tags(m)]
+        if tagged:
+            annotation = tagged[0]
+            continue
+        keys.append(str(part))
+        if typing.get_origin(annotation) is dict:
+            annotation = typing.get_args(annotation)[1]
+        elif len(models) == 1 and part in models[0].model_fields:
+            annotation = models[0].model_fields[str(part)].annotation
+        else:
+            annotation = None
+    found = models_of(annotation)
+    return keys, found[0] if len(found) == 1 else None
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The config classes an annotation allows, through unions and Annotated."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    if typing.get_origin(annotation) is dict:
+        return []
+    return [m for argument in typing.get_args(annotation) for m in models_of(argument)]
+
+
+def _tags(model: type[BaseModel]) -> set[str]:
+    """Values of the literal fields: what can stand for the class as a tag."""
+    tags: set[str] = set()
+    for info in model.model_fields.values():
+        if typing.get_origin(info.annotation) is typing.Literal:
+            values = cast("tuple[str, ...]", typing.get_args(info.annotation))
+            if len(values) == 1:
+                tags.update(values)
+    return tags

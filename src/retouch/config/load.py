@@ -1,0 +1,119 @@
+"""From a YAML file and `key=value` overrides to a `RunConfig`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import ValidationError
+
+from retouch.config.errors import ConfigError, explain
+from retouch.config.schema import RunConfig
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: PyYAML reads 1e-4 as a string, and 1.0e-4 as a number."""
+
+
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$"),
+    list("-+0123456789."),
+)
+
+
+def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override, fill in `${VAR}` and `${VAR:-default}`, validate.
+
+    Raises:
+        ConfigError: with one message that says what was given, what is allowed and what to set.
+    """
+    return parse_run(read_yaml(Path(path)), overrides, source=str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping a YAML file holds.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such run file; see configs/ for the published ones")
+    try:
+        data = _parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a run file is a mapping of keys; this one holds {type(data).__name__}")
+    return cast("dict[str, Any]", data)
+
+
+def parse_run(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run") -> RunConfig:
+    """Validate a mapping as `load_run` does. `source` names it in messages."""
+    merged = deepcopy(dict(data))
+    for override in overrides:
+        _apply(merged, override)
+    expanded = _expand(merged, "")
+    try:
+        return RunConfig.model_validate(expanded)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, RunConfig))) from None
+
+
+def dump_run(run: RunConfig) -> str:
+    """The whole run as YAML, defaults included; `load_run` gives the same run back."""
+    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Set one `dotted.key=value`; the value is YAML."""
+    key, equals, text = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(f"override {override!r}: write it as key=value with a dotted key, like rollout.group_size=4")
+    node = data
+    for part in path[:-1]:
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {part!r} holds {child!r}, which has no keys")
+        node = cast("dict[str, Any]", child)
+    try:
+        node[path[-1]] = _parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _expand(node: Any, key: str) -> Any:
+    """`${VAR}` in every string, from the environment."""
+    if isinstance(node, dict):
+        items = cast("dict[str, Any]", node).items()
+        return {name: _expand(value, f"{key}.{name}" if key else str(name)) for name, value in items}
+    if isinstance(node, list):
+        return [_expand(value, key) for value in cast("list[Any]", node)]
+    if not isinstance(node, str):
+        return node
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        default: str | None = match[2]
+        found = os.environ.get(name, default)
+        if found is None:
+            raise ConfigError(f"{key}: ${{{name}}} is not set in the environment; export {name}=... or pass {key}=...")
+        return found
+
+    return _VARIABLE.sub(value_of, node)

@@ -1,0 +1,100 @@
+"""From rewards to advantages. Legend: N rollouts; a group is the rollouts of one example."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["group", "batch"]
+Scale = Literal["group", "batch", "none"]
+
+
+def group_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor | None = None,
+    baseline: Baseline = "group",
+    scale: Scale = "group",
+    eps: float = 1e-4,
+    clip: float = 5.0,
+) -> Tensor:
+    """(reward - baseline) / (std + eps), clipped to ±clip -> [N].
+
+    GRPO is baseline="group", scale="group"; Flow-GRPO's "global std" is group, batch; PPO is batch, batch. Standard
+    deviations are population ones; the batch one is of the raw rewards around the batch mean.
+
+    Args:
+        rewards: [N] float; entries that are not valid may hold anything, NaN included.
+        group_ids: [N] integers.
+        valid: [N] bool; rows without a valid reward leave every mean and std and get advantage 0. With a group
+            baseline so do rows of a group with fewer than two valid rewards (see `comparable_rows`).
+
+    Raises:
+        ValueError: wrong shapes, non-integer ids, or a valid reward that is not finite.
+    """
+    ids, ok, r = _checked(rewards, group_ids, valid)
+    ok = comparable_rows(group_ids, ok, baseline)
+    if not bool(torch.isfinite(r[ok]).all()):
+        raise ValueError("a reward marked valid is not finite; a failed reward must be marked invalid")
+    r = torch.where(ok, r, torch.zeros_like(r))
+    weight = ok.to(r.dtype)
+    mean, std = _group_moments(r, ids, weight)
+    batch_count = weight.sum().clamp(min=1)
+    batch_mean = r.sum() / batch_count
+    batch_std = ((r - batch_mean) ** 2 * weight).sum().div(batch_count).sqrt()
+    centred = r - (mean[ids] if baseline == "group" else batch_mean)
+    if scale == "group":
+        centred = centred / (std[ids] + eps)
+    elif scale == "batch":
+        centred = centred / (batch_std + eps)
+    return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(rewards.dtype)
+
+
+def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "group") -> Tensor:
+    """[N] bool: rows that can be trained on: valid, and with a group baseline with a valid row beside them."""
+    if baseline == "batch":
+        return valid.clone()
+    ids = _dense(group_ids)
+    count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, device=ids.device).index_add_(0, ids, valid.float())
+    return valid & (count[ids] >= 2)
+
+
+def zero_std_rows(rewards: Tensor, group_ids: Tensor, valid: Tensor, tolerance: float = 1e-6) -> Tensor:
+    """[N] bool: valid rows whose group has rewards all alike (within `tolerance`): no signal with a group baseline."""
+    ids, ok, r = _checked(rewards, group_ids, valid)
+    groups = int(ids.max()) + 1 if len(ids) else 0
+    low = torch.full((groups,), float("inf"), dtype=r.dtype, device=r.device)
+    high = -low.clone()
+    low = low.scatter_reduce(0, ids[ok], r[ok], "amin")
+    high = high.scatter_reduce(0, ids[ok], r[ok], "amax")
+    return ok & (high[ids] - low[ids] <= tolerance)
+
+
+def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if rewards.ndim != 1 or group_ids.shape != rewards.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")
+    if group_ids.is_floating_point():
+        # 64-bit ids collide once they are floats: 2**24 + 1 == 2**24 in fp32
+        raise ValueError(f"group_ids are {group_ids.dtype}; they must be integers")
+    ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
+    if ok.shape != rewards.shape:
+        raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
+    return _dense(group_ids), ok, rewards.double()
+
+
+def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    groups = int(ids.max()) + 1 if len(ids) else 0
+    zero = torch.zeros(groups, dtype=r.dtype, device=r.device)
+    count = zero.index_add(0, ids, weight)
+    mean = zero.index_add(0, ids, r * weight) / count.clamp(min=1)
+    square = zero.index_add(0, ids, (r - mean[ids]) ** 2 * weight) / count.clamp(min=1)
+    return mean, square.sqrt()
+
+
+def _dense(group_ids: Tensor) -> Tensor:
+    """Ids renumbered 0 .. groups - 1, in their order."""
+    known, inverse = torch.unique(group_ids, return_inverse=True)  # pyright: ignore
+    del known
+    return torch.as_tensor(inverse)  # pyright: ignore

@@ -1,0 +1,1 @@
+"""One loss a file, each -> (loss, metrics)."""

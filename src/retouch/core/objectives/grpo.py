@@ -1,0 +1,89 @@
+"""GRPO for diffusion policies: the clipped surrogate over denoising steps (Flow-GRPO, arXiv 2505.05470, eq. 5).
+
+PPO is the same loss on advantages of the whole batch. Legend: B rows, W trained steps of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from retouch.core._shapes import per_row, require_same_shape, working
+from retouch.core.reduce import row_mean, weighted_mean
+
+
+def grpo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    clip_range: float,
+    weight: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """mean max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_prob - old_log_prob).
+
+    With mean-reduced log-probabilities ratios stay within about 1e-3 of 1, so that `clip_range` is 1e-5 .. 1e-3; the
+    0.2 of language models never clips there.
+
+    Args:
+        log_prob: [B] or [B, W], with gradient.
+        old_log_prob: same shape, what the sampler recorded.
+        advantages: [B].
+        weight: [B]; rows of weight 0 are inert.
+
+    Returns:
+        The loss, and per-row-mean metrics: `ratio`, `clip_fraction`, `approx_kl` (k3 estimator) and
+        `max_abs_log_ratio` (a maximum).
+    """
+    if log_prob.shape != old_log_prob.shape or log_prob.ndim not in (1, 2):
+        raise ValueError(
+            f"log_prob {tuple(log_prob.shape)} and old_log_prob {tuple(old_log_prob.shape)} must both be [B] or [B, W]"
+        )
+    if advantages.shape != log_prob.shape[:1]:
+        raise ValueError(f"advantages have shape {tuple(advantages.shape)}; they must be [B] = [{log_prob.shape[0]}]")
+    kept = torch.ones_like(advantages) if weight is None else weight
+    a = torch.where(kept != 0, advantages, torch.zeros_like(advantages))
+    a = a if log_prob.ndim == 1 else a[:, None]
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    rows = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_range, 1 + clip_range))
+    loss = weighted_mean(rows, weight, normalizer)
+    with torch.no_grad():
+        live = (kept != 0).to(ratio.dtype)
+        clipped = ((ratio < 1 - clip_range) & (a < 0)) | ((ratio > 1 + clip_range) & (a > 0))
+        flat = log_ratio.abs() if log_ratio.ndim == 1 else log_ratio.abs().amax(1)
+        metrics = {
+            "ratio": weighted_mean(ratio, live),
+            "clip_fraction": weighted_mean(clipped.to(ratio.dtype), live),
+            "approx_kl": weighted_mean(ratio - 1 - log_ratio, live),
+            "max_abs_log_ratio": (flat * live).max(),
+        }
+    return loss, metrics
+
+
+def gaussian_kl(
+    mean: Tensor,
+    reference_mean: Tensor,
+    std: Tensor | float,
+    region: Tensor | None = None,
+    mode: Literal["exact", "published"] = "exact",
+    dt: Tensor | float | None = None,
+) -> Tensor:
+    """KL of two Gaussians of one std, averaged over the dims: mean (mean - reference_mean)² / (2 std²) -> [B].
+
+    Args:
+        std: with the step size in it, scalar or [B].
+        mode: "published" is Flow-GRPO's, which leaves the step out of the std: exactly -dt times the exact one. Its
+            published weights (.04, .01) are for that mode.
+        dt: sigma_next - sigma < 0, scalar or [B]; needed by "published".
+    """
+    require_same_shape(mean=mean, reference_mean=reference_mean)
+    mean, reference_mean = working(mean), working(reference_mean)
+    kl = row_mean((mean - reference_mean) ** 2 / (2 * per_row(std, mean, "std") ** 2), region)
+    if mode == "exact":
+        return kl
+    if dt is None:
+        raise ValueError('gaussian_kl(mode="published") needs dt = sigma_next - sigma')
+    return kl * -torch.as_tensor(dt, dtype=kl.dtype, device=kl.device)

@@ -1,0 +1,47 @@
+"""Supervised fine-tuning: the denoising losses (flow matching, arXiv 2210.02747; DDPM, 2006.11239)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retouch.core._shapes import require_same_shape, working
+from retouch.core.reduce import row_mean, weighted_mean
+
+
+def flow_matching_loss(
+    prediction: Tensor,
+    x0: Tensor,
+    noise: Tensor,
+    region: Tensor | None = None,
+    weight: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """mean |prediction - (noise - x0)|²: the velocity of a flow model against that of its own sample.
+
+    Args:
+        prediction: [B, ...] velocity, with gradient; x0 and noise have its shape.
+        region: weights over the elements ([B, 1, H, W]); only they count.
+        weight: [B].
+
+    Returns:
+        The loss and `error`, the mean over rows of weight > 0.
+    """
+    require_same_shape(prediction=prediction, x0=x0, noise=noise)
+    return denoising_loss(denoising_rows(prediction, noise - x0, region), weight, normalizer)
+
+
+def denoising_rows(prediction: Tensor, target: Tensor, region: Tensor | None = None) -> Tensor:
+    """Mean-squared error of a prediction (velocity or noise) to its target, over the dims or the region -> [B]."""
+    require_same_shape(prediction=prediction, target=target)
+    return row_mean((working(prediction) - working(target)) ** 2, region)
+
+
+def denoising_loss(
+    errors: Tensor, weight: Tensor | None = None, normalizer: Tensor | float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The SFT loss of per-row errors [B], and `error`, their mean over rows of weight > 0."""
+    live = None if weight is None else (weight != 0).to(errors.dtype)
+    with torch.no_grad():
+        error = weighted_mean(errors.detach(), live)
+    return weighted_mean(errors, weight, normalizer), {"error": error}

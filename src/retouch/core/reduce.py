@@ -1,0 +1,59 @@
+"""The two reductions every objective uses: elements to one value a row, rows to one loss.
+
+Legend: B rows (images), W trained steps of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
+    """Mean of `values` [B, ...] over all non-batch dims -> [B].
+
+    With `region`, non-negative weights that broadcast to `values` in every dim but the batch ([B, 1, H, W] beside
+    [B, C, H, W]), it is the weighted mean: elements where the region is 0 do not count at all, not even if they are
+    NaN or infinite.
+
+    Raises:
+        ValueError: `values` without a non-batch dim, `region` of another rank or batch, or a row whose region is empty.
+    """
+    if values.ndim < 2:
+        raise ValueError(f"values have shape {tuple(values.shape)}; a row mean needs at least one non-batch dim")
+    if region is None:
+        return values.flatten(1).mean(1)
+    if region.ndim != values.ndim or region.shape[0] != values.shape[0]:
+        raise ValueError(
+            f"region has shape {tuple(region.shape)}; beside values of shape {tuple(values.shape)} it needs "
+            f"{values.ndim} dims and {values.shape[0]} rows"
+        )
+    weights = region.to(values.dtype).expand_as(values)
+    total = weights.flatten(1).sum(1)
+    if not bool((total > 0).all()):
+        raise ValueError("a row has an empty region: nothing to average over (is its mask empty?)")
+    inside = torch.where(weights > 0, values, torch.zeros_like(values))
+    return (inside * weights).flatten(1).sum(1) / total
+
+
+def weighted_mean(rows: Tensor, weight: Tensor | None = None, normalizer: Tensor | float | None = None) -> Tensor:
+    """sum(weight * rows) / normalizer -> scalar; rows [B] or [B, W], weight [B].
+
+    Rows of weight 0 are inert whatever they hold. [B, W] rows are averaged over W first. `normalizer` defaults to
+    sum(weight); a recipe passes the sum over ranks and micro-batches of one optimizer step, so that every image counts
+    the same however the batch is split. A zero total gives 0, with zero gradient.
+    """
+    if rows.ndim == 2:
+        rows = rows.mean(1)
+    if rows.ndim != 1:
+        raise ValueError(f"rows have shape {tuple(rows.shape)}; they must be [B] or [B, W]")
+    if weight is None:
+        weight = torch.ones_like(rows)
+    if weight.shape != rows.shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [B] = [{rows.shape[0]}]")
+    weight = weight.to(rows.dtype)
+    total = weight.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=rows.dtype, device=rows.device)
+    kept = torch.where(weight != 0, rows, torch.zeros_like(rows))
+    return torch.where(
+        total > 0, (weight * kept).sum() / total.clamp(min=torch.finfo(rows.dtype).tiny), 0.0 * kept.sum()
+    )

@@ -1,0 +1,178 @@
+"""Noise schedules: what a time means, and how data, noise and prediction relate at that time.
+
+Two families. *Flow* models (FLUX, Qwen-Image) predict a velocity; their time is sigma in [0, 1], 1 is noise::
+
+    x = (1 - sigma) x0 + sigma noise        v = noise - x0        x0 = x - sigma v        noise = x + (1 - sigma) v
+
+*Epsilon* models (SD1.5) predict the noise; their time is an integer timestep t with cumulative product alpha_bar::
+
+    x = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise
+
+Recipes and step rules see only the methods below, so that one code path serves both. Legend: B rows, T steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from retouch.core._shapes import per_row, require_same_shape, working
+
+Prediction = Literal["flow", "epsilon"]
+
+
+class Schedule(Protocol):
+    """The times of one sampling run, and the conversions of its family."""
+
+    @property
+    def prediction(self) -> Prediction: ...
+    @property
+    def times(self) -> Tensor:
+        """[T + 1] fp32: the time of each state, first noise, last data; what `predict` takes as `t`."""
+        ...
+
+    def level(self, time: Tensor) -> Tensor:
+        """Noise level that step rules take: sigma (flow) or alpha_bar (epsilon), same shape as `time`."""
+        ...
+
+    def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> Tensor: ...
+    def target(self, x0: Tensor, noise: Tensor) -> Tensor: ...
+    def to_x0(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor: ...
+    def to_noise(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor: ...
+    def training_times(self, uniform: Tensor, *, shifted: bool = True) -> Tensor:
+        """[B] uniform numbers in (0, 1) -> [B] times to train at."""
+        ...
+
+
+def shift_sigma(sigma: Tensor | float, shift: float) -> Tensor:
+    """shift sigma / (1 + (shift - 1) sigma): more of the steps at high noise (SD3, arXiv 2403.03206, eq. 23)."""
+    s = torch.as_tensor(sigma)
+    return shift * s / (1 + (shift - 1) * s)
+
+
+def flux_shift(
+    image_tokens: int,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_mu: float = 0.5,
+    max_mu: float = 1.15,
+) -> float:
+    """The shift e^mu of FLUX for an image of `image_tokens` packed tokens; mu is linear in the tokens.
+
+    1.88 at 512 x 512 (1,024 tokens), 3.16 at 1024 x 1024 (4,096 tokens).
+    """
+    slope = (max_mu - base_mu) / (max_tokens - base_tokens)
+    return math.exp(base_mu + slope * (image_tokens - base_tokens))
+
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    """T Euler steps of a flow model: sigmas 1, ..., 1/T, shifted, then 0."""
+
+    sigmas: Tensor
+    shift: float
+
+    @classmethod
+    def make(cls, num_steps: int, shift: float = 1.0) -> FlowSchedule:
+        if num_steps < 1:
+            raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
+        sigmas = shift_sigma(torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64), shift)
+        return cls(torch.cat([sigmas, sigmas.new_zeros(1)]).float(), shift)
+
+    @property
+    def prediction(self) -> Prediction:
+        return "flow"
+
+    @property
+    def times(self) -> Tensor:
+        return self.sigmas
+
+    def level(self, time: Tensor) -> Tensor:
+        return time
+
+    def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        require_same_shape(x0=x0, noise=noise)
+        sigma = per_row(time, working(x0), "time")
+        return (1 - sigma) * x0 + sigma * noise
+
+    def target(self, x0: Tensor, noise: Tensor) -> Tensor:
+        require_same_shape(x0=x0, noise=noise)
+        return noise - x0
+
+    def to_x0(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
+        require_same_shape(x=x, prediction=prediction)
+        return x - per_row(time, working(x), "time") * prediction
+
+    def to_noise(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
+        require_same_shape(x=x, prediction=prediction)
+        return x + (1 - per_row(time, working(x), "time")) * prediction
+
+    def training_times(self, uniform: Tensor, *, shifted: bool = True) -> Tensor:
+        """Logit-normal(0, 1) sigmas, through the shift of sampling unless told otherwise (SD3, section 3.1)."""
+        sigma = torch.sigmoid(torch.erfinv(2 * uniform.double() - 1) * math.sqrt(2)).float()
+        return shift_sigma(sigma, self.shift) if shifted else sigma
+
+
+@dataclass(frozen=True)
+class AlphaBarSchedule:
+    """T DDIM steps of an epsilon model with `alpha_bars` [N] over its N training timesteps.
+
+    `timesteps` [T + 1] are those of the sampling run (not 0 .. N - 1), first the noisiest; the last entry is -1, the
+    clean image, whose alpha_bar is `final_alpha_bar`.
+    """
+
+    alpha_bars: Tensor
+    timesteps: Tensor
+    final_alpha_bar: float = 1.0
+
+    @classmethod
+    def make(
+        cls, alpha_bars: Tensor, num_steps: int, steps_offset: int = 1, final_alpha_bar: float = 1.0
+    ) -> AlphaBarSchedule:
+        """The "leading" spacing of diffusers' DDIMScheduler: every (N // T)-th timestep plus `steps_offset`."""
+        n = alpha_bars.shape[0]
+        if not 1 <= num_steps <= n:
+            raise ValueError(f"num_steps is {num_steps}; this model was trained on {n} timesteps")
+        steps = torch.arange(num_steps - 1, -1, -1) * (n // num_steps) + steps_offset
+        if int(steps.max()) >= n:
+            raise ValueError(f"steps_offset {steps_offset} moves the first timestep past {n - 1}")
+        return cls(alpha_bars.double(), torch.cat([steps, steps.new_tensor([-1])]).float(), final_alpha_bar)
+
+    @property
+    def prediction(self) -> Prediction:
+        return "epsilon"
+
+    @property
+    def times(self) -> Tensor:
+        return self.timesteps
+
+    def level(self, time: Tensor) -> Tensor:
+        table = torch.cat([self.alpha_bars, self.alpha_bars.new_tensor([self.final_alpha_bar])])
+        return table.to(time.device)[time.long()].float()  # -1 indexes the clean image
+
+    def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        require_same_shape(x0=x0, noise=noise)
+        ab = per_row(self.level(time), working(x0), "time")
+        return ab.sqrt() * x0 + (1 - ab).sqrt() * noise
+
+    def target(self, x0: Tensor, noise: Tensor) -> Tensor:
+        require_same_shape(x0=x0, noise=noise)
+        return noise
+
+    def to_x0(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
+        require_same_shape(x=x, prediction=prediction)
+        ab = per_row(self.level(time), working(x), "time")
+        return (x - (1 - ab).sqrt() * prediction) / ab.sqrt()
+
+    def to_noise(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
+        require_same_shape(x=x, prediction=prediction)
+        return prediction
+
+    def training_times(self, uniform: Tensor, *, shifted: bool = True) -> Tensor:
+        """Uniform integer timesteps 0 .. N - 1; an epsilon schedule has no shift to go through."""
+        n = self.alpha_bars.shape[0]
+        return (uniform.double() * n).floor().clamp(max=n - 1).float()

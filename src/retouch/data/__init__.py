@@ -1,0 +1,17 @@
+"""Examples from files: formats, the group sampler, synthetic data. No torch."""
+
+from retouch.data.dataset import DataError, Dataset, ItemError, ItemFiles, load_dataset
+from retouch.data.sampler import Slot, batch_examples, derive_seed, epoch_examples, rank_slots
+
+__all__ = [
+    "DataError",
+    "Dataset",
+    "ItemError",
+    "ItemFiles",
+    "Slot",
+    "batch_examples",
+    "derive_seed",
+    "epoch_examples",
+    "load_dataset",
+    "rank_slots",
+]

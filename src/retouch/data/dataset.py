@@ -1,0 +1,216 @@
+"""A data set: a list of items by file name, turned into `Example`s of one size on access.
+
+A format (`retouch.data.formats`) only lists items; opening, checking, resizing and roles are here, once for all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from PIL import Image
+
+from retouch.imaging import ImageProblem, fit_size, mask_box, open_image, read_mask, resize, to_rgb
+from retouch.types import Example
+
+if TYPE_CHECKING:
+    from retouch.config.schema import Data, DataSection
+
+logger = logging.getLogger(__name__)
+
+FORMATS = {
+    "self_bench": "retouch.data.formats.self_bench",
+    "manifest": "retouch.data.formats.manifest",
+}
+"""Format name of the run file -> module with `list_items(config) -> list[ItemFiles | ItemError]`."""
+
+TargetRole = Literal["auto", "source", "none", "file"]
+
+
+class DataError(ValueError):
+    """A data set that cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class ItemFiles:
+    """One item as the format lists it, nothing opened yet.
+
+    Attributes:
+        target: where the ground truth comes from: "file" is `target_path`; "source" the source itself; "none" there is
+            none; "auto" a full-size reference, else the source.
+    """
+
+    id: int
+    prompt: str
+    source_path: Path | None = None
+    mask_path: Path | None = None
+    reference_path: Path | None = None
+    target_path: Path | None = None
+    target: TargetRole = "none"
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class ItemError:
+    """One item that cannot be used, and why."""
+
+    where: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+class Dataset(Sequence[Example]):
+    """Examples of one size, opened on access. Broken items were dropped by `load_dataset`."""
+
+    def __init__(self, config: DataSection, items: Sequence[ItemFiles]) -> None:
+        self.config = config
+        self.items = list(items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return read_item(self.items[index], self.config)[0]
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def prompts(self) -> list[str]:
+        """Every prompt once, in order."""
+        return list(dict.fromkeys(item.prompt for item in self.items))
+
+
+def load_dataset(config: Data, purpose: str = "data") -> Dataset:
+    """List and check every item; skip up to `max_bad_items` broken ones, each with a warning.
+
+    Args:
+        purpose: names the section in messages.
+
+    Raises:
+        DataError: nothing there, too many broken items, or two items with one id.
+    """
+    listed = list_items(config)
+    good: list[ItemFiles] = []
+    bad: list[ItemError] = []
+    for item in listed:
+        problem = item if isinstance(item, ItemError) else check_item(item, config)
+        if problem is None:
+            assert isinstance(item, ItemFiles)
+            good.append(item)
+        else:
+            bad.append(problem)
+            logger.warning("%s: skipped %s", purpose, problem)
+    if len(bad) > config.max_bad_items:
+        raise DataError(
+            f"{purpose}: {len(bad)} of {len(listed)} items are broken, more than max_bad_items {config.max_bad_items}; "
+            f"the first: {bad[0]}. `retouch data validate` lists them all"
+        )
+    if bad:
+        logger.warning(
+            "%s: skipped %d of %d items (max_bad_items %d)", purpose, len(bad), len(listed), config.max_bad_items
+        )
+    if not good:
+        raise DataError(f"{purpose}: {config.path} holds no usable item" + (f"; {bad[0]}" if bad else ""))
+    twice = [i for i, count in Counter(item.id for item in good).items() if count > 1]
+    if twice:
+        raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")
+    return Dataset(config, good)
+
+
+def list_items(config: Data) -> list[ItemFiles | ItemError]:
+    """What the format finds, first `limit` items, nothing opened.
+
+    Raises:
+        DataError: the list itself is missing or unreadable.
+    """
+    module = importlib.import_module(FORMATS[config.format])
+    items: list[ItemFiles | ItemError] = module.list_items(config)
+    return items if config.limit is None else items[: config.limit]
+
+
+def check_item(item: ItemFiles, config: DataSection) -> ItemError | None:
+    """Open everything the item names; None where all of it is usable."""
+    if not item.prompt.strip():
+        return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
+    try:
+        read_item(item, config)
+    except (ImageProblem, DataError) as error:
+        return ItemError(f"item {item.id}", str(error))
+    return None
+
+
+def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, Any]]:
+    """The example at the size of the data set, and notes on how it was read: `mask_channel`, the size (width, height)
+    the source was `scaled` to, and the `window` cut out of that.
+
+    Raises:
+        ImageProblem: a file that is missing, unreadable or of the wrong size.
+    """
+    height, width = config.size
+    source = to_rgb(open_image(item.source_path)) if item.source_path else None
+    reference = to_rgb(open_image(item.reference_path)) if item.reference_path else None
+    target = to_rgb(open_image(item.target_path)) if item.target_path else None
+    mask, channel = None, None
+    if item.mask_path:
+        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=config.invert_mask)
+        _same_size(mask, source, str(item.mask_path), "mask")
+    if target is not None and source is not None:
+        _same_size(target, source, str(item.target_path), "target")
+    if item.target == "auto" and reference is not None and source is not None and reference.size == source.size:
+        # full-size ground truth; its mask box is the style crop
+        target = reference
+        reference = reference.crop(mask_box(mask)) if mask is not None else None
+    elif item.target in ("auto", "source"):
+        target = source
+    box = mask_box(mask) if mask is not None else None
+    scaled, window = (width, height), (0, 0, width, height)
+    if source is not None:
+        scaled, window = fit_size(source.size, (width, height), config.fit, box)
+        source = resize(source, scaled, window)
+        target = resize(target, scaled, window) if target is not None else None
+        if mask is not None:
+            whole = mask_area(mask.resize(scaled, Image.Resampling.BOX))
+            mask = resize(mask, scaled, window)
+            kept = mask_area(mask)
+            if kept == 0:
+                raise ImageProblem(
+                    f"{item.mask_path}: the masked area vanishes at {width} x {height}; raise data.resolution"
+                )
+            if kept < 0.9 * whole:
+                raise ImageProblem(
+                    f"{item.mask_path}: cropping to {width} x {height} cuts off {1 - kept / whole:.0%} of the masked "
+                    "area; set data.fit=stretch or another data.resolution"
+                )
+            if kept == width * height:
+                raise ImageProblem(
+                    f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
+                )
+    example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata)
+    return example, {"mask_channel": channel, "scaled": scaled, "window": window}
+
+
+def mask_area(mask: Image.Image) -> int:
+    """Masked pixels."""
+    return int(sum(mask.histogram()[128:]))
+
+
+def _same_size(image: Image.Image, source: Image.Image | None, name: str, what: str) -> None:
+    if source is not None and image.size != source.size:
+        raise ImageProblem(
+            f"{name}: the {what} is {image.width} x {image.height}, its source {source.width} x {source.height}; "
+            "both must have one size"
+        )

@@ -1,0 +1,77 @@
+"""A JSON list, or JSONL with one object a line: `image_path`, `mask_path`, `prompt`, and optionally `id`,
+`reference_path`, `target_path`, `text`; other keys are kept as metadata. Relative paths start from the manifest's
+folder or from `data.image_root`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from retouch.data.dataset import DataError, ItemError, ItemFiles
+
+if TYPE_CHECKING:
+    from retouch.config.schema import ManifestData
+
+_PATHS = ("image_path", "mask_path", "reference_path", "target_path")
+
+
+def list_items(config: ManifestData) -> list[ItemFiles | ItemError]:
+    """The objects of the manifest.
+
+    Raises:
+        DataError: no such file, or not JSON.
+    """
+    path = Path(config.path).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.path: {path}: no such manifest (a .json or .jsonl file)")
+    root = Path(config.image_root).expanduser() if config.image_root else path.parent
+    return [_item(entry, position, root) for position, entry in enumerate(_entries(path))]
+
+
+def _entries(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        if text.lstrip().startswith("["):
+            return cast("list[Any]", json.loads(text))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: not valid JSON: {error.msg} (line {error.lineno})") from None
+    entries: list[Any] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path} line {number}: not valid JSON: {error.msg}") from None
+    return entries
+
+
+def _item(entry: Any, position: int, root: Path) -> ItemFiles | ItemError:
+    where = f"entry {position}"
+    if not isinstance(entry, dict):
+        return ItemError(where, f"{entry!r} is not an object")
+    entry = cast("dict[str, Any]", entry)
+    missing = [key for key in ("image_path", "mask_path", "prompt") if not entry.get(key)]
+    if missing:
+        return ItemError(
+            where, f"{', '.join(missing)} missing or empty; each entry needs image_path, mask_path and prompt"
+        )
+    wrong = [key for key in (*_PATHS, "prompt") if key in entry and not isinstance(entry[key], str | None)]
+    if wrong:
+        return ItemError(where, f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
+    number = entry.get("id", position)
+    if not isinstance(number, int):
+        return ItemError(where, f"id is {number!r}; it must be an integer")
+    paths = {key: root / entry[key] if entry.get(key) else None for key in _PATHS}
+    known = {*_PATHS, "prompt", "id"}
+    return ItemFiles(
+        id=number,
+        prompt=entry["prompt"],
+        source_path=paths["image_path"],
+        mask_path=paths["mask_path"],
+        reference_path=paths["reference_path"],
+        target_path=paths["target_path"],
+        target="file" if paths["target_path"] else "none",
+        metadata={key: value for key, value in entry.items() if key not in known},
+    )

@@ -1,0 +1,170 @@
+"""Synthetic text inpainting: pronounceable words in several fonts and colours, on plain signs, with their masks.
+
+Written in the self_bench layout, so that nothing else has to know where data came from. Every word belongs to one of
+two halves of the language, told apart by a hash: "train" and "held_out" never share a word, whatever seed or count.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from retouch.data.dataset import DataError
+from retouch.data.sampler import derive_seed
+from retouch.glyphs import FONTS, write_spaced
+from retouch.imaging import mask_box
+
+Half = Literal["train", "held_out"]
+
+_CONSONANTS, _VOWELS = "BCDFGHJKLMNPRSTVWXYZ", "AEIOU"
+_HELD_OUT_SHARE = 8  # one word in so many
+_AVOIDED = frozenset({"RAPE", "PEDO", "NUDE", "HOMO", "NAZI", "SODO", "LOLI", "PORN"})
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One synthetic item.
+
+    Attributes:
+        picture: with the word, RGB.
+        ground: the same without it.
+        mask: "L", 255 over the place of the word; it does not tell the word's length.
+    """
+
+    word: str
+    picture: Image.Image
+    ground: Image.Image
+    mask: Image.Image
+
+
+def half_of(word: str) -> Half:
+    """Which half of the language a word belongs to."""
+    return "held_out" if derive_seed("half", word) % _HELD_OUT_SHARE == 0 else "train"
+
+
+def draw_words(count: int, half: Half, seed: int, length: int = 4) -> list[str]:
+    """`count` different words of alternating consonants and vowels.
+
+    Raises:
+        DataError: the half has fewer words of this length.
+    """
+    if length < 1:
+        raise DataError(f"--length: given {length}; a word has at least 1 letter")
+    draw = Random(derive_seed("words", seed, half))
+    language = len(_CONSONANTS) ** -(-length // 2) * len(_VOWELS) ** (length // 2)
+    share = 1 / _HELD_OUT_SHARE if half == "held_out" else 1 - 1 / _HELD_OUT_SHARE
+    most = int(0.9 * share * language)  # the last ones are slow to find
+    if count > most:
+        raise DataError(f"--count: given {count}; there are about {most} {half} words of {length} letters")
+    words: dict[str, None] = {}
+    while len(words) < count:
+        word = "".join(draw.choice(_VOWELS if i % 2 else _CONSONANTS) for i in range(length))
+        if half_of(word) == half and word not in _AVOIDED:
+            words[word] = None
+    return list(words)
+
+
+def draw_sign(word: str, size: tuple[int, int], seed: int, face: str | None = None) -> Sign:
+    """A sign of `size` (height, width) in pixels.
+
+    Letters stand on an even pitch across the mask, as on many signs; ground light, ink dark, both of any hue.
+
+    Args:
+        face: a font of `retouch.glyphs.FONTS`; None draws one.
+    """
+    draw = Random(derive_seed("sign", seed, word))
+    height, width = size
+    ground = Image.fromarray(_ground(draw, height, width))
+    box_width, box_height = round(width * 0.875), round(height * 0.75)
+    left = (width - box_width) // 2 + draw.randint(-1, 1)
+    top = (height - box_height) // 2 + draw.randint(-1, 1)
+    mask = np.zeros((height, width), np.uint8)
+    mask[top : top + box_height, left : left + box_width] = 255
+    picture = ground.copy()
+    name = face or draw.choice(list(FONTS))
+    write_spaced(picture, word, name, (left, top, left + box_width, top + box_height), _ink(draw))
+    return Sign(word, picture, ground, Image.fromarray(mask, "L"))
+
+
+def write_signs(
+    out: Path, words: list[str], size: tuple[int, int], seed: int, *, with_targets: bool = True, first_id: int = 0
+) -> None:
+    """Write a self_bench folder.
+
+    Args:
+        with_targets: False writes the bare ground as source and no reference: prompts that have no target picture at
+            all, for RL (`data.target: none`).
+
+    Raises:
+        DataError: the folder already holds a list file.
+    """
+    listing = out / "self_bench.txt"
+    if listing.exists():
+        raise DataError(f"{out} already holds a data set; choose another --out, or delete it")
+    out.mkdir(parents=True, exist_ok=True)
+    for n, word in enumerate(words, first_id):
+        sign = draw_sign(word, size, seed)
+        (sign.picture if with_targets else sign.ground).save(out / f"test{n}_source.png")
+        sign.mask.save(out / f"test{n}_mask.png")
+        if with_targets:
+            sign.picture.crop(mask_box(sign.mask)).save(out / f"test{n}_ref.png")
+    # the list comes last: a folder that was cut off has none and is refused
+    listing.write_text("".join(f"{n}-{word}\n" for n, word in enumerate(words, first_id)), encoding="utf-8")
+
+
+def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:
+    """A light colour, fading a little across the sign."""
+    colour = np.array(colorsys.hsv_to_rgb(draw.random(), draw.uniform(0.05, 0.35), draw.uniform(0.85, 1.0)))
+    angle = draw.uniform(0, 2 * np.pi)
+    y, x = np.mgrid[0:height, 0:width]
+    ramp = (np.cos(angle) * x / width + np.sin(angle) * y / height + 1.5) / 3
+    shade = 1 - (1 - draw.uniform(0.88, 1.0)) * ramp[..., None]
+    return np.rint(colour * shade * 255).astype(np.uint8)
+
+
+def _ink(draw: Random) -> tuple[int, int, int]:
+    """A dark colour."""
+    r, g, b = colorsys.hsv_to_rgb(draw.random(), draw.uniform(0.3, 1.0), draw.uniform(0.05, 0.4))
+    return round(r * 255), round(g * 255), round(b * 255)
+
+
+def synthesize(
+    out: Path,
+    count: int,
+    half: str,
+    seed: int,
+    size: tuple[int, int],
+    length: int,
+    targets: bool,
+    exclude: Path | None,
+) -> int:
+    """What `retouch data synth` does -> the number of items written.
+
+    Raises:
+        DataError: an unknown half, too many words, a folder that is in use, or an unreadable exclusion.
+    """
+    if half not in ("train", "held_out"):
+        raise DataError(f"--half: given {half!r}; allowed: train, held_out")
+    excluded = words_of(exclude) if exclude else set[str]()
+    words = [w for w in draw_words(count + len(excluded), half, seed, length) if w not in excluded][:count]
+    write_signs(out, words, size, seed, with_targets=targets)
+    return len(words)
+
+
+def words_of(folder: Path) -> set[str]:
+    """The words of a self_bench folder.
+
+    Raises:
+        DataError: it has no list file.
+    """
+    listing = folder / "self_bench.txt"
+    if not listing.is_file():
+        raise DataError(f"--exclude: {folder} has no self_bench.txt")
+    return {line.partition("-")[2].strip() for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()}

@@ -1,0 +1,195 @@
+"""Checkpoints: a directory that appears by one rename and is complete or does not count.
+
+    checkpoints/step-000040/
+        weights/      in the file formats of the adapter or of diffusers, ready for use
+        ema/          the same, averaged
+        snapshots/    NAME.safetensors: reference, old
+        optimizer.pt  rng.pt  state.json  [rollouts.safetensors]
+        complete.json written last
+
+`torch.load` is used with weights_only=True alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retouch.engine.engine import Engine
+from retouch.engine.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{6,})$")
+
+SaveWeights = Callable[[Mapping[str, Tensor], Path], None]
+"""(weights by parameter name, folder) -> files in a published format."""
+
+LoadWeights = Callable[[Path], Mapping[str, Tensor]]
+"""The inverse, exact."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, and why."""
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one run.
+
+    Args:
+        root: the run's `checkpoints` directory.
+        keep: how many of the newest stay; None keeps all. Pinned ones always stay.
+    """
+
+    def __init__(
+        self, root: Path, save_weights: SaveWeights, load_weights: LoadWeights, keep: int | None = None
+    ) -> None:
+        self.root = root
+        self._save_weights = save_weights
+        self._load_weights = load_weights
+        self.keep = keep
+
+    def save(
+        self,
+        step: int,
+        engine: Engine,
+        policy: Policy,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        pinned: bool = False,
+    ) -> Path:
+        """Write checkpoint `step`; an existing complete one of that step is replaced.
+
+        Args:
+            state: JSON values the recipe goes on from.
+            tensors: rollouts not trained on yet, when the checkpoint lies inside an epoch.
+        """
+        folder = self.root / f"step-{step:06d}"
+        if engine.is_main:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for leftover in self.root.glob(".writing-*"):
+                shutil.rmtree(leftover)
+            writing = self.root / f".writing-{folder.name}"
+            writing.mkdir()
+            self._save_weights(policy.state(), writing / "weights")
+            for name in policy.snapshots:
+                if name == "ema":
+                    self._save_weights(policy.state("ema"), writing / "ema")
+                else:
+                    (writing / "snapshots").mkdir(exist_ok=True)
+                    _save_tensors(policy.state(name), writing / "snapshots" / f"{name}.safetensors")
+            torch.save(engine.state_dict(), writing / "optimizer.pt")
+            torch.save(_rng_state(), writing / "rng.pt")
+            if tensors is not None:
+                _save_tensors(tensors, writing / "rollouts.safetensors")
+            (writing / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            complete = {
+                "step": step,
+                "pinned": pinned,
+                "files": sorted(str(p.relative_to(writing)) for p in writing.rglob("*")),
+            }
+            _flush(writing)
+            (writing / "complete.json").write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
+            _flush(writing)
+            if folder.exists():
+                shutil.rmtree(folder)
+            writing.rename(folder)
+            self._prune()
+        engine.barrier()
+        return folder
+
+    def newest(self) -> Path | None:
+        """The complete checkpoint of the highest step."""
+        return complete_checkpoints(self.root)[-1] if complete_checkpoints(self.root) else None
+
+    def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """Restore everything -> (state, rollouts).
+
+        Raises:
+            CheckpointError: incomplete, or weights of another model.
+        """
+        if not (folder / "complete.json").is_file():
+            raise CheckpointError(f"{folder}: no complete.json, so it is not a complete checkpoint; give another")
+        try:
+            policy.load(self._load_weights(folder / "weights"))
+            if (folder / "ema").is_dir():
+                policy.load(self._load_weights(folder / "ema"), "ema")
+            for file in sorted((folder / "snapshots").glob("*.safetensors")):
+                policy.load(load_file(file), file.stem)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}; was model.train changed since?") from None
+        engine.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
+        _set_rng_state(torch.load(folder / "rng.pt", weights_only=True))
+        rollouts = folder / "rollouts.safetensors"
+        return read_state(folder), load_file(rollouts) if rollouts.exists() else None
+
+    def _prune(self) -> None:
+        if self.keep is None:
+            return
+        loose = [folder for folder in complete_checkpoints(self.root) if not is_pinned(folder)]
+        for folder in loose[: -self.keep]:
+            shutil.rmtree(folder)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, lowest step first."""
+    found = [p for p in root.glob("step-*") if _NAME.search(p.name) and (p / "complete.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What the recipe saved."""
+    return cast("dict[str, Any]", json.loads((folder / "state.json").read_text(encoding="utf-8")))
+
+
+def is_pinned(folder: Path) -> bool:
+    """Whether pruning leaves it: the ends of warm-up and run."""
+    return bool(json.loads((folder / "complete.json").read_text(encoding="utf-8")).get("pinned"))
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # safetensors refuses tensors that share storage; clones never do
+    save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
+
+
+def _flush(folder: Path) -> None:
+    """Push files to the disk before the rename that declares them complete."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def _rng_state() -> dict[str, Any]:
+    """Global generators; the run's own draws need none (they derive from seeds), libraries may."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached],  # pyright: ignore
+        "python": [version, list(internal), gauss],
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

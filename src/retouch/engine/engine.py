@@ -1,0 +1,158 @@
+"""One optimizer step on however many processes there are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor, nn
+
+from retouch.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from retouch.config.schema import OptimizerConfig, TrainingConfig
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient that is not finite. The weights are those of the last step."""
+
+
+class Engine:
+    """Precision, gradients, collectives.
+
+    Collectives run once an optimizer step (`sum`, `step`), never inside the loop over micro-batches.
+    """
+
+    def __init__(self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int) -> None:
+        try:
+            self.accelerator = Accelerator(
+                mixed_precision=training.mixed_precision, step_scheduler_with_optimizer=False
+            )
+        except ValueError as error:
+            raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
+        set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
+        self.config = optimizer
+        self.network: nn.Module | None = None
+        self.optimizer: Any = None
+        self._parameters: list[nn.Parameter] = []
+
+    # --- where and who ---
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    # --- the network ---
+
+    def prepare(self, network: nn.Module, *, gradient_checkpointing: bool) -> nn.Module:
+        """Place and wrap the network; what it returns is what `predict` must be given, in rollout and training alike.
+
+        It stays in eval mode: dropout in one of the two would break ratio = 1.
+        """
+        if gradient_checkpointing:
+            network.enable_gradient_checkpointing()  # type: ignore[operator]
+        network.eval()
+        self._parameters = [p for p in network.parameters() if p.requires_grad]
+        self.network = self.accelerator.prepare_model(network)
+        return self.network
+
+    def new_optimizer(self) -> None:
+        """A fresh AdamW over the trained weights: each phase starts with empty moments."""
+        c = self.config
+        optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=c.lr,
+            betas=c.betas,
+            weight_decay=c.weight_decay,
+            eps=c.eps,
+            fused=self.device.type == "cuda",
+        )
+        self.accelerator._optimizers.clear()  # the accelerator keeps every optimizer it prepared
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+
+    # --- one step ---
+
+    @contextlib.contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; gradients are exchanged in the last one only."""
+        assert self.network is not None
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.network):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of a loss whose normalizer already counts all ranks and micro-batches."""
+        self.accelerator.backward(loss * self.world_size)  # data-parallel wrappers average over ranks
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip, check, step, zero -> `grad_norm` before clipping, and `overflow` (fp16: 1 where the scaler skipped).
+
+        Raises:
+            Diverged: a gradient norm that is not finite, outside fp16.
+        """
+        total = self.accelerator.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        norm = float(torch.as_tensor(total))
+        scaled = self.accelerator.scaler is not None
+        if not scaled and not torch.isfinite(torch.tensor(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or look at the rewards of the last batch")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        overflow = float(scaled and self.accelerator.optimizer_step_was_skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "overflow": overflow}
+
+    def discard_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # --- between ranks ---
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over ranks, elementwise."""
+        return self.accelerator.reduce(value.to(self.device), reduction="sum")  # type: ignore[return-value]
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Rows of every rank, in rank order."""
+        return self.accelerator.gather(value.to(self.device).contiguous())  # type: ignore[return-value]
+
+    def gather_list(self, values: Sequence[Any]) -> list[Any]:
+        """Python objects of every rank, in rank order."""
+        return gather_object(list(values)) if self.world_size > 1 else list(values)
+
+    def any(self, flag: bool) -> bool:
+        """True where any rank says so: how ranks agree to stop."""
+        return bool(self.sum(torch.tensor(float(flag))) > 0)
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        self.accelerator.end_training()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer and loss scaler."""
+        scaler = self.accelerator.scaler
+        return {"optimizer": self.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])

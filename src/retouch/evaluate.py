@@ -1,0 +1,168 @@
+"""The same evaluation for every family: fixed seeds, plain ODE, scores on what a user would see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from PIL.Image import Image
+from torch import nn
+
+from retouch.data.sampler import derive_seed
+from retouch.glyphs import glyph_correlation
+from retouch.imaging import paste_back
+from retouch.observe import Stopwatch
+from retouch.observe.grids import grid
+from retouch.rewards.compose import RewardTable
+from retouch.rollout import PendingBatch, items_of, ode_plan, sample, settle, to_uint8
+from retouch.types import DiffusionModel, Example, Score
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One row an image, in the order of examples and seeds.
+
+    Attributes:
+        rows: per image: example, seed index, text, and every measure by name (None where a reward failed).
+        images: the pasted-back pictures, [H, W, 3] uint8.
+    """
+
+    rows: list[dict[str, Any]]
+    images: list[np.ndarray[Any, Any]] = field(repr=False)
+
+    def means(self) -> dict[str, float]:
+        """Mean of every numeric measure over the images that have it."""
+        names = [
+            n
+            for n in dict.fromkeys(n for row in self.rows for n in row)
+            if n not in ("example", "index", "text", "read")
+        ]
+        columns = {n: [float(row[n]) for row in self.rows if row.get(n) is not None] for n in names}
+        return {n: float(np.mean(column)) for n, column in columns.items() if column}
+
+
+def evaluate(
+    model: DiffusionModel,
+    network: nn.Module,
+    examples: Sequence[Example],
+    images_per_example: int,
+    num_steps: int,
+    guidance_scale: float,
+    batch_size: int,
+    rewards: RewardTable,
+    clock: Stopwatch,
+) -> Evaluation:
+    """Sample every example with seeds that depend on nothing but the example, and score.
+
+    The measures: each reward, its numeric details (`ocr.ned`, `ocr.exact`), `outside_l1` (drift of the raw generation
+    outside the mask, in [0, 1]) and `glyph_correlation` where the example has a text.
+    """
+    plan_of: dict[tuple[int, int], Any] = {}
+    work = [(example, k) for example in examples for k in range(images_per_example)]
+    raw: list[np.ndarray[Any, Any]] = []
+    pending: list[PendingBatch] = []
+    for start in range(0, len(work), batch_size):
+        chunk = work[start : start + batch_size]
+        batch = [example for example, _ in chunk]
+        with clock.part("text"):
+            condition = model.encode(batch, guidance_scale)
+        size = condition.size
+        plan = plan_of.setdefault(size, ode_plan(model.schedule(num_steps, size)))
+        seeds = [derive_seed("eval", example.id, k) for example, k in chunk]
+        with clock.part("rollout"):
+            final = sample(model, network, plan, condition, seeds).final
+        with clock.part("vae"):
+            images = to_uint8(model.decode(final))
+        raw += list(images.numpy())
+        items = items_of(batch, images, [e.id for e in batch])
+        if rewards.entries:
+            pending.append(PendingBatch(items, rewards.submit(items)))
+    with clock.part("reward_wait"):
+        scores = settle(rewards, pending, rewards.client)
+    rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]
+    outcomes = {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries}
+    for name, column in outcomes.items():
+        for row, outcome in zip(rows, column, strict=True):
+            row.update(_measures(name, outcome))
+    return Evaluation(rows, [_pasted(example, image) for (example, _), image in zip(work, raw, strict=True)])
+
+
+def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation], count: int) -> Image:
+    """Rows of examples: the masked input, then one picture an evaluation, with what was read in it."""
+    rows: list[list[tuple[Any, str]]] = []
+    first = next(iter(columns.values()))
+    starts = [i for i, row in enumerate(first.rows) if row["index"] == 0][:count]
+    by_id = {example.id: example for example in examples}
+    for i in starts:
+        example = by_id[first.rows[i]["example"]]
+        cells: list[tuple[Any, str]] = [(masked_input(example), str(example.metadata.get("text", example.prompt)))]
+        for evaluation in columns.values():
+            if i < len(evaluation.images):
+                cells.append((evaluation.images[i], str(evaluation.rows[i].get("read", ""))))
+        rows.append(cells)
+    return grid(rows, ["input: text to write", *columns])
+
+
+def save_evaluation(evaluation: Evaluation, folder: Path, pictures: int) -> None:
+    """Write rows.jsonl with every row, and the first `pictures` images as PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in evaluation.rows)
+    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    for i, image in enumerate(evaluation.images[:pictures]):
+        PIL.Image.fromarray(image).save(folder / f"{i:05d}.png")
+
+
+def load_evaluation(folder: Path) -> Evaluation:
+    """What `save_evaluation` wrote; images only as far as they were kept."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    return Evaluation(rows, [np.asarray(PIL.Image.open(path).convert("RGB")) for path in sorted(folder.glob("*.png"))])
+
+
+def masked_input(example: Example) -> np.ndarray[Any, Any]:
+    """What the model sees of the picture: the source with the mask greyed out."""
+    if example.source is None:
+        return np.full((64, 64, 3), 255, np.uint8)
+    pixels = np.asarray(example.source).copy()
+    if example.mask is not None:
+        pixels[np.asarray(example.mask) >= 128] = 127
+    return pixels
+
+
+def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
+    """Mean difference of paired measures and its 95 % interval (normal approximation)."""
+    difference = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+    mean = float(difference.mean())
+    half = 1.96 * float(difference.std()) / len(difference) ** 0.5 if len(difference) > 1 else float("inf")
+    return mean, mean - half, mean + half
+
+
+def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
+    if example.source is not None and example.mask is not None:
+        outside = np.asarray(example.mask) < 128
+        drift = np.abs(image.astype(np.float32) - np.asarray(example.source, np.float32))[outside]
+        row["outside_l1"] = float(drift.mean() / 255)
+        text = example.metadata.get("text")
+        if isinstance(text, str):
+            row["glyph_correlation"] = glyph_correlation(_pasted(example, image), np.asarray(example.mask), text)
+    return row
+
+
+def _measures(name: str, outcome: Any) -> dict[str, Any]:
+    if not isinstance(outcome, Score):
+        return {name: None}
+    detail = {f"{name}.{k}": v for k, v in outcome.detail.items() if isinstance(v, int | float)}
+    read = {"read": outcome.detail["text"]} if "text" in outcome.detail else {}
+    return {name: outcome.value, **detail, **read}
+
+
+def _pasted(example: Example, image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if example.source is None or example.mask is None:
+        return image
+    return paste_back(np.asarray(example.source), image, np.asarray(example.mask))

@@ -1,0 +1,125 @@
+"""Drawing words with fonts that come with pip, and telling how much a picture looks like its word.
+
+No system font is used: the fonts are those of the `font-*` packages (SIL OFL 1.1 and Apache-2.0). `glyph_correlation`
+is the second opinion beside OCR: it compares ink with ink, so that a texture that fools a recogniser does not fool it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from retouch.imaging import Box, mask_box
+
+FONTS = {
+    "HankenGroteskBold": "font_hanken_grotesk",
+    "CaladeaBold": "font_caladea",
+    "FredokaOne": "font_fredoka_one",
+    "ManropeExtraBold": "font_manrope",
+}
+"""Font name -> module of its package. Grotesque, serif, rounded, geometric; all read well at 16 px."""
+
+_CANVAS = (64, 24)  # width, height in which ink is compared
+
+Ink = NDArray[np.float64]
+
+
+class FontsMissing(RuntimeError):
+    """The font packages are not installed."""
+
+
+def font_path(name: str) -> str:
+    """File of a font of `FONTS`.
+
+    Raises:
+        FontsMissing: with the command that installs it.
+    """
+    try:
+        return str(getattr(importlib.import_module(FONTS[name]), name))
+    except ImportError:
+        raise FontsMissing(f'font {name} is not installed: pip install "retouch[train]"') from None
+
+
+@lru_cache(maxsize=512)
+def font(name: str, size: int) -> ImageFont.FreeTypeFont:
+    """A font at a size in pixels."""
+    return ImageFont.truetype(font_path(name), size)
+
+
+def fit_font(text: str, name: str, width: int, height: int, largest: int = 200) -> ImageFont.FreeTypeFont:
+    """The font at the largest size at which `text` fits into width x height pixels (at least size 4)."""
+    low, high = 4, largest
+    while low < high:
+        middle = (low + high + 1) // 2
+        left, top, right, bottom = font(name, middle).getbbox(text)
+        if right - left <= width and bottom - top <= height:
+            low = middle
+        else:
+            high = middle - 1
+    return font(name, low)
+
+
+def write_spaced(picture: Image.Image, word: str, name: str, box: Box, ink: tuple[int, int, int] | int) -> None:
+    """Write `word` across `box` with its letters on an even pitch, as large as they fit."""
+    left, top, right, bottom = box
+    pitch = 0.88 * (right - left) / len(word)
+    start = (left + right - pitch * len(word)) / 2
+    face = fit_font("H", name, round(pitch * 0.94), round((bottom - top) * 0.72))
+    _, cap_top, _, cap_bottom = face.getbbox("H")
+    draw = ImageDraw.Draw(picture)
+    for i, letter in enumerate(word):
+        x0, _, x1, _ = face.getbbox(letter)
+        x = start + pitch * (i + 0.5) - (x0 + x1) / 2
+        draw.text((round(x), round((top + bottom - cap_top - cap_bottom) / 2)), letter, font=face, fill=ink)
+
+
+def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> float:
+    """How much the ink inside the mask looks like `text`: the highest normalised correlation with a rendering of it in
+    one of `FONTS`, set tight or evenly spaced, both cut to their ink and scaled to one canvas, in [-1, 1].
+
+    0 where the mask holds no ink. Colour, place and size do not count; the shape of every letter does.
+    """
+    left, top, right, bottom = mask_box(mask)
+    ink = ink_of(image[top:bottom, left:right])
+    if ink is None:
+        return 0.0
+    return max(_correlation(ink, rendered_ink(text, name, spaced)) for name in FONTS for spaced in (False, True))
+
+
+def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
+    """Ink of a picture of a word on an even ground, cut to where it is and scaled to the canvas; None without any.
+
+    Ink is the distance in colour from the ground, whose colour is the median of the crop's border.
+    """
+    pixels = crop.astype(np.float64)
+    border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    distance = np.abs(pixels - np.median(border, axis=0)).mean(axis=2)
+    strongest = float(distance.max())
+    if strongest < 24:  # of 255: nothing stands out from the ground
+        return None
+    rows, columns = np.nonzero(distance > strongest / 2)
+    cut = distance[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    scaled = Image.fromarray(cut.astype(np.float32)).resize(_CANVAS, Image.Resampling.BILINEAR)
+    return np.asarray(scaled, np.float64)
+
+
+@lru_cache(maxsize=4096)
+def rendered_ink(text: str, name: str, spaced: bool) -> Ink:
+    """Ink of `text` in a font, on the canvas."""
+    page = Image.new("RGB", (32 * len(text) + 16, 64), "white")
+    if spaced:
+        write_spaced(page, text, name, (8, 8, page.width - 8, page.height - 8), 0)
+    else:
+        ImageDraw.Draw(page).text((8, 8), text, font=fit_font(text, name, page.width - 16, 40), fill="black")
+    found = ink_of(np.asarray(page))
+    return np.zeros(_CANVAS[::-1]) if found is None else found
+
+
+def _correlation(a: Ink, b: Ink) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / scale if scale > 0 else 0.0

@@ -1,0 +1,158 @@
+"""Pictures and masks in numpy and PIL: paste-back, mask boxes, crops, colour modes, text distance. No torch.
+
+Arrays are [H, W, 3] uint8 RGB and [H, W] masks, 255 = repaint. Boxes are half-open (left, top, right, bottom).
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter, UnidentifiedImageError
+
+Pixels = NDArray[np.uint8]
+Box = tuple[int, int, int, int]
+Fit = Literal["crop", "stretch"]
+
+MASK_THRESHOLD = 128
+"""Grey level from which a mask pixel counts as 1; painted masks arrive with soft edges and JPEG noise."""
+
+
+class ImageProblem(ValueError):
+    """A picture or mask that cannot be used; the message names the file, what is wrong and what to do."""
+
+
+def open_image(path: Path) -> Image.Image:
+    """Open and decode a picture, in the mode of the file.
+
+    Raises:
+        ImageProblem: missing, not a picture, or cut off.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except FileNotFoundError:
+        raise ImageProblem(f"{path}: no such file") from None
+    except UnidentifiedImageError:
+        raise ImageProblem(f"{path}: not an image that Pillow can read; convert it to PNG or JPEG") from None
+    except (OSError, SyntaxError) as error:  # truncated JPEG, broken PNG chunk
+        raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB; transparency is laid on white, as a viewer shows it."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
+    """A 0/255 mask of mode "L" from whatever a mask editor saved, and the channel it was found in.
+
+    Looked for in this order: alpha where it varies; luminance where the colour channels agree; red where they do not
+    (editors paint red on the picture). Thresholded at 128.
+
+    Raises:
+        ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
+    """
+    rgba = np.asarray(image.convert("RGBA"))
+    red, green, blue, alpha = (rgba[..., c] for c in range(4))
+    if alpha.min() != alpha.max():
+        values, channel = alpha, "alpha"
+    elif int(np.abs(red.astype(int) - green).max()) <= 8 and int(np.abs(red.astype(int) - blue).max()) <= 8:
+        values, channel = np.asarray(image.convert("RGB").convert("L")), "luminance"
+    else:
+        values, channel = red, "red"
+    mask = (values >= MASK_THRESHOLD) != invert
+    share = float(mask.mean())
+    if share == 0.0 or share == 1.0:
+        what = "empty: nothing to repaint" if share == 0.0 else "full: nothing to keep"
+        hint = "white marks the area to repaint; if yours marks what to keep, set data.invert_mask=true"
+        raise ImageProblem(f"{name}: the mask ({channel} channel, threshold {MASK_THRESHOLD}) is {what}; {hint}")
+    return Image.fromarray(mask.astype(np.uint8) * 255, "L"), channel
+
+
+def mask_box(mask: Image.Image | Pixels) -> Box:
+    """The smallest half-open box around the masked pixels.
+
+    Raises:
+        ImageProblem: an empty mask.
+    """
+    inside = np.asarray(mask) >= MASK_THRESHOLD
+    rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
+    if not len(rows):
+        raise ImageProblem("the mask is empty: it has no box")
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float = 0.0) -> Pixels:
+    """`generated` inside the mask, `source` outside, per pixel.
+
+    Args:
+        feather: radius in pixels of a soft edge, inside the mask only: outside it the source is kept bit for bit.
+    """
+    alpha = (mask >= MASK_THRESHOLD).astype(np.float32)
+    if feather > 0:
+        soft = Image.fromarray((alpha * 255).astype(np.uint8), "L").filter(ImageFilter.GaussianBlur(feather))
+        alpha *= np.clip(np.asarray(soft, np.float32) / 127.5 - 1, 0, 1)
+    blend = source + alpha[..., None] * (generated.astype(np.float32) - source)
+    return np.rint(blend).clip(0, 255).astype(np.uint8)
+
+
+def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box | None) -> tuple[tuple[int, int], Box]:
+    """How to bring a picture of `size` (width, height) to `target`: (scaled size, crop box in it).
+
+    "stretch" scales both sides; "crop" scales to cover the target and cuts a window centred on `keep` (the mask box),
+    or on the middle, moved so that it stays inside the picture.
+    """
+    width, height = size
+    target_width, target_height = target
+    if fit == "stretch":
+        return target, (0, 0, target_width, target_height)
+    scale = max(target_width / width, target_height / height)
+    scaled = max(target_width, round(width * scale)), max(target_height, round(height * scale))
+    centre_x, centre_y = (
+        (scaled[0] / 2, scaled[1] / 2)
+        if keep is None
+        else ((keep[0] + keep[2]) / 2 * scaled[0] / width, (keep[1] + keep[3]) / 2 * scaled[1] / height)
+    )
+    left = min(max(0, round(centre_x - target_width / 2)), scaled[0] - target_width)
+    top = min(max(0, round(centre_y - target_height / 2)), scaled[1] - target_height)
+    return scaled, (left, top, left + target_width, top + target_height)
+
+
+def resize(image: Image.Image, scaled: tuple[int, int], box: Box) -> Image.Image:
+    """Scale and crop as `fit_size` says. Masks ("L") are averaged over area and thresholded again."""
+    if image.mode == "L":
+        soft = image.resize(scaled, Image.Resampling.BOX).crop(box)
+        return Image.fromarray(np.where(np.asarray(soft) >= MASK_THRESHOLD, np.uint8(255), np.uint8(0)), "L")
+    if image.size == scaled:
+        return image.crop(box)
+    return image.resize(scaled, Image.Resampling.LANCZOS).crop(box)
+
+
+def normalize_text(text: str, *, case_sensitive: bool = True) -> str:
+    """NFKC, outer white space dropped, inner runs of it made one space; case folded on request."""
+    folded = " ".join(unicodedata.normalize("NFKC", text).split())
+    return folded if case_sensitive else folded.casefold()
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance: insertions, deletions and substitutions of code points."""
+    row = list(range(len(b) + 1))
+    for i, char in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, other in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char != other))
+    return row[-1]
+
+
+def text_similarity(a: str, b: str) -> float:
+    """Symmetric normalised edit distance as a similarity: 1 - distance / max(len) in [0, 1]; two empty texts give 1."""
+    longest = max(len(a), len(b))
+    return 1.0 - edit_distance(a, b) / longest if longest else 1.0

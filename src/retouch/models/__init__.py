@@ -1,0 +1,25 @@
+"""Model families: one file each, loaded on first use so that importing the package stays cheap."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retouch.config.schema import Model
+    from retouch.types import DiffusionModel
+
+FAMILIES = {"flux_fill": "retouch.models.flux_fill:FluxFill"}
+"""Family name of the run file -> module:class. The class loads itself with `from_config` and builds its network
+without weights with `released_network`."""
+
+
+def family_class(family: str) -> Any:
+    """The class of a family."""
+    module, _, name = FAMILIES[family].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def load_model(config: Model, device: Any = "cpu") -> DiffusionModel:
+    """Load what `model:` of a run file names; the network stays on the CPU until the engine places it."""
+    return family_class(config.family).from_config(config, device)

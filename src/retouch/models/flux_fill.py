@@ -1,0 +1,232 @@
+"""FLUX.1-Fill: a flow model that repaints a mask, on diffusers' own networks.
+
+The token sequence of the transformer is, per 2 x 2 patch of latent cells and in this order: noisy latents, latents of
+the masked image, the mask itself with its pixels unshuffled into channels. Everything here equals
+`diffusers.FluxFillPipeline` on the same weights (tests/models/test_flux_fill.py); unlike it, the masked image is
+encoded by the mode of the autoencoder's posterior, so that a condition is a function of its example.
+
+Legend: B rows, C latent channels, h w latent sides, f pixels a latent cell covers per side, S text tokens, D widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from torch import Tensor, nn
+
+from retouch.core.schedule import FlowSchedule, flux_shift
+from retouch.models.loading import DTYPES, component_path, load_component
+from retouch.models.text import FluxTextEncoders
+from retouch.types import Condition, Example, ModelSpec
+
+if TYPE_CHECKING:
+    from retouch.config.schema import FluxFillModel
+
+GUIDANCE_SCALE = 30.0  # of the released FLUX.1-Fill; FLUX.1-dev uses 3.5
+
+LORA_TARGETS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+)
+
+RELEASED_TRANSFORMER: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 384,
+    "out_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+    "axes_dims_rope": (16, 56, 56),
+}
+"""Config of the released transformer: 11.9 B parameters."""
+
+
+class FluxFill:
+    """The family protocol (`retouch.types.DiffusionModel`) for FLUX.1-Fill."""
+
+    network_name = "transformer"
+
+    def __init__(
+        self,
+        network: Any,  # FluxTransformer2DModel; diffusers' configs are untyped
+        vae: Any,  # AutoencoderKL
+        text: FluxTextEncoders,
+        scheduler: Any,  # FlowMatchEulerDiscreteScheduler
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.network: nn.Module = network
+        self.vae = vae.eval().requires_grad_(False).to(device)
+        self.text = text
+        self.scheduler = scheduler
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = network.dtype
+        self._embeds_guidance = bool(network.config.guidance_embeds)
+        self._factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        self.spec = ModelSpec(
+            family="flux_fill",
+            prediction="flow",
+            latent_channels=vae.config.latent_channels,
+            downsampling=self._factor,
+            size_multiple=2 * self._factor,
+            guidance_scale=GUIDANCE_SCALE,
+            needs=frozenset({"source", "mask"}),
+            lora_targets=LORA_TARGETS,
+            network_name=self.network_name,
+        )
+        expected = 4 * (2 * vae.config.latent_channels + self._factor**2)
+        if network.config.in_channels != expected:
+            raise ValueError(
+                f"the transformer takes {network.config.in_channels} channels, a Fill model with this autoencoder "
+                f"takes {expected}; a text-to-image FLUX cannot inpaint: use black-forest-labs/FLUX.1-Fill-dev"
+            )
+
+    @classmethod
+    def from_config(cls, config: FluxFillModel, device: torch.device | str = "cpu") -> FluxFill:
+        """Load a hub id or a local folder in the diffusers layout ("tiny": the base of the package).
+
+        Raises:
+            ModelFilesError: a component is missing or of another class.
+        """
+        path = component_path(config.path, config.family)
+        frozen = DTYPES[config.dtype]
+        trained = torch.float32 if config.train.kind == "full" else frozen
+        return cls(
+            network=load_component(FluxTransformer2DModel, path, "transformer", trained),
+            vae=load_component(AutoencoderKL, path, "vae", frozen),
+            text=FluxTextEncoders.load(path, frozen, config.max_sequence_length, device, config.offload_text_encoders),
+            scheduler=load_component(FlowMatchEulerDiscreteScheduler, path, "scheduler", None),
+            device=device,
+        )
+
+    @staticmethod
+    def released_network() -> nn.Module:
+        """The network at its released size; build it under `torch.device("meta")`."""
+        return FluxTransformer2DModel(**RELEASED_TRANSFORMER)
+
+    def to(self, device: Any) -> None:
+        self.device = torch.device(device)
+        self.vae.to(self.device)
+        self.text.to(self.device)
+
+    def schedule(self, num_steps: int, size: tuple[int, int]) -> FlowSchedule:
+        config = self.scheduler.config
+        if not config.get("use_dynamic_shifting", False):
+            return FlowSchedule.make(num_steps, config.get("shift", 1.0))
+        tokens = (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
+        shift = flux_shift(
+            tokens,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        return FlowSchedule.make(num_steps, shift)
+
+    @torch.no_grad()
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        """Text, masked-image latents and unshuffled mask of examples of one size."""
+        images = torch.stack([_image_tensor(e.source, e) for e in examples]).to(self.device)
+        mask = torch.stack([_mask_tensor(e.mask, e) for e in examples]).to(self.device)
+        size = (images.shape[2], images.shape[3])
+        if any(side % self.spec.size_multiple for side in size):
+            raise ValueError(
+                f"images are {size[0]} x {size[1]}; {self.spec.family} needs multiples of {self.spec.size_multiple}"
+            )
+        text, pooled = self.text.encode([e.prompt for e in examples])
+        tensors = {
+            "text": text,
+            "pooled": pooled,
+            "masked_latents": self.encode_images(images * (1 - mask)),
+            "mask_cells": nn.functional.pixel_unshuffle(mask, self._factor),
+            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+        }
+        return Condition(tensors, mask, size)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        config = self.vae.config
+        latents = self.vae.encode(images.to(self.device, self.vae.dtype)).latent_dist.mode()
+        return (latents.float() - config.shift_factor) * config.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        config = self.vae.config
+        latents = latents.float() / config.scaling_factor + config.shift_factor
+        return self.vae.decode(latents.to(self.device, self.vae.dtype)).sample.float().clamp(-1, 1)
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Velocity [B, C, h, w] at sigma `t` [B]. The one place where latents become tokens."""
+        c = condition.tensors
+        h, w = x.shape[2:]
+        channels = torch.cat([x, c["masked_latents"].to(x), c["mask_cells"].to(x)], dim=1)
+        # the pipeline rounds 1000 sigma to the network's dtype before it divides; the network multiplies again
+        timestep = (t * 1000).to(self.dtype) / 1000
+        output = network(
+            hidden_states=pack(channels).to(self.dtype),
+            timestep=timestep,
+            guidance=c["guidance"].float() if self._embeds_guidance else None,
+            pooled_projections=c["pooled"].to(self.dtype),
+            encoder_hidden_states=c["text"].to(self.dtype),
+            txt_ids=torch.zeros(c["text"].shape[1], 3, device=x.device, dtype=self.dtype),
+            img_ids=_grid_ids(h // 2, w // 2, str(x.device), self.dtype),
+            return_dict=False,
+        )[0]
+        return unpack(output.float(), h, w)
+
+    def cache_prompts(self, prompts: Sequence[str]) -> None:
+        self.text.cache(prompts)
+
+    def release_text_encoders(self) -> None:
+        self.text.release()
+
+
+def pack(x: Tensor) -> Tensor:
+    """[B, C, h, w] -> [B, h/2 · w/2, 4 C]: 2 x 2 patches become tokens, channels outermost."""
+    b, c, h, w = x.shape
+    return x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, (h // 2) * (w // 2), c * 4)
+
+
+def unpack(tokens: Tensor, h: int, w: int) -> Tensor:
+    """The inverse of `pack`: [B, h/2 · w/2, 4 C] -> [B, C, h, w]."""
+    b, _, d = tokens.shape
+    return tokens.view(b, h // 2, w // 2, d // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(b, d // 4, h, w)
+
+
+@lru_cache(maxsize=16)
+def _grid_ids(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
+    """[rows · columns, 3] position ids (0, row, column) of the packed grid."""
+    ids = torch.zeros(rows, columns, 3)
+    ids[..., 1] = torch.arange(rows)[:, None]
+    ids[..., 2] = torch.arange(columns)[None, :]
+    return ids.reshape(-1, 3).to(device=device, dtype=dtype)
+
+
+def _image_tensor(image: Any, example: Example) -> Tensor:
+    if image is None:
+        raise ValueError(f"example {example.id} has no source image; flux_fill repaints one")
+    return torch.from_numpy(np.asarray(image.convert("RGB"), np.float32)).permute(2, 0, 1) / 127.5 - 1
+
+
+def _mask_tensor(mask: Any, example: Example) -> Tensor:
+    if mask is None:
+        raise ValueError(f"example {example.id} has no mask; flux_fill repaints inside one")
+    return torch.from_numpy((np.asarray(mask) >= 128).astype(np.float32))[None]

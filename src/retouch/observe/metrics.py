@@ -1,0 +1,68 @@
+"""Metrics with declared reductions.
+
+Losses return tensors; they are collected without waiting for the device, and reduced once an optimizer step over
+micro-batches and ranks. How a metric is reduced stands with its name here, so that one cannot be averaged that is a
+maximum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from retouch.engine import Engine
+
+Reduction = Literal["mean", "sum", "max"]
+
+REDUCTIONS: dict[str, Reduction] = {
+    "loss": "sum",  # each micro-batch is already divided by the normalizer of the step
+    "error": "mean",
+    "ratio": "mean",
+    "clip_fraction": "mean",
+    "approx_kl": "mean",
+    "kl": "mean",
+    "max_abs_log_ratio": "max",
+}
+
+
+class Metrics:
+    """Values of one optimizer step. Means are weighted by the rows that counted."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
+
+    def add(self, values: Mapping[str, Tensor], weight: Tensor | float) -> None:
+        """Collect the metrics of a micro-batch of `weight` rows.
+
+        Raises:
+            KeyError: a metric whose reduction is not declared.
+        """
+        for name, value in values.items():
+            if name not in REDUCTIONS:
+                raise KeyError(
+                    f"metric {name!r} has no declared reduction; add it to retouch.observe.metrics.REDUCTIONS"
+                )
+            self._values[name].append((value.detach().float(), weight))
+
+    def reduce(self, engine: Engine) -> dict[str, float]:
+        """One number a metric over micro-batches and ranks; empties the collection. The same names on every rank."""
+        import torch
+
+        result: dict[str, float] = {}
+        for name, pairs in self._values.items():
+            values = torch.stack([value for value, _ in pairs])
+            weights = torch.stack([torch.as_tensor(w, dtype=values.dtype, device=values.device) for _, w in pairs])
+            kind = REDUCTIONS[name]
+            if kind == "max":
+                result[name] = float(engine.gather(values.max()[None]).max())
+            elif kind == "sum":
+                result[name] = float(engine.sum(values.sum()))
+            else:
+                total = engine.sum(torch.stack([(values * weights).sum(), weights.sum()]))
+                result[name] = float(total[0] / total[1]) if float(total[1]) > 0 else 0.0
+        self._values.clear()
+        return result

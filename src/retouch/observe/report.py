@@ -1,0 +1,253 @@
+"""RUN/report.html: what a run did, in one file that needs no network and no server.
+
+Everything comes from the run directory: the verdict and the before/after grid from the evaluations, curves as SVG from
+metrics.jsonl, where the time went, the run file, the versions.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from retouch.config.errors import ConfigError
+from retouch.observe.run_dir import read_metrics
+from retouch.observe.timing import PARTS
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c1f24;--dim:#667;--line:#d8dce2;--back:#fff;--soft:#f4f6f8;--accent:#2563eb}
+@media(prefers-color-scheme:dark){
+:root{--ink:#e6e8eb;--dim:#9aa3ad;--line:#343a42;--back:#15181c;--soft:#1e2228;--accent:#7aa2ff}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1080px;margin:2rem auto;
+padding:0 1rem}
+h1{font-size:1.6rem;margin-bottom:.2rem}
+h2{font-size:1.15rem;margin-top:2.2rem;border-bottom:1px solid var(--line);padding-bottom:.3rem}
+.dim{color:var(--dim)}
+.verdict{font-size:1.15rem;background:var(--soft);border-left:4px solid var(--accent);padding:.8rem 1rem;margin:1rem 0}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.6rem 0}
+th,td{padding:.25rem .8rem;border-bottom:1px solid var(--line);text-align:right}
+th:first-child,td:first-child{text-align:left}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:1rem}
+figure{margin:0;background:var(--soft);padding:.6rem;border-radius:6px}
+figcaption{font-size:.85rem;color:var(--dim)}
+svg{width:100%;height:auto}svg text{fill:var(--dim);font-size:10px}
+img{max-width:100%;image-rendering:pixelated;border:1px solid var(--line)}
+pre{background:var(--soft);padding:.8rem;overflow:auto;font-size:.85rem;border-radius:6px}
+.bar{display:flex;height:22px;border-radius:4px;overflow:hidden}.bar span{display:block}
+"""
+
+_COLOURS = (
+    "#2563eb",
+    "#7c3aed",
+    "#db2777",
+    "#ea580c",
+    "#65a30d",
+    "#0d9488",
+    "#0891b2",
+    "#a16207",
+    "#475569",
+    "#94a3b8",
+)
+
+_HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation", "outside_l1")
+
+
+def write_report(run: Path) -> Path:
+    """Write RUN/report.html -> its path.
+
+    Raises:
+        ConfigError: not a run directory.
+    """
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is not a run directory (no config.yaml)")
+    records = read_metrics(run / "metrics.jsonl")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        by_kind[record["kind"]].append(record)
+    body = "".join(
+        (
+            f"<h1>{html.escape(config['name'])}</h1>",
+            f"<p class=dim>{html.escape(_subtitle(config, by_kind))}</p>",
+            _verdict(by_kind["eval"], by_kind["event"]),
+            _evaluations(by_kind["eval"]),
+            _grid(run),
+            _curves(by_kind),
+            _time_split(by_kind["train"]),
+            _details(run),
+        )
+    )
+    page = (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>{html.escape(config['name'])} · retouch</title><style>{_STYLE}</style><body>{body}</body></html>"
+    )
+    path = run / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def milestones(evaluations: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The evaluations that a verdict compares, by name: base, warmed up (where there was a warm-up), last."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in evaluations:
+        if record["moment"] == "start":
+            found["base"] = record
+        elif record["moment"] == "warmup":
+            found["warmed up"] = record
+    if evaluations and evaluations[-1] not in found.values():
+        found["last"] = evaluations[-1]
+    return found
+
+
+def _subtitle(config: dict[str, Any], by_kind: dict[str, list[dict[str, Any]]]) -> str:
+    model, steps = config["model"], len(by_kind["train"])
+    seconds = sum(r["time"]["step"] for r in by_kind["train"])
+    return (
+        f"{model['family']} ({model['train']['kind']}), {config['algorithm']['name']}, {steps} optimizer steps in "
+        f"{seconds / 60:.1f} minutes, seed {config['seed']}"
+    )
+
+
+def _verdict(evaluations: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> str:
+    points = milestones(evaluations)
+    ended = events[-1]["event"] if events else "still running, or killed"
+    if "last" not in points or "base" not in points:
+        return f"<p class=verdict>No evaluation to compare yet. The run is {html.escape(ended)}.</p>"
+    before_name = "warmed up" if "warmed up" in points else "base"
+    before, last = points[before_name], points["last"]
+    measures = [m for m in _HEADLINE if m in last and m in before] or _measures([last])[:3]
+    parts = [f"{m} {before[m]:.3f} → {last[m]:.3f} ({last[m] - before[m]:+.3f})" for m in measures]
+    what = "held-out" if last["examples"] == "held_out" else "training"
+    return (
+        f"<p class=verdict>From {before_name} (step {before['step']}) to step {last['step']}, on {last['images']} "
+        f"{what} images: {html.escape('; '.join(parts))}. The run {html.escape(ended)}.</p>"
+    )
+
+
+def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
+    if not evaluations:
+        return ""
+    points = milestones(evaluations)
+    measures = _measures(evaluations)
+    head = "".join(f"<th>{html.escape(n)} (step {r['step']})</th>" for n, r in points.items())
+    rows = "".join(
+        f"<tr><td>{html.escape(m)}</td>" + "".join(f"<td>{_number(r.get(m))}</td>" for r in points.values()) + "</tr>"
+        for m in measures
+    )
+    return (
+        "<h2>Evaluation</h2><p class=dim>Fixed seeds, plain ODE, one kind of weights throughout.</p>"
+        f"<table><tr><th></th>{head}</tr>{rows}</table>"
+    )
+
+
+def _grid(run: Path) -> str:
+    pictures = sorted((run / "images").glob("step-*/evaluation.png"))
+    rollouts = sorted((run / "images").glob("step-*/rollouts.png"))
+    parts: list[str] = []
+    if pictures:
+        parts.append(
+            "<h2>Before and after</h2><p class=dim>Under each picture: what OCR read in it.</p>" + _image(pictures[-1])
+        )
+    if rollouts:
+        parts.append(
+            "<h2>Rollouts</h2><p class=dim>Groups of one example with their rewards, last ones saved.</p>"
+            + _image(rollouts[-1])
+        )
+    return "".join(parts)
+
+
+def _curves(by_kind: dict[str, list[dict[str, Any]]]) -> str:
+    plots: list[str] = []
+    for kind, names in (
+        ("eval", _measures(by_kind["eval"])),
+        ("rollout", ["combined_score", "combined_std", "zero_std_groups", "failed"]),
+        ("train", ["loss", "error", "grad_norm", "max_abs_log_ratio", "clip_fraction", "approx_kl", "kl", "lr"]),
+    ):
+        for name in names:
+            points = [(r["step"], float(r[name])) for r in by_kind[kind] if isinstance(r.get(name), int | float)]
+            if len(points) > 1:
+                plots.append(
+                    f"<figure>{svg_curve(points)}<figcaption>{kind}: {html.escape(name)}</figcaption></figure>"
+                )
+    return f"<h2>Curves</h2><div class=plots>{''.join(plots)}</div>" if plots else ""
+
+
+def svg_curve(points: Sequence[tuple[float, float]], width: int = 340, height: int = 150) -> str:
+    """A line through (step, value) with its lowest and highest value on the axis."""
+    steps, values = [p[0] for p in points], [p[1] for p in points]
+    low, high = min(values), max(values)
+    span_x, span_y = max(steps[-1] - steps[0], 1e-9), high - low or 1.0
+    left, top, right, bottom = 46, 8, width - 6, height - 18
+
+    def place(step: float, value: float) -> str:
+        x = left + (step - steps[0]) / span_x * (right - left)
+        y = bottom - (value - low) / span_y * (bottom - top)
+        return f"{x:.1f},{y:.1f}"
+
+    line = " ".join(place(s, v) for s, v in points)
+    return (
+        f"<svg viewBox='0 0 {width} {height}' role=img>"
+        f"<polyline points='{left},{top} {left},{bottom} {right},{bottom}' fill=none stroke=currentColor "
+        "stroke-opacity=.3 />"
+        f"<polyline points='{line}' fill=none stroke='{_COLOURS[0]}' stroke-width=1.6 />"
+        f"<text x={left - 4} y={top + 8} text-anchor=end>{high:.3g}</text>"
+        f"<text x={left - 4} y={bottom} text-anchor=end>{low:.3g}</text>"
+        f"<text x={left} y={height - 5}>{steps[0]:g}</text>"
+        f"<text x={right} y={height - 5} text-anchor=end>step {steps[-1]:g}</text></svg>"
+    )
+
+
+def _time_split(train: Sequence[dict[str, Any]]) -> str:
+    if not train:
+        return ""
+    totals = {part: sum(r["time"].get(part, 0.0) for r in train) for part in PARTS}
+    whole = sum(r["time"]["step"] for r in train)
+    if whole <= 0:
+        return ""
+    bar = "".join(
+        f"<span style='width:{100 * seconds / whole:.2f}%;background:{colour}' title='{part}'></span>"
+        for (part, seconds), colour in zip(totals.items(), _COLOURS, strict=True)
+    )
+    rows = "".join(
+        f"<tr><td><span style='color:{colour}'>■</span> {part}</td><td>{seconds:.1f}</td>"
+        f"<td>{100 * seconds / whole:.1f} %</td></tr>"
+        for (part, seconds), colour in zip(totals.items(), _COLOURS, strict=True)
+        if seconds > 0
+    )
+    total = f"<tr><td><b>all</b></td><td>{sum(totals.values()):.1f}</td><td>of {whole:.1f} s of steps</td></tr>"
+    return (
+        f"<h2>Where the time went</h2><div class=bar>{bar}</div>"
+        f"<table><tr><th></th><th>seconds</th><th></th></tr>{rows}{total}</table>"
+    )
+
+
+def _details(run: Path) -> str:
+    parts = [f"<h2>Run file</h2><pre>{html.escape((run / 'config.yaml').read_text(encoding='utf-8'))}</pre>"]
+    environment = run / "environment.json"
+    if environment.is_file():
+        shown = json.dumps(json.loads(environment.read_text(encoding="utf-8")), indent=2)
+        parts.append(f"<h2>Environment</h2><pre>{html.escape(shown)}</pre>")
+    return "".join(parts)
+
+
+def _measures(evaluations: Sequence[dict[str, Any]]) -> list[str]:
+    skipped = {"step", "images"}
+    names = dict.fromkeys(
+        n for r in evaluations for n, v in r.items() if isinstance(v, int | float) and n not in skipped
+    )
+    return list(names)
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "–"
+
+
+def _image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f"<img alt='{html.escape(path.stem)}' src='data:image/png;base64,{data}'>"

@@ -1,0 +1,167 @@
+"""The directory of a run and the files that are appended to while it runs.
+
+    RUN/config.yaml  environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
+
+metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "eval" | "event", ...}. Timings stand under "time"
+and in no other key, so that two runs can be compared with them left out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retouch.config import ConfigError, RunConfig, dump_run
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = (
+    "retouch",
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "rapidocr",
+    "onnxruntime",
+    "numpy",
+    "pillow",
+)
+
+
+class RunDir:
+    """Opens a run directory for writing; every method is silent on ranks other than the main one."""
+
+    def __init__(self, config: RunConfig, *, main: bool = True) -> None:
+        self.path = Path(config.logging.dir).expanduser() / config.name
+        self.config = config
+        self.main = main
+        self._metrics: Any = None
+        self._tensorboard: Any = None
+        self._handler: logging.Handler | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def open(self, resume_step: int | None) -> None:
+        """Create or continue.
+
+        Args:
+            resume_step: step of the checkpoint to go on from; lines of later steps are dropped from metrics.jsonl, they
+                will come again. None starts anew.
+
+        Raises:
+            ConfigError: starting where a run already is.
+        """
+        if not self.main:
+            return
+        metrics = self.path / "metrics.jsonl"
+        if resume_step is None and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            _truncate(metrics, resume_step)
+        (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
+        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+        self._metrics = metrics.open("a", encoding="utf-8")
+        self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("retouch").addHandler(self._handler)
+        if "tensorboard" in self.config.logging.sinks:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = None if resume_step is None else resume_step + 1
+            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+
+    def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
+        """Append one line, and its numbers to TensorBoard under `kind/`."""
+        if not self.main:
+            return
+        record: dict[str, Any] = {"step": step, "kind": kind, **values}
+        if seconds is not None:
+            record["time"] = {name: round(value, 4) for name, value in seconds.items()}
+        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in (seconds or {}).items():
+                self._tensorboard.add_scalar(f"time/{name}", value, step)
+
+    def save_image(self, step: int, name: str, image: Image) -> None:
+        """Write images/step-000040/NAME.png, and to TensorBoard."""
+        if not self.main:
+            return
+        folder = self.path / "images" / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{name}.png")
+        if self._tensorboard is not None:
+            import numpy as np
+
+            self._tensorboard.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        for stream in (self._metrics, self._tensorboard):
+            if stream is not None:
+                stream.close()
+        self._metrics = self._tensorboard = None
+        if self._handler:
+            logging.getLogger("retouch").removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a line cut off by a kill is left out."""
+    return list(_records(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine: what somebody needs to repeat the run."""
+    import torch
+
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": versions,
+        "gpus": gpus,
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _records(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _truncate(metrics: Path, step: int) -> None:
+    kept = [record for record in read_metrics(metrics) if record["step"] <= step]
+    temporary = metrics.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    temporary.replace(metrics)

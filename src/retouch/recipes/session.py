@@ -1,0 +1,305 @@
+"""What every recipe does around its optimizer steps: count, average, log, evaluate, checkpoint, resume, stop.
+
+The state of a run is its weights and a few numbers (`Progress`): every random draw derives from the run's seed and
+these, so that a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from torch import Tensor
+
+from retouch.build import Run, supervised_steps
+from retouch.config import ConfigError, dump_run
+from retouch.engine import CheckpointError
+from retouch.engine.checkpoint import read_state
+from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
+from retouch.observe import Stopwatch
+from retouch.observe.run_dir import read_metrics
+from retouch.rollout import FailureRateExceeded, RewardOutage
+from retouch.types import Example
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["sft", "warmup", "rl"]
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps taken.
+        phase: what the next step belongs to.
+        epoch: rollout epoch under way or next.
+        position: optimizer steps taken within it.
+        updates: optimizer steps that changed the weights (EMA counts these).
+    """
+
+    step: int = 0
+    phase: Phase = "warmup"
+    epoch: int = 0
+    position: int = 0
+    updates: int = 0
+
+
+class Stopped(Exception):
+    """A run that stopped on purpose, with a checkpoint to go on from.
+
+    Attributes:
+        code: 3, or 0 where the run file set the time limit that was reached.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Session:
+    """One run from start or resume to its end; use as a context manager."""
+
+    def __init__(self, run: Run, first_phase: Phase) -> None:
+        self.run = run
+        self.config = run.config
+        self.progress = Progress(phase=first_phase)
+        self.rollouts: dict[str, Tensor] | None = None
+        """Rollouts of the epoch under way that a checkpoint brought back; taken once."""
+        self._started = time.monotonic()
+        self._stop: str | None = None
+        self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
+        self._finished = False
+        self._bar = Bar(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True
+        )
+        self._bar.disable = not (run.engine.is_main and self._bar.console.is_terminal)
+        self._task = self._bar.add_task(run.config.name, total=run.config.training.max_steps)
+
+    # --- begin and end ---
+
+    def __enter__(self) -> Session:
+        run = self.run
+        run.engine.new_optimizer()
+        folder = self._resume_folder()
+        if folder is None:
+            run.dir.open(None)
+            if self.config.ema:
+                run.policy.snapshot("ema")
+        else:
+            self._restore(folder)
+        if run.rewards.entries:
+            run.rewards.start()
+            self._wait_for_rewards()
+        self._log_header(folder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        self._bar.start()
+        self._bar.update(self._task, completed=self.progress.step)
+        if self.progress.step == 0:
+            self.evaluate("start")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._bar.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        if isinstance(error, RewardOutage | FailureRateExceeded):
+            self._save_between_epochs()
+            self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
+            raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
+
+    def finish(self) -> None:
+        """The end of the run: last evaluation, last checkpoint. Nothing where the run had already ended."""
+        if self._finished:
+            logger.info("the run had already ended at step %d", self.progress.step)
+            return
+        self.evaluate("end")
+        self.save(pinned=True)
+        self.run.dir.log("event", self.progress.step, {"event": "finished"})
+
+    # --- one step ---
+
+    def end_step(self, values: Mapping[str, float], *, updated: bool, rollouts: Tensors | None = None) -> None:
+        """After every optimizer step: average, log, evaluate, checkpoint, and stop where asked to.
+
+        Args:
+            updated: whether the weights changed.
+            rollouts: what is still to be trained on in this epoch, for a checkpoint inside it.
+
+        Raises:
+            Stopped: on a signal or when the time is up, after a checkpoint.
+        """
+        progress, training = self.progress, self.config.training
+        progress.step += 1
+        if updated:
+            progress.updates += 1
+            self._update_ema()
+        last = progress.step >= training.max_steps
+        evaluate_now = training.eval_every and progress.step % training.eval_every == 0
+        save_now = training.checkpoint_every and progress.step % training.checkpoint_every == 0
+        self.run.dir.log(
+            "train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, self.run.clock.split()
+        )
+        self._bar.update(self._task, completed=progress.step)
+        if evaluate_now and not last:
+            self.evaluate("step")
+        if save_now and not last:
+            self.save(rollouts)
+        self._stop_if_asked(rollouts)
+
+    def check_stop(self) -> None:
+        """Between rollout batches: stop now, at the state before this epoch's rollouts.
+
+        Raises:
+            Stopped: on a signal or when the time is up.
+        """
+        self._stop_if_asked(None, between_epochs=True)
+
+    def learning_rate(self, base: float, step: int, steps: int) -> float:
+        """Of step `step` (from 0) of a phase of `steps`: ramp, then constant or down to 0."""
+        c = self.config.optimizer
+        ramp = min(1.0, (step + 1) / c.ramp_steps) if c.ramp_steps else 1.0
+        share = step / max(1, steps)
+        decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[c.schedule]
+        return base * ramp * decay
+
+    # --- evaluation and checkpoints ---
+
+    def evaluate(self, moment: Literal["start", "warmup", "step", "end"]) -> None:
+        """Evaluate the weights that the run file names on fixed seeds, once a step."""
+        if self._evaluated_at == self.progress.step and moment == "step":
+            return
+        run, c = self.run, self.config.evaluation
+        examples = run.eval_data[: c.num_examples]
+        with run.clock.part("eval"), run.policy.use("ema" if c.weights == "ema" else None):
+            result = evaluate(
+                run.model,
+                run.network,
+                examples,
+                c.images_per_example,
+                c.num_steps or self.config.rollout.num_steps,
+                run.guidance_scale,
+                self.config.rollout.batch_size_per_device,
+                run.rewards,
+                Stopwatch(),  # all of it counts as "eval"
+            )
+            self._evaluated_at = self.progress.step
+            self._log_evaluation(moment, examples, result)
+
+    def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
+        """Write a checkpoint of this step."""
+        with self.run.clock.part("checkpoint"):
+            self.run.checkpoints.save(
+                self.progress.step, self.run.engine, self.run.policy, self._state(), rollouts, pinned=pinned
+            )
+        self._saved_at = self.progress.step
+
+    def _log_evaluation(self, moment: str, examples: list[Example], result: Evaluation) -> None:
+        run, step, count = self.run, self.progress.step, self.config.evaluation.grid_examples
+        held_out = "held_out" if run.eval_is_held_out else "train"
+        run.dir.log(
+            "eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **result.means()}
+        )
+        if not run.engine.is_main:
+            return
+        folder = run.dir.path / "evaluations"
+        save_evaluation(result, folder / f"step-{step:06d}", count * self.config.evaluation.images_per_example)
+        if not count:
+            return
+        milestones = {"before": 0, "after warm-up": supervised_steps(self.config) if self.progress.phase == "rl" else 0}
+        earlier = {name: folder / f"step-{at:06d}" for name, at in milestones.items() if at < step}
+        columns = {name: load_evaluation(path) for name, path in earlier.items() if path.is_dir()}
+        if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0
+            columns.pop("after warm-up", None)
+        run.dir.save_image(step, "evaluation", evaluation_grid(examples, {**columns, f"step {step}": result}, count))
+
+    # --- inside ---
+
+    def _resume_folder(self) -> Path | None:
+        given, checkpoints = self.config.resume, self.run.checkpoints
+        if given is None:
+            return None
+        if given == "auto":
+            return checkpoints.newest()
+        folder = Path(given).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"resume: given {given!r}: no such checkpoint; give a checkpoints/step-... folder, or auto"
+            )
+        return folder
+
+    def _restore(self, folder: Path) -> None:
+        state = read_state(folder)
+        _same_run(state["config"], dump_run(self.config))
+        self.progress = Progress(**state["progress"])
+        self.run.dir.open(self.progress.step)
+        _, self.rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        self._evaluated_at, self._saved_at = self.progress.step, self.progress.step
+        records = read_metrics(self.run.dir.path / "metrics.jsonl")
+        over = self.progress.step >= self.config.training.max_steps
+        self._finished = over and any(r.get("event") == "finished" for r in records)
+        if self.config.ema and "ema" not in self.run.policy.snapshots:
+            raise CheckpointError(f"{folder}: has no averaged weights, but the run file has an ema section")
+
+    def _state(self) -> dict[str, Any]:
+        return {"progress": asdict(self.progress), "config": dump_run(self.config)}
+
+    def _save_between_epochs(self) -> None:
+        if self._saved_at != self.progress.step and self.progress.position == 0:
+            self.save()
+
+    def _stop_if_asked(self, rollouts: Tensors | None, *, between_epochs: bool = False) -> None:
+        limit = self.config.training.max_minutes
+        late = limit is not None and time.monotonic() - self._started > 60 * limit
+        if not self.run.engine.any(self._stop is not None or late):
+            return
+        if self._saved_at != self.progress.step:
+            self.save(None if between_epochs else rollouts, pinned=late)
+        reason = f"received {self._stop}" if self._stop else f"training.max_minutes = {limit:g} reached"
+        self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
+        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if self._stop else 0)
+
+    def _update_ema(self) -> None:
+        ema, t = self.config.ema, self.progress.updates
+        if ema and t % ema.update_interval == 0:
+            self.run.policy.update_ema("ema", min((1 + t) / (10 + t), ema.decay))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is not None:
+            raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
+        self._stop = signal.Signals(number).name
+        logger.warning("%s: stopping at the next step; once more to leave at once", self._stop)
+
+    def _wait_for_rewards(self) -> None:
+        wait = self.config.reward_client.outage_wait_s
+        problems = self.run.rewards.wait_ready(max(wait, 60.0))
+        if problems:
+            raise RewardOutage("rewards are not ready: " + "; ".join(problems))
+
+    def _log_header(self, folder: Path | None) -> None:
+        run = self.run
+        logger.info("%s: %s", self.config.name, f"resumed from {folder}" if folder else "new run")
+        logger.info("trained parameters: %s (%s)", f"{run.policy.size:,}", run.trainee.kind)
+        logger.info("derived: %s", run.derived.as_dict())
+        if not run.eval_is_held_out:
+            logger.warning("evaluation.data is not set: evaluating on training examples, which says little")
+
+
+def _same_run(saved: str, current: str) -> None:
+    """Warn of every line of the run file that changed since the checkpoint."""
+    before, now = saved.splitlines(), current.splitlines()
+    for line in now:
+        if line not in before and not line.startswith("resume:"):
+            logger.warning("changed since the checkpoint: %s", line.strip())

@@ -1,0 +1,42 @@
+"""Rewards scored in this process, behind the interface of the client. No torch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from retouch.rewards.protocol import RewardItem, Scorer, score_checked
+from retouch.types import Outcome
+
+
+class LocalRewards:
+    """Scorers in one worker thread: the rollout goes on while they score."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], device: str = "cpu") -> None:
+        self.scorers = dict(scorers)
+        self.device = device
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        self._loading = self._worker.submit(self._load)
+
+    def submit(self, items: Sequence[RewardItem]) -> Future[dict[str, list[Outcome]]]:
+        """Queue the items -> future of name -> one outcome an item."""
+        return self._worker.submit(self._score, list(items))
+
+    def wait_ready(self, timeout_s: float) -> list[str]:
+        """Wait for loading -> problems.
+
+        Raises:
+            Exception: whatever loading a scorer raised; in one process there is nobody to wait for.
+        """
+        self._loading.result()
+        return []
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self) -> None:
+        for scorer in self.scorers.values():
+            scorer.load(self.device)
+
+    def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
+        return {name: score_checked(scorer, items) for name, scorer in self.scorers.items()}

@@ -1,0 +1,236 @@
+"""What a scorer is, what it is given and what travels over the wire. No torch.
+
+`POST /score` takes JSON (base64 pictures) or multipart/form-data (a JSON manifest and binary parts). One request names
+rewards and items; the reply gives every item, by id, a score or a typed error for every reward. NaN and infinity are
+forbidden, and a failure is never a number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from retouch.types import Failure, Outcome, Score
+
+PROTOCOL_VERSION = 1
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Hosts that need no token and no proxy."""
+
+FAILURE_CODES = {
+    "bad_item": "the item lacks what the reward needs, or a picture cannot be read",
+    "scorer_error": "the scorer raised, or returned something that is not a finite number",
+    "unknown_reward": "the server does not have this reward",
+    "overloaded": "the queue is full; try again later",
+    "deadline": "the deadline passed before the item was scored",
+    "unavailable": "no server answered",
+    "bad_reply": "the reply broke the protocol (missing, double or unknown items, NaN, a wrong type)",
+}
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One picture to score.
+
+    Attributes:
+        image: [H, W, 3] uint8 RGB.
+        mask: [H, W] uint8, 255 = repainted.
+        source: [H, W, 3], the picture before repainting.
+        reference: style picture of any size.
+        group: id of the group it is compared in.
+        metadata: JSON values; `text` is the text to read.
+    """
+
+    id: int | str
+    prompt: str
+    image: Pixels
+    mask: Pixels | None = None
+    source: Pixels | None = None
+    reference: Pixels | None = None
+    group: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class ScorerSpec:
+    """What a scorer says of itself.
+
+    Attributes:
+        range: lowest and highest value it gives.
+        needs: the fields of `RewardItem` beyond image and prompt that must be there.
+        revision: changes whenever the same picture may get another score.
+    """
+
+    name: str
+    range: tuple[float, float]
+    needs: frozenset[str]
+    revision: str
+    licence: str
+
+
+class Scorer(Protocol):
+    """Scores batches of items. One instance is used from one thread at a time."""
+
+    @property
+    def spec(self) -> ScorerSpec: ...
+
+    def load(self, device: str) -> None:
+        """Get ready; called once, before the first `score`."""
+        ...
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome an item, in order. An item it cannot score gets a `Failure`; it raises only if all fail."""
+        ...
+
+
+class RewardBackend(Protocol):
+    """Where rewards are computed: in this process, or on servers. Both behave alike."""
+
+    def submit(self, items: Sequence[RewardItem]) -> Future[dict[str, list[Outcome]]]:
+        """Start scoring; the future holds, for each reward, one outcome an item, in the order given. It never raises
+        for a failed reward."""
+        ...
+
+    def wait_ready(self, timeout_s: float) -> list[str]:
+        """Block until every reward can be scored -> problems that remain when time is up, empty if none."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def quoted_text(prompt: str) -> str | None:
+    """What stands between the first pair of double or single quotes of a prompt; None without one."""
+    match = re.search(r'"([^"]+)"', prompt) or re.search(r"(?<!\w)'(.+?)'(?!\w)", prompt)
+    return match.group(1) if match else None
+
+
+def text_to_read(item: RewardItem) -> str | Failure:
+    """`metadata.text`, else the quoted part of the prompt, else a failure."""
+    text = item.metadata.get("text")
+    if isinstance(text, str) and text.strip():
+        return text
+    found = quoted_text(item.prompt)
+    if found and found.strip():
+        return found
+    return Failure("bad_item", "no text to read: set metadata.text, or put the text in quotes in the prompt")
+
+
+def missing_needs(spec: ScorerSpec, item: RewardItem) -> Failure | None:
+    """A failure that names what the item lacks for this scorer."""
+    missing = sorted(name for name in spec.needs if getattr(item, name) is None)
+    return Failure("bad_item", f"{spec.name} needs {', '.join(missing)}") if missing else None
+
+
+def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
+    """Run a scorer so that whatever it does, n items give n typed outcomes.
+
+    Items that lack something fail alone. If a batch raises, its items are tried one by one, so that one poisonous
+    picture does not take the others with it.
+    """
+    outcomes: list[Outcome | None] = [missing_needs(scorer.spec, item) for item in items]
+    ready = [i for i, outcome in enumerate(outcomes) if outcome is None]
+    if ready:
+        for i, outcome in zip(ready, _attempt(scorer, [items[i] for i in ready]), strict=True):
+            outcomes[i] = outcome
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _attempt(scorer: Scorer, items: list[RewardItem]) -> list[Outcome]:
+    try:
+        raw: Sequence[object] = scorer.score(items)
+    except Exception as error:  # a scorer is foreign code: any error of it is a typed failure of its items
+        if len(items) == 1:
+            return [Failure("scorer_error", f"{scorer.spec.name} raised {type(error).__name__}: {error}")]
+        return [outcome for item in items for outcome in _attempt(scorer, [item])]
+    if len(raw) != len(items):
+        message = f"{scorer.spec.name} returned {len(raw)} outcomes for {len(items)} items"
+        return [Failure("scorer_error", message) for _ in items]
+    return [_sound(outcome, scorer.spec.name) for outcome in raw]
+
+
+def _sound(outcome: object, name: str) -> Outcome:
+    if isinstance(outcome, Failure):
+        return outcome
+    if not isinstance(outcome, Score) or isinstance(outcome.value, bool) or not isinstance(outcome.value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Failure(
+            "scorer_error", f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure"
+        )
+    if not math.isfinite(outcome.value):
+        return Failure("scorer_error", f"{name} returned {outcome.value}")
+    return Score(float(outcome.value), outcome.detail)
+
+
+# --- the wire ---
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+ItemId = Annotated[int, Field(strict=True)] | Annotated[str, Field(strict=True, min_length=1)]
+"""Echoed as it was given."""
+
+
+class WireItem(Message):
+    """An item of a request. Pictures are base64 (JSON) or the names of binary parts (multipart)."""
+
+    id: ItemId
+    prompt: str
+    image: str
+    mask: str | None = None
+    source: str | None = None
+    reference: str | None = None
+    group: int | None = None
+    metadata: dict[str, Any] = {}
+
+
+class ScoreRequest(Message):
+    protocol: Literal[1]
+    request_id: Annotated[str, Field(min_length=1, max_length=200)]
+    deadline_ms: Annotated[int, Field(gt=0)]
+    """Time the client waits, from when the server got the request; work past it is dropped."""
+    rewards: Annotated[list[str], Field(min_length=1)]
+    items: Annotated[list[WireItem], Field(min_length=1)]
+
+    @field_validator("items")
+    @classmethod
+    def _ids_differ(cls, items: list[WireItem]) -> list[WireItem]:
+        if len({item.id for item in items}) != len(items):
+            raise ValueError("two items have one id; ids of a request must differ")
+        return items
+
+
+class WireScore(Message):
+    value: Annotated[float, Field(allow_inf_nan=False, strict=True)]
+    detail: dict[str, Any] = {}
+
+
+class WireError(Message):
+    code: str
+    message: str
+    retryable: bool = False
+
+
+class WireOutcome(Message):
+    id: ItemId
+    scores: dict[str, WireScore] = {}
+    errors: dict[str, WireError] = {}
+
+
+class WireScorer(Message):
+    revision: str
+
+
+class ScoreReply(Message):
+    items: list[WireOutcome]
+    scorers: dict[str, WireScorer]

@@ -1,0 +1,170 @@
+"""Requests and replies as bytes. Never pickle; pictures travel lossless.
+
+Multipart: part "manifest" is the JSON of a `ScoreRequest` whose picture fields name further parts; a part is an
+encoded picture (PNG, WebP, JPEG) or raw pixels with the content type `image/x-raw; height=H; width=W; channels=C`.
+JSON: the same with base64 pictures in place of names.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from retouch.rewards.protocol import Pixels, RewardItem, ScoreReply, ScoreRequest, WireItem
+
+MAX_PIXELS = 64 * 1024 * 1024
+"""Of one picture: 8192 x 8192."""
+
+PICTURES = ("image", "mask", "source", "reference")
+
+Encoding = Literal["raw", "webp"]
+Part = tuple[str, bytes, str]
+"""(file name, body, content type), as httpx takes it."""
+
+
+class WireError(ValueError):
+    """A message that breaks the protocol."""
+
+
+def encode_request(
+    items: Sequence[RewardItem], rewards: Sequence[str], request_id: str, deadline_ms: int, encoding: Encoding = "raw"
+) -> dict[str, Part]:
+    """Multipart parts of a request. Equal pictures (the source of a group) are sent once."""
+    parts: dict[str, Part] = {}
+
+    def put(pixels: Pixels | None) -> str | None:
+        if pixels is None:
+            return None
+        name = hashlib.blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=12).hexdigest()
+        if name not in parts:
+            body, content_type = encode_pixels(pixels, encoding)
+            parts[name] = (name, body, content_type)
+        return name
+
+    wire_items = [
+        WireItem(
+            id=item.id,
+            prompt=item.prompt,
+            image=put(item.image) or "",
+            mask=put(item.mask),
+            source=put(item.source),
+            reference=put(item.reference),
+            group=item.group,
+            metadata=dict(item.metadata),
+        )
+        for item in items
+    ]
+    request = ScoreRequest(
+        protocol=1, request_id=request_id, deadline_ms=deadline_ms, rewards=list(rewards), items=wire_items
+    )
+    manifest = request.model_dump_json(exclude_none=True).encode()
+    return {"manifest": ("manifest", manifest, "application/json"), **parts}
+
+
+def encode_pixels(pixels: Pixels, encoding: Encoding) -> tuple[bytes, str]:
+    """Lossless bytes of a picture and their content type."""
+    if encoding == "webp":
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "WEBP", lossless=True, method=0)
+        return buffer.getvalue(), "image/webp"
+    height, width, *rest = pixels.shape
+    channels = rest[0] if rest else 1
+    return np.ascontiguousarray(pixels).tobytes(), f"image/x-raw; height={height}; width={width}; channels={channels}"
+
+
+def decode_items(request: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None) -> list[RewardItem | str]:
+    """Items with their pictures, or in place of an item what is wrong with it: one bad picture fails alone.
+
+    Args:
+        parts: name -> (bytes, content type) of a multipart request; None for JSON, whose pictures are base64.
+    """
+    return [_decode_item(item, parts) for item in request.items]
+
+
+def _decode_item(item: WireItem, parts: Mapping[str, tuple[bytes, str]] | None) -> RewardItem | str:
+    def picture(name: str, field: str) -> Pixels:
+        if parts is None:
+            try:
+                body, content_type = base64.b64decode(name, validate=True), ""
+            except (binascii.Error, ValueError):
+                raise WireError(f"{field} is not valid base64") from None
+        elif name in parts:
+            body, content_type = parts[name]
+        else:
+            raise WireError(f"{field} names the part {name!r}, which the request does not have")
+        return decode_pixels(body, content_type, "L" if field == "mask" else "RGB")
+
+    try:
+        given = {field: getattr(item, field) for field in PICTURES}
+        pictures = {field: None if name is None else picture(name, field) for field, name in given.items()}
+    except WireError as error:
+        return str(error)
+    assert pictures["image"] is not None
+    return RewardItem(
+        id=item.id,
+        prompt=item.prompt,
+        image=pictures["image"],
+        mask=pictures["mask"],
+        source=pictures["source"],
+        reference=pictures["reference"],
+        group=item.group,
+        metadata=item.metadata,
+    )
+
+
+def decode_pixels(body: bytes, content_type: str, mode: Literal["RGB", "L"]) -> Pixels:
+    """Pixels of a part: [H, W, 3] for "RGB", [H, W] for "L".
+
+    Raises:
+        WireError: not a picture, too large, or raw bytes of another length than their header says.
+    """
+    if content_type.startswith("image/x-raw"):
+        return _decode_raw(body, content_type, mode)
+    try:
+        with Image.open(io.BytesIO(body)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise WireError(f"a picture of {image.width} x {image.height} is over the limit of {MAX_PIXELS} pixels")
+            return np.asarray(image.convert(mode))
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError):
+        raise WireError("a picture cannot be decoded; send PNG, WebP or JPEG") from None
+
+
+def _decode_raw(body: bytes, content_type: str, mode: str) -> Pixels:
+    fields = dict(field.strip().split("=", 1) for field in content_type.split(";")[1:] if "=" in field)
+    try:
+        height, width, channels = (int(fields[name]) for name in ("height", "width", "channels"))
+    except (KeyError, ValueError):
+        raise WireError(f"content type {content_type!r} lacks height, width or channels") from None
+    if min(height, width) < 1 or height * width > MAX_PIXELS or channels != (3 if mode == "RGB" else 1):
+        raise WireError(f"raw picture of {height} x {width} x {channels} where {mode} is expected")
+    if len(body) != height * width * channels:
+        raise WireError(f"raw picture of {height} x {width} x {channels} has {len(body)} bytes")
+    pixels = np.frombuffer(body, np.uint8)
+    return pixels.reshape(height, width, 3) if channels == 3 else pixels.reshape(height, width)
+
+
+def parse_reply(body: bytes) -> ScoreReply:
+    """A reply, strictly.
+
+    Raises:
+        WireError: not JSON, NaN or infinity, or not the schema.
+    """
+
+    def forbid(name: str) -> float:
+        raise WireError(f"the reply holds {name}")
+
+    try:
+        data = json.loads(body, parse_constant=forbid)
+        return ScoreReply.model_validate(data)
+    except WireError:
+        raise
+    except ValueError as error:  # covers JSONDecodeError and pydantic's ValidationError
+        raise WireError(f"the reply is not of the protocol: {str(error).splitlines()[0]}") from None

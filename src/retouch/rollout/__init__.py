@@ -1,0 +1,25 @@
+"""Sampling, scoring, and the two computations that sampling and training share. Nothing here steps an optimizer."""
+
+from retouch.rollout.encoded import EncodedData
+from retouch.rollout.plan import StepPlan, make_plan, ode_plan
+from retouch.rollout.sampler import noise_for, sample, to_uint8
+from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle
+from retouch.rollout.transition import denoising_error, latent_region, transition
+
+__all__ = [
+    "EncodedData",
+    "FailureRateExceeded",
+    "PendingBatch",
+    "RewardOutage",
+    "StepPlan",
+    "denoising_error",
+    "items_of",
+    "latent_region",
+    "make_plan",
+    "noise_for",
+    "ode_plan",
+    "sample",
+    "settle",
+    "to_uint8",
+    "transition",
+]

@@ -1,0 +1,77 @@
+"""Encoded examples of a data set, each encoded once and alone.
+
+Alone, because a condition must be a function of its example: encoded in a batch it would differ in the last bits with
+the batch, and a resumed run or another number of processes would no longer give the same images.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retouch.data import Dataset
+from retouch.observe import Stopwatch
+from retouch.types import Condition, DiffusionModel, Example
+
+T = TypeVar("T")
+
+CAPACITY = 512
+"""Encoded examples kept in CPU memory; beyond it the ones used longest ago are dropped."""
+
+
+class EncodedData:
+    """Conditions and target latents of a data set by position."""
+
+    def __init__(self, model: DiffusionModel, data: Dataset, guidance_scale: float, clock: Stopwatch) -> None:
+        self.model = model
+        self.data = data
+        self.guidance_scale = guidance_scale
+        self.clock = clock
+        self._examples: OrderedDict[int, Example] = OrderedDict()
+        self._conditions: OrderedDict[int, Condition] = OrderedDict()
+        self._targets: OrderedDict[int, Tensor] = OrderedDict()
+
+    def examples(self, positions: Sequence[int]) -> list[Example]:
+        return [_recall(self._examples, p, self.data.__getitem__) for p in positions]
+
+    def conditions(self, positions: Sequence[int], device: torch.device) -> Condition:
+        """One condition with a row for each position, in order."""
+        with self.clock.part("text"):
+            rows = [_recall(self._conditions, p, self._encode) for p in positions]
+            names = rows[0].tensors.keys()
+            tensors = {name: torch.cat([row.tensors[name] for row in rows]).to(device) for name in names}
+            masks = [row.mask for row in rows if row.mask is not None]
+            return Condition(tensors, torch.cat(masks).to(device) if masks else None, rows[0].size)
+
+    def targets(self, positions: Sequence[int], device: torch.device) -> Tensor:
+        """Clean latents [B, C, h, w] of the targets.
+
+        Raises:
+            ValueError: an example without a target.
+        """
+        with self.clock.part("vae"):
+            return torch.cat([_recall(self._targets, p, self._encode_target) for p in positions]).to(device)
+
+    def _encode(self, position: int) -> Condition:
+        return self.model.encode(self.examples([position]), self.guidance_scale).to("cpu")
+
+    def _encode_target(self, position: int) -> Tensor:
+        example = self.examples([position])[0]
+        if example.target is None:
+            raise ValueError(f"example {example.id} has no target picture")
+        pixels = torch.from_numpy(np.asarray(example.target, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
+        return self.model.encode_images(pixels).cpu()
+
+
+def _recall(cache: OrderedDict[int, T], key: int, make: Callable[[int], T]) -> T:
+    if key not in cache:
+        cache[key] = make(key)
+        if len(cache) > CAPACITY:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]

@@ -1,0 +1,250 @@
+"""The nouns that every layer shares. Nothing here imports torch at run time.
+
+Legend: B rows (images), K rollouts of one example (a group), T steps, S trained steps, C H W latent dims.
+Convention: sigma in [0, 1] and 1 is noise; x = (1 - sigma) x0 + sigma noise; v = noise - x0.
+Outside `retouch.models` latents are [B, C, H, W] and regions [B, 1, H, W]; packing into tokens happens in `predict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor, nn
+
+    from retouch.core.schedule import Schedule
+
+Prediction = Literal["flow", "epsilon"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training or test item; all images have the size of the run.
+
+    Attributes:
+        id: stable integer within the data set; what groups, seeds and reports key on.
+        prompt: what the model is told.
+        source: RGB picture to repaint, or None for text-to-image.
+        mask: mode "L", 255 = repaint, 0 = keep.
+        target: RGB ground truth; None where there is none (RL needs none).
+        reference: RGB style picture of any size.
+        metadata: further fields of the item; `text` is the text to write.
+    """
+
+    id: int
+    prompt: str
+    source: Image | None = None
+    mask: Image | None = None
+    target: Image | None = None
+    reference: Image | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the rest of the system needs to know of a family without touching its network.
+
+    Attributes:
+        prediction: "flow" or "epsilon"; step rules declare which they take.
+        latent_channels: C of the latents.
+        downsampling: pixels a latent cell covers, per side.
+        size_multiple: image sides must be multiples of it.
+        guidance_scale: the default of the released model.
+        needs: the fields of `Example` that must be there.
+        lora_targets: module-name suffixes that LoRA adapts by default.
+        network_name: subfolder of the trained network in a diffusers model, and prefix of its LoRA keys.
+    """
+
+    family: str
+    prediction: Prediction
+    latent_channels: int
+    downsampling: int
+    size_multiple: int
+    guidance_scale: float
+    needs: frozenset[str]
+    lora_targets: tuple[str, ...]
+    network_name: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """An encoded batch of examples: everything `predict` and the objectives need besides x and t.
+
+    Attributes:
+        tensors: named tensors, each [B, ...]; the names belong to the family.
+        mask: [B, 1, H, W] in pixels, 1 = repaint; None for text-to-image.
+        size: (height, width) of the images in pixels.
+    """
+
+    tensors: Mapping[str, Tensor]
+    mask: Tensor | None
+    size: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def select(self, rows: Tensor | Sequence[int] | slice) -> Condition:
+        """The given rows, repeats allowed, as a new condition."""
+        mask = None if self.mask is None else self.mask[rows]
+        return replace(self, tensors={name: t[rows] for name, t in self.tensors.items()}, mask=mask)
+
+    def to(self, device: Any) -> Condition:
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, tensors={name: t.to(device) for name, t in self.tensors.items()}, mask=mask)
+
+
+class DiffusionModel(Protocol):
+    """A model family: only what differs between families. LoRA, EMA, devices and checkpoints are not its business."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def network(self) -> nn.Module:
+        """The network that is trained, before the engine wraps it."""
+        ...
+
+    def schedule(self, num_steps: int, size: tuple[int, int]) -> Schedule:
+        """The times of a sampling run of `num_steps` at an image size (height, width) in pixels."""
+        ...
+
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        """Text, mask and masked image of a batch of one size -> condition on the model's device."""
+        ...
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> clean latents [B, C, h, w] fp32."""
+        ...
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """The one forward of the policy, for rollout and training alike.
+
+        Args:
+            network: what the engine returned for `self.network`.
+            x: [B, C, h, w] fp32 latents.
+            t: [B] times of the schedule.
+
+        Returns:
+            [B, C, h, w] fp32: velocity (flow) or noise (epsilon).
+        """
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """[B, C, h, w] clean latents -> [B, 3, H, W] fp32 in [-1, 1]."""
+        ...
+
+    def cache_prompts(self, prompts: Sequence[str]) -> None:
+        """Encode these prompts now, so that `encode` only looks them up."""
+        ...
+
+    def release_text_encoders(self) -> None:
+        """Drop the text encoders; from then on only cached prompts can be encoded."""
+        ...
+
+    def to(self, device: Any) -> None:
+        """Move everything but the network, which the engine places."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a rollout leaves of its path through the latents, in fp32.
+
+    Attributes:
+        final: [B, C, H, W] clean latents.
+        times: [T + 1] of the schedule.
+        first_step: index of the first trained step; the S trained steps are consecutive.
+        latents: [B, S + 1, C, H, W], the states around the trained steps; S = 0 keeps none.
+        log_probs: [B, S] as the sampler drew them.
+    """
+
+    final: Tensor
+    times: Tensor
+    first_step: int
+    latents: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch of finished rollouts, one row an image.
+
+    Attributes:
+        example_ids, group_ids: [B] int64. A group's key is an integer, never its prompt.
+        seeds: [B] int64 that drew each row's noise.
+        images: [B, H, W, 3] uint8 on the CPU, decoded and pasted back where there is a source.
+        policy_version: optimizer steps the sampling policy had taken.
+    """
+
+    examples: Sequence[Example]
+    condition: Condition
+    example_ids: Tensor
+    group_ids: Tensor
+    seeds: Tensor
+    trajectory: Trajectory
+    images: Tensor
+    policy_version: int
+
+    def __len__(self) -> int:
+        return len(self.example_ids)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward that succeeded: a finite value, and what it was made of."""
+
+    value: float
+    detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reward that failed. It is never a number and never trains.
+
+    Attributes:
+        code: one of `retouch.rewards.protocol.FAILURE_CODES`.
+        retryable: whether the same request may succeed later.
+    """
+
+    code: str
+    message: str
+    retryable: bool = False
+
+
+Outcome = Score | Failure
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rewards of a batch of N images by name, and their weights in `combined`.
+
+    Attributes:
+        outcomes: name -> N outcomes.
+        weights: name -> weight; order is that of the run file.
+    """
+
+    outcomes: Mapping[str, Sequence[Outcome]]
+    weights: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.outcomes.values())))
+
+    def values(self, name: str) -> list[float | None]:
+        """One reward; None where it failed."""
+        return [o.value if isinstance(o, Score) else None for o in self.outcomes[name]]
+
+    def combined(self) -> list[float | None]:
+        """sum of weight * value over the rewards; None where any of them failed."""
+        columns = [(self.weights[name], self.values(name)) for name in self.outcomes]
+        totals: list[float | None] = []
+        for i in range(len(self)):
+            parts = [weight * value for weight, column in columns if (value := column[i]) is not None]
+            totals.append(sum(parts) if len(parts) == len(columns) else None)
+        return totals
+
+    def failures(self) -> list[tuple[str, Failure]]:
+        """Every failure with the name of its reward."""
+        return [(name, o) for name, column in self.outcomes.items() for o in column if isinstance(o, Failure)]

@@ -1,0 +1,309 @@
+"""Using trained weights: sample, compare with the base, export. The same for every family."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+from retouch.adapters.export import Base, export
+from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.config import ConfigError, RunConfig, load_run, parse_run
+from retouch.config.schema import DEFAULT_TEMPLATE, DataSection, SelfBenchData
+from retouch.data import DataError, ItemError, ItemFiles, derive_seed, load_dataset
+from retouch.data.dataset import check_item, list_items, read_item
+from retouch.data.validate import data_at
+from retouch.engine import CheckpointError, Engine, Policy
+from retouch.engine.checkpoint import complete_checkpoints, read_state
+from retouch.evaluate import Evaluation, evaluate, evaluation_grid, paired_difference
+from retouch.imaging import open_image, paste_back, read_mask, to_rgb
+from retouch.models import family_class, load_model
+from retouch.models.loading import DTYPES, component_path
+from retouch.observe import Stopwatch
+from retouch.rewards.compose import RewardTable
+from retouch.rollout import ode_plan, sample, to_uint8
+from retouch.types import DiffusionModel, Example
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run file and where weights for it are, by name ("base" has none)."""
+
+    config: RunConfig
+    weights: Mapping[str, Path]
+
+    @classmethod
+    def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Trained:
+        """From a run directory (its warmed-up and newest checkpoints), or a run file and a weights folder.
+
+        Raises:
+            ConfigError, CheckpointError: nothing there.
+        """
+        if config is not None:
+            found = {} if weights is None else {"trained": weights_folder(weights, raw=raw)}
+            return cls(load_run(config), found)
+        assert run is not None
+        if not (run / "config.yaml").is_file():
+            raise ConfigError(f"--run: {run} is not a run directory (no config.yaml)")
+        loaded = load_run(run / "config.yaml")
+        folders = complete_checkpoints(run / "checkpoints")
+        if weights is not None:
+            return cls(loaded, {"trained": weights_folder(weights, raw=raw)})
+        if not folders:
+            raise CheckpointError(f"{run} has no complete checkpoint yet")
+        chosen = {"trained": weights_folder(folders[-1], raw=raw)}
+        warmed = [f for f in folders[:-1] if _is_end_of_warmup(f, loaded)]
+        if warmed:
+            chosen = {"warmed up": weights_folder(warmed[0], raw=raw), **chosen}
+        return cls(loaded, chosen)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What to repaint: a data set, or one picture."""
+
+    data: Path | None
+    image: Path | None
+    mask: Path | None
+    text: str | None
+    prompt: str | None
+    seed: int
+    count: int
+    steps: int | None
+    feather: float
+
+
+class Loaded:
+    """A model ready to sample with any of several weights."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.engine = Engine(config.training, config.optimizer, config.seed)
+        self.model: DiffusionModel = load_model(config.model, self.engine.device)
+        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec)
+        self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
+        self.policy = Policy(self.model.network)
+        self.base: dict[str, Tensor] = {n: t.clone() for n, t in self.policy.state().items()}
+
+    @property
+    def guidance_scale(self) -> float:
+        given = self.config.rollout.guidance_scale
+        return self.model.spec.guidance_scale if given is None else given
+
+    def load(self, weights: Path | None) -> None:
+        """Use the weights of a folder; None: the base.
+
+        Raises:
+            CheckpointError: weights of another model.
+        """
+        try:
+            self.policy.load(self.base if weights is None else self.trainee.load(weights))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{weights}: {error}") from None
+
+
+def sample_to_folder(trained: Trained, request: SampleRequest, out: Path) -> list[Path]:
+    """Repaint and write PNGs of the sources' own size -> their paths. Outside the mask every pixel stays."""
+    section, items = items_to_sample(trained.config, request)
+    loaded = Loaded(trained.config)
+    loaded.load(trained.weights.get("trained"))
+    out.mkdir(parents=True, exist_ok=True)
+    steps = request.steps or trained.config.evaluation.num_steps or trained.config.rollout.num_steps
+    written: list[Path] = []
+    for item in items:
+        example, notes = read_item(item, section)
+        condition = loaded.model.encode([example], loaded.guidance_scale)
+        plan = ode_plan(loaded.model.schedule(steps, condition.size))
+        for k in range(request.count):
+            seed = derive_seed("sample", request.seed, example.id, k)
+            final = sample(loaded.model, loaded.network, plan, condition, [seed]).final
+            image = Image.fromarray(to_uint8(loaded.model.decode(final))[0].numpy())
+            path = out / f"{example.id:05d}-{k}.png"
+            into_source(item, image, notes, section, request.feather).save(path)
+            written.append(path)
+    return written
+
+
+def into_source(
+    item: ItemFiles, image: Image.Image, notes: dict[str, Any], section: DataSection, feather: float
+) -> Image.Image:
+    """Put a generated crop back to where it was cut from, at the size of the source, inside the mask only."""
+    if item.source_path is None or item.mask_path is None:
+        return image
+    source = to_rgb(open_image(item.source_path))
+    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.invert_mask)
+    x, y = source.width / notes["scaled"][0], source.height / notes["scaled"][1]
+    left, top, right, bottom = notes["window"]
+    box = (round(left * x), round(top * y), round(right * x), round(bottom * y))
+    page = source.copy()
+    page.paste(image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS), box[:2])
+    return Image.fromarray(paste_back(np.asarray(source), np.asarray(page), np.asarray(mask), feather))
+
+
+def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSection, list[ItemFiles]]:
+    """The items of a request, checked, and the section that says how to read them.
+
+    Raises:
+        ConfigError: neither or both of a data set and a picture, or a picture without mask and text.
+        DataError: a broken item.
+    """
+    if (request.data is None) == (request.image is None):
+        raise ConfigError("give either --data, or --image with --mask and --text (or --prompt)")
+    if request.data is not None:
+        section = _like(config, request.data)
+        items = list_items(section)
+    else:
+        if request.mask is None or (request.text is None and request.prompt is None):
+            raise ConfigError("--image needs --mask and --text (or --prompt)")
+        section = config.data
+        template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
+        prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
+        items = [
+            ItemFiles(0, prompt, request.image, request.mask, metadata={"text": request.text} if request.text else {})
+        ]
+        if request.text is not None and not request.text.strip():
+            raise ConfigError("--text: empty; say what the mask shall read")
+    for item in items:
+        problem = item if isinstance(item, ItemError) else check_item(item, section)
+        if problem:
+            raise DataError(str(problem))
+    return section, [item for item in items if isinstance(item, ItemFiles)]
+
+
+def compare(trained: Trained, data: Path | None, images: int | None, out: Path | None) -> dict[str, Any]:
+    """Evaluate base and weights on the same examples and seeds.
+
+    Returns:
+        {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}, gains
+        over the evaluation before it, paired, with 95 % intervals.
+
+    Raises:
+        ConfigError: no evaluation data.
+    """
+    config = trained.config
+    section = _like(config, data) if data else config.evaluation.data
+    if section is None:
+        raise ConfigError("the run names no evaluation.data; give --data")
+    examples = load_dataset(section, "evaluation.data")[: config.evaluation.num_examples]
+    loaded = Loaded(config)
+    rewards = RewardTable(
+        {name: e.model_copy(update={"url": None}) if e.url == "auto" else e for name, e in config.rewards.items()},
+        config.reward_client,
+    )
+    rewards.start()
+    try:
+        results = {"base": _evaluate(loaded, None, examples, images, rewards)}
+        for name, folder in trained.weights.items():
+            results[name] = _evaluate(loaded, folder, examples, images, rewards)
+    finally:
+        rewards.close()
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        evaluation_grid(examples, results, config.evaluation.grid_examples or 8).save(out / "grid.png")
+        for name, result in results.items():
+            lines = "".join(json.dumps(row) + "\n" for row in result.rows)
+            (out / f"{name.replace(' ', '-')}.jsonl").write_text(lines, encoding="utf-8")
+    names = list(results)
+    return {
+        "examples": len(examples),
+        "images": len(results["base"].rows),
+        "means": {name: result.means() for name, result in results.items()},
+        "gains": {f"{b} - {a}": gains(results[b], results[a]) for a, b in itertools.pairwise(names)},
+    }
+
+
+def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
+    """Paired differences of every measure, over the images that both have."""
+    found: dict[str, list[float]] = {}
+    for measure in after.means():
+        pairs = [(a[measure], b[measure]) for a, b in zip(after.rows, before.rows, strict=True)]
+        valid = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
+        if valid:
+            found[measure] = list(paired_difference([a for a, _ in valid], [b for _, b in valid]))
+    return found
+
+
+def comparison_table(result: dict[str, Any]) -> str:
+    """Measures as rows, weights as columns, the last gain with its interval."""
+    names = list(result["means"])
+    measures = list(result["means"]["base"])
+    last = list(result["gains"].values())[-1] if result["gains"] else {}
+    lines = [f"{'':28}" + "".join(f"{name:>12}" for name in names) + ("   last gain [95 %]" if last else "")]
+    for measure in measures:
+        values = "".join(f"{result['means'][name].get(measure, float('nan')):12.4f}" for name in names)
+        gain = last.get(measure)
+        lines.append(f"{measure:28}{values}" + (f"   {gain[0]:+.4f} [{gain[1]:+.4f}, {gain[2]:+.4f}]" if gain else ""))
+    return "\n".join([*lines, f"{result['images']} images of {result['examples']} examples, plain ODE, fixed seeds"])
+
+
+def export_weights(checkpoint: Path, to: str, out: Path, *, raw: bool) -> Path:
+    """Write the weights of a checkpoint in another program's files -> the path written.
+
+    Raises:
+        ConfigError: a format that does not exist or does not fit what was trained.
+    """
+    folder = weights_folder(checkpoint, raw=raw)
+    config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
+    name = family_class(config.family).network_name
+    base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
+    return export(base, folder, to, out)
+
+
+def weights_folder(path: Path, *, raw: bool) -> Path:
+    """The weights inside a checkpoint (averaged ones where it has them, unless `raw`), or the folder itself.
+
+    Raises:
+        CheckpointError: nothing of the kind.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint or weights folder")
+    if (path / "weights").is_dir():
+        if not (path / "complete.json").is_file():
+            raise CheckpointError(f"{path} is not complete; give another checkpoint")
+        return path / "ema" if (path / "ema").is_dir() and not raw else path / "weights"
+    if not list(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: holds neither a checkpoint nor weights")
+    return path
+
+
+def _evaluate(
+    loaded: Loaded, weights: Path | None, examples: list[Example], images: int | None, rewards: RewardTable
+) -> Evaluation:
+    c = loaded.config
+    loaded.load(weights)
+    return evaluate(
+        loaded.model,
+        loaded.network,
+        examples,
+        images or c.evaluation.images_per_example,
+        c.evaluation.num_steps or c.rollout.num_steps,
+        loaded.guidance_scale,
+        c.rollout.batch_size_per_device,
+        rewards,
+        Stopwatch(),
+    )
+
+
+def _is_end_of_warmup(folder: Path, config: RunConfig) -> bool:
+    if config.algorithm.name == "sft":
+        return False
+    progress = read_state(folder)["progress"]
+    return progress["phase"] == "rl" and progress["step"] == config.algorithm.warmup_steps > 0
+
+
+def _like(config: RunConfig, path: Path) -> Any:
+    """A data section for `path` that reads as the run's evaluation data (or training data) does."""
+    section = data_at(path, config.data.size)
+    model = config.evaluation.data or config.data
+    same = {
+        name: getattr(model, name) for name in type(section).model_fields if name != "path" and hasattr(model, name)
+    }
+    return section.model_copy(update={k: v for k, v in same.items() if k not in ("format", "limit")})
