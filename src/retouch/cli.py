@@ -158,18 +158,13 @@ def reward_serve(
         Path | None, typer.Option(help="File to write the address to; give it to training as url.")
     ] = None,
     options: Annotated[str, typer.Option(help="JSON of {name: {option: value}}.")] = "{}",
-    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    with_parent: Annotated[int | None, typer.Option("--with-parent", hidden=True)] = None,
 ) -> None:
     """Serve rewards over HTTP until stopped."""
     _logging(False)
-    from retouch.rewards.launch import serve
+    from retouch.rewards.launch import requested, serve
 
-    try:
-        given: dict[str, dict[str, Any]] = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--options: not valid JSON: {error}") from None
-    scorers = {name.strip(): given.get(name.strip(), {}) for name in names.split(",") if name.strip()}
-    serve(scorers, host, port, endpoints, devices, with_parent)
+    serve(requested(names, options), host, port, endpoints, devices, with_parent)
 
 
 @reward_app.command("score")

@@ -37,14 +37,16 @@ class Evaluation:
     images: list[np.ndarray[Any, Any]] = field(repr=False)
 
     def means(self) -> dict[str, float]:
-        """Mean of every numeric measure over the images that have it."""
+        """Mean of every numeric measure over the images that have it, and `failed`, the images with a failed reward."""
         names = [
             n
             for n in dict.fromkeys(n for row in self.rows for n in row)
             if n not in ("example", "index", "text", "read")
         ]
         columns = {n: [float(row[n]) for row in self.rows if row.get(n) is not None] for n in names}
-        return {n: float(np.mean(column)) for n, column in columns.items() if column}
+        means = {n: float(np.mean(column)) for n, column in columns.items() if column}
+        failed = sum(any(value is None for n, value in row.items() if n != "text") for row in self.rows)
+        return {**means, "failed": float(failed)} if failed else means
 
 
 def evaluate(
@@ -84,7 +86,8 @@ def evaluate(
         if rewards.entries:
             pending.append(PendingBatch(items, rewards.submit(items)))
     with clock.part("reward_wait"):
-        scores = settle(rewards, pending, rewards.client)
+        # an evaluation reports failed rewards; only an outage ends it
+        scores = settle(rewards, pending, rewards.client.model_copy(update={"max_failure_rate": 1.0}))
     rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]
     outcomes = {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries}
     for name, column in outcomes.items():

@@ -81,8 +81,11 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
     """How much the ink inside the mask looks like `text`: the highest normalised correlation with a rendering of it in
     one of `FONTS`, set tight or evenly spaced, both cut to their ink and scaled to one canvas, in [-1, 1].
 
-    0 where the mask holds no ink. Colour, place and size do not count; the shape of every letter does.
+    0 where the mask holds no ink or the text is blank. Colour, place and size do not count; the shape of every letter
+    does.
     """
+    if not text.strip():
+        return 0.0
     left, top, right, bottom = mask_box(mask)
     ink = ink_of(image[top:bottom, left:right])
     if ink is None:

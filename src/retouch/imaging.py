@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter, UnidentifiedImageError
+from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 
 Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
@@ -20,27 +20,37 @@ Fit = Literal["crop", "stretch"]
 MASK_THRESHOLD = 128
 """Grey level from which a mask pixel counts as 1; painted masks arrive with soft edges and JPEG noise."""
 
+MASK_NOISE = 8
+"""Grey levels by which a channel that carries no mask may still vary."""
+
 
 class ImageProblem(ValueError):
     """A picture or mask that cannot be used; the message names the file, what is wrong and what to do."""
 
 
 def open_image(path: Path) -> Image.Image:
-    """Open and decode a picture, in the mode of the file.
+    """Open and decode a picture: upright (EXIF orientation applied, as viewers and mask editors do), 8 bits a channel.
 
     Raises:
-        ImageProblem: missing, not a picture, or cut off.
+        ImageProblem: missing, not a picture, cut off, or of a kind that has no 8-bit meaning.
     """
     try:
         with Image.open(path) as image:
             image.load()
-            return image
+            upright = ImageOps.exif_transpose(image)
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
     except UnidentifiedImageError:
         raise ImageProblem(f"{path}: not an image that Pillow can read; convert it to PNG or JPEG") from None
     except (OSError, SyntaxError) as error:  # truncated JPEG, broken PNG chunk
         raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
+    except Image.DecompressionBombError as error:
+        raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
+    if upright.mode == "F":
+        raise ImageProblem(f"{path}: holds floating-point values; convert it to an 8-bit PNG or JPEG")
+    if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
+        return Image.fromarray((np.asarray(upright) >> 8).clip(0, 255).astype(np.uint8), "L")
+    return upright
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -54,26 +64,30 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
     """A 0/255 mask of mode "L" from whatever a mask editor saved, and the channel it was found in.
 
-    Looked for in this order: alpha where it varies; luminance where the colour channels agree; red where they do not
-    (editors paint red on the picture). Thresholded at 128.
+    Looked for in this order: alpha where it varies; luminance where the colour channels agree; red where they do not:
+    red paint (red above green and blue, so that a white wall is none) if there is any, else the red channel as it is.
+    Thresholded at 128.
 
     Raises:
         ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
     """
     rgba = np.asarray(image.convert("RGBA"))
-    red, green, blue, alpha = (rgba[..., c] for c in range(4))
-    if alpha.min() != alpha.max():
+    red, green, blue, alpha = (rgba[..., c].astype(int) for c in range(4))
+    if np.ptp(alpha) > MASK_NOISE:
         values, channel = alpha, "alpha"
-    elif int(np.abs(red.astype(int) - green).max()) <= 8 and int(np.abs(red.astype(int) - blue).max()) <= 8:
+    elif max(np.abs(red - green).max(), np.abs(red - blue).max()) <= MASK_NOISE:
         values, channel = np.asarray(image.convert("RGB").convert("L")), "luminance"
     else:
-        values, channel = red, "red"
+        paint = red - np.maximum(green, blue)
+        values, channel = (paint if (paint >= MASK_THRESHOLD).any() else red), "red"
     mask = (values >= MASK_THRESHOLD) != invert
     share = float(mask.mean())
     if share == 0.0 or share == 1.0:
         what = "empty: nothing to repaint" if share == 0.0 else "full: nothing to keep"
-        hint = "white marks the area to repaint; if yours marks what to keep, set data.invert_mask=true"
-        raise ImageProblem(f"{name}: the mask ({channel} channel, threshold {MASK_THRESHOLD}) is {what}; {hint}")
+        seen = f"{channel} channel, values {values.min()} to {values.max()}, threshold {MASK_THRESHOLD}"
+        paint, rest = ("black", "white") if invert else ("white", "black")
+        hint = f"paint the area to repaint {paint}, the rest {rest} (data.invert_mask={str(invert).lower()})"
+        raise ImageProblem(f"{name}: the mask ({seen}) is {what}; {hint}")
     return Image.fromarray(mask.astype(np.uint8) * 255, "L"), channel
 
 

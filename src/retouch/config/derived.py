@@ -14,9 +14,11 @@ class Derived:
     """What a run amounts to on `world_size` processes.
 
     Attributes:
-        global_rows_per_step: images that one optimizer step sees.
-        forwards_per_image: forward-equivalents of the network that one trained image costs: sampling steps, then 3 for
-            each trained step (a backward counts as 2; 1 more with gradient checkpointing), the reference included.
+        images_per_epoch_per_device, padded_images_per_epoch: every rollout batch is padded by itself until it divides.
+        global_rows_per_step: images that one optimizer step sees at most; an epoch is dealt evenly into its steps.
+        forwards_per_image: forward-equivalents of the network that one trained image costs: sampling steps, 1 for each
+            trained step of the reference, then 3 for each trained step of each inner epoch (a backward counts as 2; 1
+            more with gradient checkpointing).
     """
 
     world_size: int
@@ -50,7 +52,8 @@ def trained_steps(run: RunConfig) -> int:
     """Steps of a rollout that enter the loss."""
     if run.algorithm.name == "sft":
         return 0
-    return max(1, math.ceil(stochastic_steps(run) * run.algorithm.timestep_fraction))
+    share = stochastic_steps(run) * run.algorithm.timestep_fraction
+    return max(1, math.ceil(share - 1e-9))  # 25 x 0.28 is 7.000000000000001
 
 
 def derive(run: RunConfig, world_size: int = 1) -> Derived:
@@ -82,8 +85,9 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         )
     rollout, algorithm = run.rollout, run.algorithm
     groups = rollout.global_groups_per_batch * rollout.batches_per_epoch
-    images = groups * rollout.group_size
-    per_device = math.ceil(images / world_size)
+    images_per_batch = rollout.global_groups_per_batch * rollout.group_size
+    images = images_per_batch * rollout.batches_per_epoch
+    per_device = math.ceil(images_per_batch / world_size) * rollout.batches_per_epoch
     steps_per_inner_epoch = math.ceil(per_device / (optimizer.batch_size_per_device * optimizer.gradient_accumulation))
     per_epoch = steps_per_inner_epoch * algorithm.inner_epochs
     trained = trained_steps(run)
@@ -91,7 +95,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     return Derived(
         world_size=world_size,
         warmup_steps=algorithm.warmup_steps,
-        global_images_per_rollout_batch=rollout.global_groups_per_batch * rollout.group_size,
+        global_images_per_rollout_batch=images_per_batch,
         global_groups_per_epoch=groups,
         global_images_per_epoch=images,
         images_per_epoch_per_device=per_device,
@@ -101,5 +105,5 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         epochs=math.ceil((training.max_steps - algorithm.warmup_steps) / per_epoch),
         stochastic_steps=stochastic_steps(run),
         trained_steps=trained,
-        forwards_per_image=rollout.num_steps + algorithm.inner_epochs * (trained * backward + reference),
+        forwards_per_image=rollout.num_steps + reference + algorithm.inner_epochs * trained * backward,
     )

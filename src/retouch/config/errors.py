@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -26,12 +27,19 @@ def explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
     return [_line(problem["type"], problem, root) for problem in error.errors()]
 
 
+_NOT_A_SECTION = {"model_attributes_type", "model_type", "dict_type"}
+"""pydantic's error types where a mapping of keys was expected."""
+
+
 def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
-    *parents, last = problem["loc"] or ("",)
-    path, model = walk(root, parents)
-    key = ".".join([*path, str(last)])
+    loc: Sequence[int | str] = problem["loc"]
+    path, section = walk(root, loc)
+    key = ".".join(path)
     if kind == "extra_forbidden":
-        return f"{key}: unknown key; {nearest(str(last), model.model_fields if model else ())}"
+        _, model = walk(root, loc[:-1])
+        return f"{key}: unknown key; {nearest(str(loc[-1]), model.model_fields if model else ())}"
+    if kind in _NOT_A_SECTION:
+        return f"{key}: given {problem['input']!r}; this is a section: write its keys as {{key: value}}"
     if kind == "union_tag_not_found":
         return f"{key}: say which kind it is: set {key}.{problem['ctx']['discriminator'].strip(chr(39))}"
     if kind == "union_tag_invalid":
@@ -43,7 +51,8 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
         return f"{key}: required and not set"
     message: str = problem["msg"].removeprefix("Value error, ")
     if kind == "value_error":
-        return f"{key}: {message}" if key else message
+        names_its_key = section is not None and re.split(r"\W", message, maxsplit=1)[0] in section.model_fields
+        return f"{key}{'.' if names_its_key else ': '}{message}" if key else message
     return f"{key}: given {problem.get('input')!r}; {message[0].lower()}{message[1:]}"
 
 

@@ -18,15 +18,41 @@ from retouch.config.schema import RunConfig
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
+_BOOL, _FLOAT, _TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "timestamp"))
+_EXPONENT = r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: PyYAML reads 1e-4 as a string, and 1.0e-4 as a number."""
+    """YAML 1.2 scalars, and no key twice.
+
+    PyYAML follows 1.1: it reads 1e-4 as a string, `no` (mixed precision) as false and 2025-01-01 (a name) as a date. Of
+    two equal keys it keeps the last without a word.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own attribute
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _TIMESTAMP)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise yaml.MarkedYAMLError(problem=f"the key {name!r} stands there twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that `_Loader` would read as something else."""
+
+
+def _resolve(kind: Any, tag: str, pattern: str, first: str) -> None:
+    kind.add_implicit_resolver(tag, re.compile(pattern), list(first))
+
+
+_resolve(_Loader, _BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
+_resolve(_Loader, _FLOAT, _EXPONENT, "-+0123456789.")
+_resolve(_Dumper, _FLOAT, _EXPONENT, "-+0123456789.")
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -69,7 +95,7 @@ def parse_run(data: Mapping[str, Any], overrides: Sequence[str] = (), source: st
 
 def dump_run(run: RunConfig) -> str:
     """The whole run as YAML, defaults included; `load_run` gives the same run back."""
-    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(run.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _parse_yaml(text: str) -> Any:

@@ -16,11 +16,17 @@ TINY_SIZE_MULTIPLE = 8
 
 def check(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
+    _model(run)
     _rewards(run)
     _groups(run)
     _steps(run)
     _sizes(run)
     _weights(run)
+
+
+def _model(run: RunConfig) -> None:
+    if not run.model.path:
+        raise ValueError("model.path: empty; set a hub id or a folder in the diffusers layout")
 
 
 def _rewards(run: RunConfig) -> None:
@@ -33,18 +39,17 @@ def _rewards(run: RunConfig) -> None:
         )
     if not any(entry.weight for entry in run.rewards.values()):
         raise ValueError("rewards: every weight is 0, so that there is nothing to raise; set one weight above 0")
-    if run.model.path != "tiny" and not run.model.path:
-        raise ValueError("model.path: empty; set a hub id or a folder in the diffusers layout")
 
 
 def _groups(run: RunConfig) -> None:
-    if run.algorithm.name == "sft" or run.algorithm.baseline == "batch":
+    if run.algorithm.name == "sft" or run.rollout.group_size > 1:
         return
-    if run.rollout.group_size < 2:
-        raise ValueError(
-            f"rollout.group_size: given {run.rollout.group_size}, but algorithm.baseline=group compares the images of "
-            "one example with each other; set group_size to 2 or more (4-16 is usual), or algorithm.baseline=batch"
-        )
+    for key, value in (("baseline", run.algorithm.baseline), ("scale", run.algorithm.scale)):
+        if value == "group":
+            raise ValueError(
+                f"rollout.group_size: given {run.rollout.group_size}, but algorithm.{key}=group compares the images of "
+                f"one example with each other; set group_size to 2 or more (4-16 is usual), or algorithm.{key}=batch"
+            )
 
 
 def _steps(run: RunConfig) -> None:

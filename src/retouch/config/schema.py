@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 # --- model ---
@@ -33,9 +44,10 @@ class TrainLora(Section):
 
     kind: Literal["lora"] = "lora"
     rank: PositiveInt = 32
+    """Columns of the two factors that each adapted weight gets."""
     alpha: Positive = 64
     """Updates are scaled by alpha / rank."""
-    targets: list[str] | None = None
+    targets: Annotated[list[Text], Field(min_length=1)] | None = None
     """Module-name suffixes to adapt; null takes those of the family."""
 
 
@@ -57,6 +69,7 @@ class FluxFillModel(Section):
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoders from memory altogether."""
     train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
 
 
 Model = FluxFillModel
@@ -79,6 +92,16 @@ class DataSection(Section):
     limit: PositiveInt | None = None
     """Use only the first so many items."""
 
+    @field_validator("resolution", mode="wrap")
+    @classmethod
+    def _is_a_size(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # two lines, one for each kind of size
+            raise ValueError(
+                f"given {value!r}; write the side of a square in pixels, like 512, or [height, width], like [512, 768]"
+            ) from None
+
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
@@ -93,10 +116,10 @@ class SelfBenchData(DataSection):
     """Calligrapher's layout: `self_bench.txt` with `{int}-{text}` lines, `test{N}_source/_mask/_ref.png`."""
 
     format: Literal["self_bench"] = "self_bench"
-    path: str
     list_file: str = "self_bench.txt"
     """File of the folder that lists the items."""
     prompt_template: str = DEFAULT_TEMPLATE
+    """Prompt of an item; {text} stands for its text."""
     target: Literal["auto", "source", "none"] = "auto"
     """Ground truth: "auto" takes a full-size `_ref`, else the source (the text is already in it); "none": no item has
     one, for sources whose hole holds nothing to imitate."""
@@ -113,7 +136,6 @@ class ManifestData(DataSection):
     """A JSON list or JSONL file of `{"image_path", "mask_path", "prompt", "target_path"?, "reference_path"?, ...}`."""
 
     format: Literal["manifest"] = "manifest"
-    path: str
     image_root: str | None = None
     """Folder that relative paths start from; null is the manifest's own."""
 
@@ -162,13 +184,27 @@ class RolloutConfig(Section):
     """All images of a group start from one noise (their SDE noise still differs)."""
 
     @model_validator(mode="after")
-    def _window_fits(self) -> RolloutConfig:
+    def _noise_is_drawn(self) -> RolloutConfig:
+        cps = self.step_rule == "cps"
+        if cps and self.noise_level > 1:
+            raise ValueError(
+                f"noise_level: given {self.noise_level}, but for step_rule cps it is a share in (0, 1]; set 0.8, as "
+                "published, or another step_rule"
+            )
+        last = self.num_steps - 1 if cps else self.num_steps
+        if last < 1:
+            raise ValueError(
+                "num_steps: given 1, but step_rule cps draws no noise in the last step; set num_steps to 2 or more, or "
+                "another step_rule"
+            )
         if self.window:
             low, high = (round(share * self.num_steps) for share in self.window.range)
-            if high - low < self.window.size:
+            held = max(0, min(high, last) - low)
+            if held < self.window.size:
                 raise ValueError(
-                    f"window.size is {self.window.size}, but window.range {list(self.window.range)} of num_steps "
-                    f"{self.num_steps} holds {max(0, high - low)} steps; widen the range or shrink the window"
+                    f"window.size: given {self.window.size}, but window.range {list(self.window.range)} of num_steps "
+                    f"{self.num_steps} holds {held} stochastic steps of {self.step_rule}; widen the range or lower the "
+                    "size"
                 )
         return self
 
@@ -197,6 +233,7 @@ class GrpoConfig(Section):
     clip_range: Positive = 1e-4
     """c of the ratio clip. Log-probabilities are means over dims, so that 0.2 would never clip."""
     advantage_clip: Positive = 5.0
+    """Advantages are clipped to plus and minus this."""
     baseline: Literal["group", "batch"] = "group"
     """What an image is compared with: its group (per-prompt statistics) or the whole batch (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
@@ -222,7 +259,9 @@ class PpoConfig(GrpoConfig):
 
     name: Literal["ppo"] = "ppo"  # type: ignore[assignment]
     baseline: Literal["group", "batch"] = "batch"
+    """What an image is compared with; "batch" is PPO."""
     scale: Literal["group", "batch", "none"] = "batch"
+    """Whose standard deviation divides the advantage."""
 
 
 Algorithm = Annotated[SftConfig | GrpoConfig | PpoConfig, Field(discriminator="name")]
@@ -235,7 +274,8 @@ class RewardEntry(Section):
     """One reward of the table; its key is the scorer's name unless `scorer` says otherwise."""
 
     scorer: str
-    url: str | list[str] | None = None
+    """What scores; several entries may share one with other options."""
+    url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
     """Null scores in this process; "auto" starts a server on loopback for the run; else one or more server addresses,
     or the endpoints file that `retouch reward serve` wrote."""
     weight: float = 1.0
@@ -243,14 +283,28 @@ class RewardEntry(Section):
     paste_back: bool = True
     """Score the source with only the mask repainted, as a user would use it, not the raw generation."""
 
+    @field_validator("url", mode="wrap")
+    @classmethod
+    def _is_an_address(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # two lines, one for each kind of url
+            raise ValueError(
+                f"given {value!r}; set null (score in this process), auto, http://host:port, a list of these, or the "
+                "endpoints file that `retouch reward serve` wrote"
+            ) from None
+
     @model_validator(mode="after")
     def _options_are_served_with(self) -> RewardEntry:
-        own = self.model_fields_set - {"url", "weight", "paste_back", "scorer"}
-        if own and self.url not in (None, "auto"):
-            option = sorted(own)[0]
+        if self.url in (None, "auto"):
+            return self
+        # by value, not by what was written: a dumped run writes every default
+        own = sorted(type(self).model_fields.keys() - RewardEntry.model_fields.keys())
+        changed = [name for name in own if getattr(self, name) != type(self).model_fields[name].default]
+        if changed:
             raise ValueError(
-                f"{option} is set beside url {self.url!r}, but the options of a reward belong to the server that "
-                f"scores it; drop {option} here and start the server with it"
+                f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
+                f"scores it; drop {changed[0]} here and start the server with it"
             )
         return self
 
@@ -262,6 +316,7 @@ class OcrReward(RewardEntry):
     score: Literal["ned", "confidence"] = "ned"
     """Normalised edit distance, or the recogniser's confidence (which nonsense maximises too)."""
     case_sensitive: bool = True
+    """Whether "Moon" and "MOON" differ."""
     crop_margin: Unit = 0.0
     """Widen the mask box by this share of its sides before reading."""
     detect: bool = True
@@ -275,6 +330,7 @@ class PreservationReward(RewardEntry):
 
     scorer: Literal["preservation"] = "preservation"  # pyright: ignore[reportIncompatibleVariableOverride]
     paste_back: bool = False
+    """True scores what is 1 by construction."""
 
 
 Reward = Annotated[OcrReward | PreservationReward, Field(discriminator="scorer")]
@@ -300,11 +356,15 @@ class OptimizerConfig(Section):
     """AdamW and how its batches are made."""
 
     lr: Positive = 1e-4
+    """Peak learning rate, of RL and of SFT runs."""
     warmup_lr: Positive | None = None
     """Learning rate of the supervised warm-up of RL runs; null is `lr`."""
-    betas: tuple[Unit, Unit] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of the two moments."""
     weight_decay: NonNegative = 1e-4
+    """Decoupled, times the learning rate."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the ramp: constant, or down to 0 at max_steps."""
     ramp_steps: Annotated[int, Field(ge=0)] = 0
@@ -316,12 +376,14 @@ class OptimizerConfig(Section):
     steps_per_forward: PositiveInt | None = None
     """Trained denoising steps of a row put into one forward; null is all of them, 1 takes the least memory."""
     max_grad_norm: Positive = 1.0
+    """The gradient of a step is scaled down to this norm."""
 
 
 class EmaConfig(Section):
     """Exponential moving average of the trained weights; decay_t = min((1 + t) / (10 + t), decay)."""
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
+    """Largest decay; early updates use less."""
     update_interval: PositiveInt = 1
     """Optimizer steps between updates."""
 
@@ -338,7 +400,9 @@ class TrainingConfig(Section):
     eval_every: Annotated[int, Field(ge=0)] = 100
     """Optimizer steps; 0 evaluates only at the start, at the end of warm-up and at the end."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    """Autocast of forward and backward; trained weights stay fp32."""
     gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, one more forward."""
 
 
 class EvaluationConfig(Section):
@@ -347,7 +411,9 @@ class EvaluationConfig(Section):
     data: Data | None = None
     """Held-out examples; null falls back to the first training examples, and says so."""
     num_examples: PositiveInt = 64
+    """The first so many of the data."""
     images_per_example: PositiveInt = 1
+    """Images of each, with seeds of their own."""
     num_steps: PositiveInt | None = None
     """Null is rollout.num_steps."""
     weights: Literal["ema", "raw"] = "raw"
@@ -377,14 +443,17 @@ class RunConfig(Section):
     that checkpoint; null starts, and refuses a directory that holds a run."""
     model: Model
     data: Data
+    """Examples to train on; RL needs no targets."""
     warmup_data: Data | None = None
-    """Examples with targets for the supervised warm-up; null is `data`."""
+    """Examples with targets for supervised steps (warm-up, SFT); null is `data`."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Algorithm
     rewards: dict[str, Reward] = {}
+    """Name -> reward; their weighted sum is what is raised."""
     reward_client: RewardClientConfig = RewardClientConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
+    """Null keeps no average."""
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()

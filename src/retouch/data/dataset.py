@@ -29,6 +29,9 @@ FORMATS = {
 }
 """Format name of the run file -> module with `list_items(config) -> list[ItemFiles | ItemError]`."""
 
+KEPT_SHARE = 0.98
+"""Of the masked area that must lie inside the crop: rounding may cost a row of pixels, but never a part of a letter."""
+
 TargetRole = Literal["auto", "source", "none", "file"]
 
 
@@ -125,7 +128,7 @@ def load_dataset(config: Data, purpose: str = "data") -> Dataset:
         )
     if not good:
         raise DataError(f"{purpose}: {config.path} holds no usable item" + (f"; {bad[0]}" if bad else ""))
-    twice = [i for i, count in Counter(item.id for item in good).items() if count > 1]
+    twice = repeated_ids(good)
     if twice:
         raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")
     return Dataset(config, good)
@@ -140,6 +143,11 @@ def list_items(config: Data) -> list[ItemFiles | ItemError]:
     module = importlib.import_module(FORMATS[config.format])
     items: list[ItemFiles | ItemError] = module.list_items(config)
     return items if config.limit is None else items[: config.limit]
+
+
+def repeated_ids(items: Sequence[ItemFiles]) -> list[int]:
+    """Ids that more than one item has."""
+    return [i for i, count in Counter(item.id for item in items).items() if count > 1]
 
 
 def check_item(item: ItemFiles, config: DataSection) -> ItemError | None:
@@ -170,12 +178,12 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
         _same_size(mask, source, str(item.mask_path), "mask")
     if target is not None and source is not None:
         _same_size(target, source, str(item.target_path), "target")
-    if item.target == "auto" and reference is not None and source is not None and reference.size == source.size:
-        # full-size ground truth; its mask box is the style crop
-        target = reference
-        reference = reference.crop(mask_box(mask)) if mask is not None else None
-    elif item.target in ("auto", "source"):
+    if item.target in ("auto", "source"):
         target = source
+        if reference is not None and source is not None and reference.size == source.size:
+            # full-size ground truth; its mask box is the style crop
+            target = reference if item.target == "auto" else source
+            reference = reference.crop(mask_box(mask)) if mask is not None else None
     box = mask_box(mask) if mask is not None else None
     scaled, window = (width, height), (0, 0, width, height)
     if source is not None:
@@ -190,7 +198,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
                 raise ImageProblem(
                     f"{item.mask_path}: the masked area vanishes at {width} x {height}; raise data.resolution"
                 )
-            if kept < 0.9 * whole:
+            if kept < KEPT_SHARE * whole:
                 raise ImageProblem(
                     f"{item.mask_path}: cropping to {width} x {height} cuts off {1 - kept / whole:.0%} of the masked "
                     "area; set data.fit=stretch or another data.resolution"

@@ -7,6 +7,9 @@ two halves of the language, told apart by a hash: "train" and "held_out" never s
 from __future__ import annotations
 
 import colorsys
+import itertools
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -25,6 +28,7 @@ Half = Literal["train", "held_out"]
 
 _CONSONANTS, _VOWELS = "BCDFGHJKLMNPRSTVWXYZ", "AEIOU"
 _HELD_OUT_SHARE = 8  # one word in so many
+_SMALLEST = (8, 16)  # height, width in pixels: below, the mask touches the border
 _AVOIDED = frozenset({"RAPE", "PEDO", "NUDE", "HOMO", "NAZI", "SODO", "LOLI", "PORN"})
 
 
@@ -49,8 +53,10 @@ def half_of(word: str) -> Half:
     return "held_out" if derive_seed("half", word) % _HELD_OUT_SHARE == 0 else "train"
 
 
-def draw_words(count: int, half: Half, seed: int, length: int = 4) -> list[str]:
-    """`count` different words of alternating consonants and vowels.
+def draw_words(
+    count: int, half: Half, seed: int, length: int = 4, excluded: Collection[str] = frozenset()
+) -> list[str]:
+    """`count` different words of alternating consonants and vowels. To exclude some changes no other, nor the order.
 
     Raises:
         DataError: the half has fewer words of this length.
@@ -58,17 +64,33 @@ def draw_words(count: int, half: Half, seed: int, length: int = 4) -> list[str]:
     if length < 1:
         raise DataError(f"--length: given {length}; a word has at least 1 letter")
     draw = Random(derive_seed("words", seed, half))
-    language = len(_CONSONANTS) ** -(-length // 2) * len(_VOWELS) ** (length // 2)
-    share = 1 / _HELD_OUT_SHARE if half == "held_out" else 1 - 1 / _HELD_OUT_SHARE
-    most = int(0.9 * share * language)  # the last ones are slow to find
+    left_out = _AVOIDED.union(excluded)
+    most = _words_to_find(half, length, left_out)
     if count > most:
-        raise DataError(f"--count: given {count}; there are about {most} {half} words of {length} letters")
+        raise DataError(
+            f"--count: given {count}; there are {most} {half} words of {length} letters to draw from; lower it, or set "
+            "another --length"
+        )
     words: dict[str, None] = {}
     while len(words) < count:
-        word = "".join(draw.choice(_VOWELS if i % 2 else _CONSONANTS) for i in range(length))
-        if half_of(word) == half and word not in _AVOIDED:
+        word = "".join(draw.choice(letters) for letters in _alphabets(length))
+        if half_of(word) == half and word not in left_out:
             words[word] = None
     return list(words)
+
+
+def _alphabets(length: int) -> list[str]:
+    return [_VOWELS if i % 2 else _CONSONANTS for i in range(length)]
+
+
+def _words_to_find(half: Half, length: int, left_out: Collection[str]) -> int:
+    """Words that drawing at random finds in reasonable time: all of a small language, nine tenths of a large one."""
+    if length <= 4:
+        words = map("".join, itertools.product(*_alphabets(length)))
+        return sum(half_of(word) == half and word not in left_out for word in words)
+    language = math.prod(map(len, _alphabets(length)))
+    shares = 1 if half == "held_out" else _HELD_OUT_SHARE - 1
+    return language * shares * 9 // (_HELD_OUT_SHARE * 10) - len(left_out)
 
 
 def draw_sign(word: str, size: tuple[int, int], seed: int, face: str | None = None) -> Sign:
@@ -103,9 +125,11 @@ def write_signs(
             all, for RL (`data.target: none`).
 
     Raises:
-        DataError: the folder already holds a list file.
+        DataError: the folder already holds a list file, or is a file itself.
     """
     listing = out / "self_bench.txt"
+    if out.is_file():
+        raise DataError(f"{out} is a file; give a folder as --out")
     if listing.exists():
         raise DataError(f"{out} already holds a data set; choose another --out, or delete it")
     out.mkdir(parents=True, exist_ok=True)
@@ -148,12 +172,13 @@ def synthesize(
     """What `retouch data synth` does -> the number of items written.
 
     Raises:
-        DataError: an unknown half, too many words, a folder that is in use, or an unreadable exclusion.
+        DataError: an unknown half, too many words, too small a size, a folder in use, or an unreadable exclusion.
     """
     if half not in ("train", "held_out"):
         raise DataError(f"--half: given {half!r}; allowed: train, held_out")
-    excluded = words_of(exclude) if exclude else set[str]()
-    words = [w for w in draw_words(count + len(excluded), half, seed, length) if w not in excluded][:count]
+    if size[0] < _SMALLEST[0] or size[1] < _SMALLEST[1]:
+        raise DataError(f"--size: given {size[0]}x{size[1]}; a sign has at least {_SMALLEST[0]}x{_SMALLEST[1]} pixels")
+    words = draw_words(count, half, seed, length, words_of(exclude) if exclude else ())
     write_signs(out, words, size, seed, with_targets=targets)
     return len(words)
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from retouch.config import load_run
 from retouch.config.schema import ManifestData, SelfBenchData
-from retouch.data.dataset import DataError, ItemError, check_item, list_items, read_item
-from retouch.imaging import ImageProblem
+from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
 
 if TYPE_CHECKING:
     from retouch.config.schema import Data
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One item: where it stands, and what is wrong with it or how it was read."""
+    """One item or list: where it stands, and what is wrong with it (None: nothing) or how it was read."""
 
     section: str
     item: str
@@ -53,32 +52,32 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
 
 def validate_section(section: str, data: Data) -> list[Finding]:
     """Check every item of one section."""
-    findings: list[Finding] = []
-    for item in list_items(data):
-        if isinstance(item, ItemError):
-            findings.append(Finding(section, item.where, item.problem))
-            continue
-        problem = check_item(item, data)
-        note = ""
-        if problem is None:
-            try:
-                example, notes = read_item(item, data)
-            except ImageProblem as error:  # the file changed between the two reads
-                problem = ItemError(f"item {item.id}", str(error))
-            else:
-                roles = [
-                    name for name in ("source", "mask", "target", "reference") if getattr(example, name) is not None
-                ]
-                note = f"{', '.join(roles)}; mask in {notes['mask_channel']}"
-        findings.append(Finding(section, f"item {item.id}", problem.problem if problem else None, note))
+    listed = list_items(data)
+    findings = [_finding(section, item, data) for item in listed]
+    for twice in repeated_ids([item for item in listed if isinstance(item, ItemFiles)]):
+        findings.append(Finding(section, f"item {twice}", "the id appears more than once; ids must differ"))
+    if not listed:
+        findings.append(Finding(section, data.path, "lists no items"))
     return findings
+
+
+def _finding(section: str, item: ItemFiles | ItemError, data: Data) -> Finding:
+    problem = item if isinstance(item, ItemError) else check_item(item, data)
+    if isinstance(problem, ItemError):
+        return Finding(section, problem.where, problem.problem)
+    assert isinstance(item, ItemFiles)
+    example, notes = read_item(item, data)
+    roles = [name for name in ("source", "mask", "target", "reference") if getattr(example, name) is not None]
+    return Finding(section, f"item {item.id}", None, f"{', '.join(roles)}; mask in {notes['mask_channel']}")
 
 
 def validation_table(findings: list[Finding]) -> str:
     """Every problem on a line of its own, and a count."""
     bad = [f for f in findings if f.problem]
+    good = [f for f in findings if not f.problem]
     lines = [f"{f.section:16} {f.item:24} {f.problem}" for f in bad]
     if not bad:
-        lines += [f"{f.section:16} {f.item:24} ok: {f.note}" for f in findings[:5]]
-        lines += [f"... and {len(findings) - 5} more" for _ in range(1) if len(findings) > 5]
-    return "\n".join([*lines, f"{len(findings) - len(bad)} of {len(findings)} items can be used"])
+        lines += [f"{f.section:16} {f.item:24} ok: {f.note}" for f in good[:5]]
+        lines += [f"... and {len(good) - 5} more"] if len(good) > 5 else []
+    verdict = f"; {len(bad)} problem{'s' if len(bad) > 1 else ''}" if bad else ""
+    return "\n".join([*lines, f"{len(good)} items can be used{verdict}"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 
@@ -28,12 +29,17 @@ class Engine:
     """
 
     def __init__(self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int) -> None:
+        # accelerate keeps precision in a process-wide state; a second engine in one process starts from its own
+        AcceleratorState._reset_state()
         try:
             self.accelerator = Accelerator(
                 mixed_precision=training.mixed_precision, step_scheduler_with_optimizer=False
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
+        if training.mixed_precision == "fp16" and self.device.type == "cpu":
+            # accelerate would run in fp32 without a word
+            raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
         set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
         self.config = optimizer
         self.network: nn.Module | None = None

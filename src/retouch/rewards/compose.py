@@ -7,7 +7,7 @@ server on loopback; entries without a url share a thread of this process.
 from __future__ import annotations
 
 import logging
-import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.imaging import paste_back
 from retouch.rewards.client import RewardClient
-from retouch.rewards.launch import TOKEN_VARIABLE, LocalServer, resolve_urls
+from retouch.rewards.launch import LocalServer, resolve_urls, reward_token
 from retouch.rewards.local import LocalRewards
-from retouch.rewards.protocol import RewardBackend, RewardItem
+from retouch.rewards.protocol import RewardBackend, RewardItem, malformed
 from retouch.rewards.scorers import make_scorer
-from retouch.types import Failure, Outcome, Scores
+from retouch.types import Outcome, Scores
 
 if TYPE_CHECKING:
     from retouch.config.schema import RewardClientConfig, RewardEntry
@@ -69,9 +69,13 @@ class RewardTable:
             members = [name for name, p in self._places.items() if p == place]
             self._backends[place] = self._connect(place, members)
 
-    def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every reward can be scored -> problems that remain."""
-        return [problem for backend in self._backends.values() for problem in backend.wait_ready(timeout_s)]
+    def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
+        """Wait until every reward can be scored, on all of its servers or on one -> problems that remain."""
+        deadline = time.monotonic() + timeout_s
+        problems: list[str] = []
+        for backend in self._backends.values():
+            problems += backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
+        return problems
 
     def submit(self, items: Sequence[RewardItem]) -> PendingScores:
         """Start scoring a batch."""
@@ -103,15 +107,14 @@ class RewardTable:
         if place[:1] == OWN_PROCESS:
             return LocalRewards(
                 {name: make_scorer(self.entries[name].scorer, scorer_options(self.entries[name])) for name in members}
-            )  # type: ignore[attr-defined]
+            )
         urls = [self._auto_url()] if place[:1] == AUTO_SERVER else list(place[:-1])
-        token = os.environ.get(TOKEN_VARIABLE)
-        return RewardClient(urls, members, self.client.timeout_s, self.client.batch_size, token)
+        return RewardClient(urls, members, self.client.timeout_s, self.client.batch_size, reward_token())
 
     def _auto_url(self) -> str:
         if self._server is None:
             members = {name: entry for name, entry in self.entries.items() if entry.url == "auto"}
-            options = {name: {"scorer": e.scorer, **scorer_options(e)} for name, e in members.items()}  # type: ignore[attr-defined]
+            options = {name: {"scorer": e.scorer, **scorer_options(e)} for name, e in members.items()}
             self._server = LocalServer(options, self.log_dir / "reward-server.log")
         return self._server.url()
 
@@ -123,11 +126,8 @@ def scorer_options(entry: RewardEntry) -> dict[str, Any]:
 
 def paste(item: RewardItem) -> RewardItem:
     """The item with only its mask repainted; as it is where it has no source or mask of its size."""
-    if item.source is None or item.mask is None or item.source.shape != item.image.shape:
+    if item.source is None or item.mask is None or malformed(item):
         return item
+    if item.source.shape != item.image.shape or item.mask.shape != item.image.shape[:2]:
+        return item  # for the scorers to say what is wrong with it
     return replace(item, image=paste_back(item.source, item.image, item.mask))
-
-
-def unavailable(scores: Scores) -> list[Failure]:
-    """Failures that say a server is away, not that an item is bad."""
-    return [failure for _, failure in scores.failures() if failure.retryable]

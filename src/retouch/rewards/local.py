@@ -22,13 +22,18 @@ class LocalRewards:
         """Queue the items -> future of name -> one outcome an item."""
         return self._worker.submit(self._score, list(items))
 
-    def wait_ready(self, timeout_s: float) -> list[str]:
+    def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
         """Wait for loading -> problems.
 
         Raises:
             Exception: whatever loading a scorer raised; in one process there is nobody to wait for.
         """
-        self._loading.result()
+        try:
+            self._loading.result(timeout_s)
+        except TimeoutError:
+            if self._loading.done():  # it was the scorer's own
+                raise
+            return [f"{', '.join(self.scorers)}: still loading after {timeout_s:.0f} s"]
         return []
 
     def close(self) -> None:

@@ -7,12 +7,14 @@ forbidden, and a failure is never a number.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +34,12 @@ FAILURE_CODES = {
     "overloaded": "the queue is full; try again later",
     "deadline": "the deadline passed before the item was scored",
     "unavailable": "no server answered",
+    "refused": "the server refused the request and would again (a wrong token, too large, not of the protocol)",
     "bad_reply": "the reply broke the protocol (missing, double or unknown items, NaN, a wrong type)",
 }
+
+PICTURES = ("image", "mask", "source", "reference")
+"""Fields of an item that hold pixels."""
 
 Pixels = NDArray[np.uint8]
 
@@ -101,8 +107,12 @@ class RewardBackend(Protocol):
         for a failed reward."""
         ...
 
-    def wait_ready(self, timeout_s: float) -> list[str]:
-        """Block until every reward can be scored -> problems that remain when time is up, empty if none."""
+    def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
+        """Block until every reward can be scored -> problems that remain when time is up, empty if none.
+
+        Args:
+            every_server: whether all servers must be ready, as at the start of a run, or one is enough.
+        """
         ...
 
     def close(self) -> None: ...
@@ -117,7 +127,9 @@ def quoted_text(prompt: str) -> str | None:
 def text_to_read(item: RewardItem) -> str | Failure:
     """`metadata.text`, else the quoted part of the prompt, else a failure."""
     text = item.metadata.get("text")
-    if isinstance(text, str) and text.strip():
+    if text is not None and not isinstance(text, str):
+        return Failure("bad_item", f"metadata.text must be a string; given {text!r}")
+    if text and text.strip():
         return text
     found = quoted_text(item.prompt)
     if found and found.strip():
@@ -127,8 +139,46 @@ def text_to_read(item: RewardItem) -> str | Failure:
 
 def missing_needs(spec: ScorerSpec, item: RewardItem) -> Failure | None:
     """A failure that names what the item lacks for this scorer."""
-    missing = sorted(name for name in spec.needs if getattr(item, name) is None)
+    missing = sorted(name for name in spec.needs if getattr(item, name, None) is None)
     return Failure("bad_item", f"{spec.name} needs {', '.join(missing)}") if missing else None
+
+
+def malformed(item: RewardItem) -> Failure | None:
+    """A failure that says what of an item is not what `RewardItem` asks for, so that it fails alone and fails alike
+    in this process and on a server."""
+    for name in PICTURES:
+        pixels: object = getattr(item, name)
+        if (pixels is not None or name == "image") and not _is_picture(pixels, flat=name == "mask"):
+            shape = "[H, W]" if name == "mask" else "[H, W, 3]"
+            given = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
+            return Failure("bad_item", f"{name} must be uint8 pixels {shape}; given {given}")
+    if not isinstance(item.prompt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Failure("bad_item", f"prompt must be a string; given {item.prompt!r}")
+    try:
+        _json({"prompt": item.prompt})
+        _json(item.metadata)
+    except (TypeError, ValueError) as error:
+        return Failure("bad_item", f"prompt and metadata must be JSON values under string keys: {error}")
+    return None
+
+
+def _is_picture(pixels: object, flat: bool) -> bool:
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or 0 in pixels.shape:
+        return False
+    return pixels.ndim == 2 if flat else pixels.ndim == 3 and pixels.shape[2] == 3
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    """What would travel of a value.
+
+    Raises:
+        TypeError, ValueError: not JSON, NaN, infinity, half of a surrogate pair, a key that is no string.
+    """
+    if not all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError("a key is not a string")
+    text = json.dumps(dict(value), allow_nan=False, ensure_ascii=False)
+    text.encode()  # half of a surrogate pair is a str in Python, and no text on the wire
+    return text
 
 
 def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -137,7 +187,7 @@ def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
     Items that lack something fail alone. If a batch raises, its items are tried one by one, so that one poisonous
     picture does not take the others with it.
     """
-    outcomes: list[Outcome | None] = [missing_needs(scorer.spec, item) for item in items]
+    outcomes: list[Outcome | None] = [malformed(item) or missing_needs(scorer.spec, item) for item in items]
     ready = [i for i, outcome in enumerate(outcomes) if outcome is None]
     if ready:
         for i, outcome in zip(ready, _attempt(scorer, [items[i] for i in ready]), strict=True):
@@ -147,7 +197,7 @@ def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
 
 def _attempt(scorer: Scorer, items: list[RewardItem]) -> list[Outcome]:
     try:
-        raw: Sequence[object] = scorer.score(items)
+        raw: list[object] = list(scorer.score(items))
     except Exception as error:  # a scorer is foreign code: any error of it is a typed failure of its items
         if len(items) == 1:
             return [Failure("scorer_error", f"{scorer.spec.name} raised {type(error).__name__}: {error}")]
@@ -165,19 +215,61 @@ def _sound(outcome: object, name: str) -> Outcome:
         return Failure(
             "scorer_error", f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure"
         )
-    if not math.isfinite(outcome.value):
-        return Failure("scorer_error", f"{name} returned {outcome.value}")
-    return Score(float(outcome.value), outcome.detail)
+    try:
+        value = float(outcome.value)
+    except OverflowError:  # an int beyond the floats
+        value = math.inf
+    if not math.isfinite(value):
+        return Failure("scorer_error", f"{name} returned {value}")
+    try:
+        # through JSON, so that a caller sees the same wherever it was scored, and one bad detail spoils no reply
+        return Score(value, json.loads(_json(outcome.detail)))
+    except (TypeError, ValueError) as error:
+        return Failure("scorer_error", f"{name} returned a detail that is not JSON: {error}")
+
+
+# --- addresses and tokens ---
+
+
+def base_url(url: str) -> str:
+    """The address of a server without a closing slash.
+
+    Raises:
+        ValueError: not http://host[:port] or https://..., or with a secret in it, which would be logged.
+    """
+    form = "write it as http://host:port"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is no number, a broken IPv6 address
+        raise ValueError(f"{url!r} is not the address of a server; {form}") from None
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(f"the address of {host} holds a user, a password or a query; {form}")
+    if parts.scheme not in ("http", "https") or not host or port == 0 or any(c.isspace() for c in url):
+        raise ValueError(f"{url!r} is not the address of a server; {form}")
+    return url.rstrip("/")
+
+
+def usable_token(token: str) -> str:
+    """The token without white space around it.
+
+    Raises:
+        ValueError: it cannot stand in an HTTP header. The message does not show it.
+    """
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("the token must be printable ASCII without spaces")
+    return token
 
 
 # --- the wire ---
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-ItemId = Annotated[int, Field(strict=True)] | Annotated[str, Field(strict=True, min_length=1)]
+ItemId = int | Annotated[str, Field(min_length=1)]
 """Echoed as it was given."""
 
 
@@ -195,12 +287,26 @@ class WireItem(Message):
 
 
 class ScoreRequest(Message):
-    protocol: Literal[1]
+    protocol: int
     request_id: Annotated[str, Field(min_length=1, max_length=200)]
-    deadline_ms: Annotated[int, Field(gt=0)]
+    deadline_ms: Annotated[int, Field(gt=0, le=24 * 3600 * 1000)]
     """Time the client waits, from when the server got the request; work past it is dropped."""
     rewards: Annotated[list[str], Field(min_length=1)]
     items: Annotated[list[WireItem], Field(min_length=1)]
+
+    @field_validator("protocol")
+    @classmethod
+    def _is_ours(cls, protocol: int) -> int:
+        if protocol != PROTOCOL_VERSION:
+            raise ValueError(f"given {protocol}; this server speaks protocol {PROTOCOL_VERSION}")
+        return protocol
+
+    @field_validator("rewards")
+    @classmethod
+    def _rewards_differ(cls, rewards: list[str]) -> list[str]:
+        if len(set(rewards)) != len(rewards):
+            raise ValueError("a reward is asked for twice; names of a request must differ")
+        return rewards
 
     @field_validator("items")
     @classmethod
@@ -211,7 +317,7 @@ class ScoreRequest(Message):
 
 
 class WireScore(Message):
-    value: Annotated[float, Field(allow_inf_nan=False, strict=True)]
+    value: Annotated[float, Field(allow_inf_nan=False)]
     detail: dict[str, Any] = {}
 
 

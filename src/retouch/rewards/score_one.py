@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from retouch.config.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.client import RewardClient
-from retouch.rewards.launch import resolve_urls
+from retouch.rewards.launch import resolve_urls, reward_token
 from retouch.rewards.protocol import RewardItem, score_checked
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Outcome, Score
@@ -39,13 +38,10 @@ def score_one(
 
 def _here(reward: str, item: RewardItem) -> Outcome:
     scorer = make_scorer(reward)
-    try:
-        scorer.load("cpu")
-    except RuntimeError as error:
-        raise ConfigError(str(error)) from None
+    scorer.load("cpu")
     return score_checked(scorer, [item])[0]
 
 
 def _remote(reward: str, item: RewardItem, url: str) -> Outcome:
-    with RewardClient(resolve_urls(url, reward), [reward], timeout_s=60.0) as client:
+    with RewardClient(resolve_urls(url, reward), [reward], token=reward_token()) as client:
         return client.score([item])[reward][0]

@@ -13,18 +13,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import python_multipart  # noqa: F401  # pyright: ignore[reportUnusedImport]  # starlette misses it only at the first request
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
 
 from retouch.rewards.protocol import (
+    PICTURES,
     PROTOCOL_VERSION,
     RewardItem,
     Scorer,
@@ -41,18 +45,32 @@ from retouch.types import Failure, Outcome, Score
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY = 256 * 1024 * 1024
-"""Bytes of one request."""
 
-MAX_ITEMS = 1024
-"""Items of one request."""
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes on.
 
-MAX_WAITING = 64
-"""Requests that may wait for the worker; one more gets 429."""
+    Attributes:
+        body: bytes of one request; a larger one gets 413.
+        items: of one request; more get 413.
+        waiting: requests read, waiting or being scored; one more gets 429.
+    """
+
+    body: int = 256 * 1024 * 1024
+    items: int = 1024
+    waiting: int = 64
+
+
+class Busy(Exception):
+    """As many requests are waiting as may."""
+
+
+class TooLarge(Exception):
+    """A request over the limits."""
 
 
 class ScoringWorker:
-    """Runs the scorers, one request at a time, and knows whether they are loaded."""
+    """Runs the scorers, one request at a time, and knows whether they are loaded and how many requests wait."""
 
     def __init__(self, scorers: Mapping[str, Scorer], device: str) -> None:
         self.scorers = dict(scorers)
@@ -68,13 +86,24 @@ class ScoringWorker:
     def stop(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    async def score(self, names: list[str], items: list[RewardItem], deadline: float) -> dict[str, list[Outcome]]:
-        """Outcomes by reward, in the order of the items. Work whose deadline passed in the queue is not done."""
+    @contextmanager
+    def admit(self, limit: int) -> Iterator[None]:
+        """Count a request from its first byte to its reply, so that bodies being read count too.
+
+        Raises:
+            Busy: `limit` requests are here already.
+        """
+        if self.waiting >= limit:
+            raise Busy(f"{self.waiting} requests are waiting")
         self.waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, names, items, deadline)
+            yield
         finally:
             self.waiting -= 1
+
+    async def score(self, names: list[str], items: list[RewardItem], deadline: float) -> dict[str, list[Outcome]]:
+        """Outcomes by reward, in the order of the items. Work whose deadline passed in the queue is not done."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, names, items, deadline)
 
     def _score(self, names: list[str], items: list[RewardItem], deadline: float) -> dict[str, list[Outcome]]:
         outcomes: dict[str, list[Outcome]] = {}
@@ -104,7 +133,9 @@ class ScoringWorker:
             self.ready = True
 
 
-def create_app(scorers: Mapping[str, Scorer], device: str = "cpu", token: str | None = None) -> FastAPI:
+def create_app(
+    scorers: Mapping[str, Scorer], device: str = "cpu", token: str | None = None, limits: Limits | None = None
+) -> FastAPI:
     """The ASGI app.
 
     Args:
@@ -112,6 +143,7 @@ def create_app(scorers: Mapping[str, Scorer], device: str = "cpu", token: str | 
         token: when given, every request but /livez needs `Authorization: Bearer <token>`.
     """
     worker = ScoringWorker(scorers, device)
+    limits = limits or Limits()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -161,43 +193,81 @@ def create_app(scorers: Mapping[str, Scorer], device: str = "cpu", token: str | 
         received = time.monotonic()
         if not worker.ready:
             return _error(503, worker.problem or "the scorers are loading", retry_after=1)
-        if worker.waiting >= MAX_WAITING:
-            return _error(429, f"{worker.waiting} requests are waiting", retry_after=1)
-        if int(request.headers.get("content-length", "0")) > MAX_BODY:
-            return _error(413, f"the body is over {MAX_BODY} bytes")
         try:
-            message, parts = await _parse(request)
-        except (ValidationError, ValueError) as error:
-            return _error(422, str(error))
-        if len(message.items) > MAX_ITEMS:
-            return _error(413, f"{len(message.items)} items, over the limit of {MAX_ITEMS}")
-        decoded = await asyncio.to_thread(decode_items, message, parts)
-        items = [item for item in decoded if isinstance(item, RewardItem)]
-        deadline = received + message.deadline_ms / 1000
-        outcomes = (
-            await worker.score(message.rewards, items, deadline) if items else {name: [] for name in message.rewards}
-        )
-        reply = _reply(message, decoded, outcomes, worker)
-        return Response(reply.model_dump_json(), media_type="application/json")
+            with worker.admit(limits.waiting):
+                message, parts = await _parse(request, limits)
+                reply = await _answer(worker, message, parts, received + message.deadline_ms / 1000)
+        except Busy as busy:
+            return _error(429, str(busy), retry_after=1)
+        except TooLarge as large:
+            return _error(413, f"{large}; send fewer items in a request (reward_client.batch_size)")
+        except HTTPException as broken:  # how starlette reports a broken form
+            return _error(422, str(broken.detail))
+        except ValueError as broken:  # pydantic's ValidationError is one
+            return _error(422, str(broken))
+        return Response(reply, media_type="application/json")
 
     return app
 
 
-async def _parse(request: Request) -> tuple[ScoreRequest, dict[str, tuple[bytes, str]] | None]:
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        return ScoreRequest.model_validate_json(await request.body()), None
-    form = await request.form(max_files=4 * MAX_ITEMS + 1, max_fields=8)
+async def _answer(
+    worker: ScoringWorker, message: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None, deadline: float
+) -> str:
+    """The JSON of the reply to a request."""
+    decoded = await asyncio.to_thread(decode_items, message, parts)
+    items = [item for item in decoded if isinstance(item, RewardItem)]
+    outcomes = await worker.score(message.rewards, items, deadline) if items else {}
+    return _reply(message, decoded, outcomes, worker).model_dump_json()
+
+
+async def _parse(request: Request, limits: Limits) -> tuple[ScoreRequest, dict[str, tuple[bytes, str]] | None]:
+    """Read a request -> its message, and its binary parts where it is multipart.
+
+    Raises:
+        TooLarge, ValueError, HTTPException: over the limits, not of the protocol, a broken form.
+    """
+    if int(request.headers.get("content-length", "0")) > limits.body:
+        raise TooLarge(f"the body is over {limits.body} bytes")
+    request = Request(request.scope, _counted(request.receive, limits.body))
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        manifest, parts = await _parse_form(request, limits)
+    else:
+        manifest, parts = await request.body(), None
+    message = ScoreRequest.model_validate_json(manifest)
+    if len(message.items) > limits.items:
+        raise TooLarge(f"{len(message.items)} items, over the limit of {limits.items}")
+    return message, parts
+
+
+async def _parse_form(request: Request, limits: Limits) -> tuple[bytes, dict[str, tuple[bytes, str]]]:
     parts: dict[str, tuple[bytes, str]] = {}
-    manifest: bytes | None = None
-    for name, part in form.multi_items():
-        body = await part.read() if isinstance(part, UploadFile) else part.encode()
-        if name == "manifest":
-            manifest = body
-        else:
-            parts[name] = (body, part.content_type or "" if isinstance(part, UploadFile) else "")
-    if manifest is None:
+    most = len(PICTURES) * limits.items + 1
+    async with request.form(max_files=most, max_fields=most, max_part_size=limits.body) as form:
+        for name, part in form.multi_items():
+            if name in parts:
+                raise ValueError(f"two parts are named {name!r}")
+            if isinstance(part, UploadFile):
+                parts[name] = (await part.read(), part.content_type or "")
+            else:
+                parts[name] = (part.encode(), "")
+    if "manifest" not in parts:
         raise ValueError('a multipart request needs a part "manifest"')
-    return ScoreRequest.model_validate_json(manifest), parts
+    return parts.pop("manifest")[0], parts
+
+
+def _counted(receive: Receive, limit: int) -> Receive:
+    """`receive` that stops at `limit` bytes: a chunked body does not say how long it is."""
+    seen = 0
+
+    async def counted() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > limit:
+            raise TooLarge(f"the body is over {limit} bytes")
+        return message
+
+    return counted
 
 
 def _reply(
@@ -234,9 +304,12 @@ def run_app(app: FastAPI, listener: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def exit_with_parent() -> None:
-    """End this process when the one that started it is gone: a killed run leaves no server behind."""
-    parent = os.getppid()
+def exit_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone: a killed run leaves no server behind.
+
+    Args:
+        parent: its process id, from itself: it may be gone before this process looks.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

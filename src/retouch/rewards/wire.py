@@ -8,29 +8,33 @@ JSON: the same with base64 pictures in place of names.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from retouch.rewards.protocol import Pixels, RewardItem, ScoreReply, ScoreRequest, WireItem
+from retouch.imaging import to_rgb
+from retouch.rewards.protocol import PICTURES, PROTOCOL_VERSION, Pixels, RewardItem, ScoreReply, ScoreRequest, WireItem
 
 MAX_PIXELS = 64 * 1024 * 1024
 """Of one picture: 8192 x 8192."""
 
-PICTURES = ("image", "mask", "source", "reference")
+FORMATS = ("PNG", "WEBP", "JPEG")
+"""Of encoded pictures. Not whatever Pillow can open: EPS, for one, starts a program."""
 
+Mode = Literal["RGB", "L"]
 Encoding = Literal["raw", "webp"]
 Part = tuple[str, bytes, str]
 """(file name, body, content type), as httpx takes it."""
 
 
-class WireError(ValueError):
+class BrokenMessage(ValueError):
     """A message that breaks the protocol."""
 
 
@@ -63,7 +67,11 @@ def encode_request(
         for item in items
     ]
     request = ScoreRequest(
-        protocol=1, request_id=request_id, deadline_ms=deadline_ms, rewards=list(rewards), items=wire_items
+        protocol=PROTOCOL_VERSION,
+        request_id=request_id,
+        deadline_ms=deadline_ms,
+        rewards=list(rewards),
+        items=wire_items,
     )
     manifest = request.model_dump_json(exclude_none=True).encode()
     return {"manifest": ("manifest", manifest, "application/json"), **parts}
@@ -86,27 +94,33 @@ def decode_items(request: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] |
     Args:
         parts: name -> (bytes, content type) of a multipart request; None for JSON, whose pictures are base64.
     """
-    return [_decode_item(item, parts) for item in request.items]
 
-
-def _decode_item(item: WireItem, parts: Mapping[str, tuple[bytes, str]] | None) -> RewardItem | str:
-    def picture(name: str, field: str) -> Pixels:
+    @cache  # the source of a group is one part: it is decoded once
+    def picture(name: str, mode: Mode) -> Pixels:
         if parts is None:
-            try:
-                body, content_type = base64.b64decode(name, validate=True), ""
-            except (binascii.Error, ValueError):
-                raise WireError(f"{field} is not valid base64") from None
-        elif name in parts:
-            body, content_type = parts[name]
-        else:
-            raise WireError(f"{field} names the part {name!r}, which the request does not have")
-        return decode_pixels(body, content_type, "L" if field == "mask" else "RGB")
+            return decode_pixels(_from_base64(name), "", mode)
+        if name not in parts:
+            raise BrokenMessage(f"names the part {name!r}, which the request does not have")
+        return decode_pixels(*parts[name], mode)
 
+    return [_decode_item(item, picture) for item in request.items]
+
+
+def _from_base64(text: str) -> bytes:
     try:
-        given = {field: getattr(item, field) for field in PICTURES}
-        pictures = {field: None if name is None else picture(name, field) for field, name in given.items()}
-    except WireError as error:
-        return str(error)
+        return base64.b64decode(text, validate=True)
+    except ValueError:  # binascii.Error, and a plain ValueError where the text is not ASCII
+        raise BrokenMessage("not valid base64") from None
+
+
+def _decode_item(item: WireItem, picture: Callable[[str, Mode], Pixels]) -> RewardItem | str:
+    pictures: dict[str, Pixels | None] = {}
+    for field in PICTURES:
+        name: str | None = getattr(item, field)
+        try:
+            pictures[field] = None if name is None else picture(name, "L" if field == "mask" else "RGB")
+        except BrokenMessage as error:
+            return f"{field}: {error}"
     assert pictures["image"] is not None
     return RewardItem(
         id=item.id,
@@ -120,33 +134,37 @@ def _decode_item(item: WireItem, parts: Mapping[str, tuple[bytes, str]] | None) 
     )
 
 
-def decode_pixels(body: bytes, content_type: str, mode: Literal["RGB", "L"]) -> Pixels:
+def decode_pixels(body: bytes, content_type: str, mode: Mode) -> Pixels:
     """Pixels of a part: [H, W, 3] for "RGB", [H, W] for "L".
 
     Raises:
-        WireError: not a picture, too large, or raw bytes of another length than their header says.
+        BrokenMessage: not a picture, too large, or raw bytes of another length than their header says.
     """
     if content_type.startswith("image/x-raw"):
         return _decode_raw(body, content_type, mode)
     try:
-        with Image.open(io.BytesIO(body)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise WireError(f"a picture of {image.width} x {image.height} is over the limit of {MAX_PIXELS} pixels")
-            return np.asarray(image.convert(mode))
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError):
-        raise WireError("a picture cannot be decoded; send PNG, WebP or JPEG") from None
+        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:  # known before anything is decoded
+                raise BrokenMessage(
+                    f"a picture of {image.width} x {image.height} is over the limit of {MAX_PIXELS} pixels"
+                )
+            return np.asarray(to_rgb(image) if mode == "RGB" else image.convert(mode))
+    except BrokenMessage:
+        raise
+    except Exception as error:  # a broken file makes Pillow's decoders raise nearly anything, and must fail alone
+        raise BrokenMessage(f"cannot be decoded ({type(error).__name__}); send PNG, WebP or JPEG") from None
 
 
-def _decode_raw(body: bytes, content_type: str, mode: str) -> Pixels:
+def _decode_raw(body: bytes, content_type: str, mode: Mode) -> Pixels:
     fields = dict(field.strip().split("=", 1) for field in content_type.split(";")[1:] if "=" in field)
     try:
         height, width, channels = (int(fields[name]) for name in ("height", "width", "channels"))
     except (KeyError, ValueError):
-        raise WireError(f"content type {content_type!r} lacks height, width or channels") from None
+        raise BrokenMessage(f"content type {content_type!r} lacks height, width or channels") from None
     if min(height, width) < 1 or height * width > MAX_PIXELS or channels != (3 if mode == "RGB" else 1):
-        raise WireError(f"raw picture of {height} x {width} x {channels} where {mode} is expected")
+        raise BrokenMessage(f"raw picture of {height} x {width} x {channels} where {mode} is expected")
     if len(body) != height * width * channels:
-        raise WireError(f"raw picture of {height} x {width} x {channels} has {len(body)} bytes")
+        raise BrokenMessage(f"raw picture of {height} x {width} x {channels} has {len(body)} bytes")
     pixels = np.frombuffer(body, np.uint8)
     return pixels.reshape(height, width, 3) if channels == 3 else pixels.reshape(height, width)
 
@@ -155,16 +173,19 @@ def parse_reply(body: bytes) -> ScoreReply:
     """A reply, strictly.
 
     Raises:
-        WireError: not JSON, NaN or infinity, or not the schema.
+        BrokenMessage: not JSON, NaN or infinity, or not the schema.
     """
 
-    def forbid(name: str) -> float:
-        raise WireError(f"the reply holds {name}")
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):  # NaN and Infinity, which JSON does not know, and 1e999, which it does
+            raise BrokenMessage(f"the reply holds {number}")
+        return value
 
     try:
-        data = json.loads(body, parse_constant=forbid)
-        return ScoreReply.model_validate(data)
-    except WireError:
+        return ScoreReply.model_validate(json.loads(body, parse_constant=finite, parse_float=finite))
+    except BrokenMessage:
         raise
-    except ValueError as error:  # covers JSONDecodeError and pydantic's ValidationError
-        raise WireError(f"the reply is not of the protocol: {str(error).splitlines()[0]}") from None
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and pydantic's ValidationError are ValueErrors
+        problem = " ".join(str(error).split())[:200]
+        raise BrokenMessage(f"the reply is not of the protocol: {problem}") from None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retouch.rewards.compose import PendingScores, RewardTable, unavailable
+from retouch.rewards.compose import PendingScores, RewardTable
 from retouch.rewards.protocol import RewardItem
-from retouch.types import Example, Failure, Scores
+from retouch.types import Example, Failure, Outcome, Scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,16 +92,41 @@ def summary(failures: Sequence[Failure]) -> str:
 def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientConfig) -> Scores:
     scores = batch.scores.result()
     deadline = time.monotonic() + config.outage_wait_s
-    while unavailable(scores):
+    while away := unavailable(scores):
         left = deadline - time.monotonic()
         if left <= 0:
             raise RewardOutage(
-                f"rewards stayed unavailable for reward_client.outage_wait_s = {config.outage_wait_s:.0f} s: "
-                + summary(unavailable(scores))
+                f"rewards stayed unavailable for reward_client.outage_wait_s = {config.outage_wait_s:g} s: "
+                + summary(list(away.values()))
             )
-        logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(unavailable(scores)))
-        problems = table.wait_ready(min(left, 10.0))
-        if not problems:
-            scores = table.submit(batch.items).result()
-        time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+        logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
+        if not table.wait_ready(min(left, 10.0), every_server=False):
+            scores = _ask_again(table, batch, scores, list(away))
+        if unavailable(scores):
+            time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
     return scores
+
+
+def _ask_again(table: RewardTable, batch: PendingBatch, scores: Scores, rows: Sequence[int]) -> Scores:
+    """Score some rows anew; what was scored already stays as it is, or many flaky requests would never all succeed."""
+    again = table.submit([batch.items[row] for row in rows]).result()
+    outcomes = {name: list(column) for name, column in scores.outcomes.items()}
+    for name, column in outcomes.items():
+        for row, outcome in zip(rows, again.outcomes[name], strict=True):
+            if _is_unavailable(column[row]):
+                column[row] = outcome
+    return Scores(outcomes, scores.weights)
+
+
+def unavailable(scores: Scores) -> dict[int, Failure]:
+    """Row -> one of its failures that say a server is away, not that the item is bad."""
+    return {
+        row: outcome
+        for column in scores.outcomes.values()
+        for row, outcome in enumerate(column)
+        if isinstance(outcome, Failure) and outcome.retryable
+    }
+
+
+def _is_unavailable(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and outcome.retryable

@@ -31,19 +31,25 @@ def list_items(config: ManifestData) -> list[ItemFiles | ItemError]:
 
 
 def _entries(path: Path) -> list[Any]:
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     try:
         if text.lstrip().startswith("["):
             return cast("list[Any]", json.loads(text))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}: not valid JSON: {error.msg} (line {error.lineno})") from None
     entries: list[Any] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would cut at U+2028, which JSON strings may hold
         if line.strip():
             try:
                 entries.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise DataError(f"{path} line {number}: not valid JSON: {error.msg}") from None
+                raise DataError(
+                    f"{path} line {number}: not valid JSON: {error.msg}; write one object a line, or one JSON list "
+                    "of them"
+                ) from None
     return entries
 
 
@@ -57,11 +63,11 @@ def _item(entry: Any, position: int, root: Path) -> ItemFiles | ItemError:
         return ItemError(
             where, f"{', '.join(missing)} missing or empty; each entry needs image_path, mask_path and prompt"
         )
-    wrong = [key for key in (*_PATHS, "prompt") if key in entry and not isinstance(entry[key], str | None)]
+    wrong = [key for key in (*_PATHS, "prompt", "text") if key in entry and not isinstance(entry[key], str | None)]
     if wrong:
         return ItemError(where, f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
     number = entry.get("id", position)
-    if not isinstance(number, int):
+    if not isinstance(number, int) or isinstance(number, bool):
         return ItemError(where, f"id is {number!r}; it must be an integer")
     paths = {key: root / entry[key] if entry.get(key) else None for key in _PATHS}
     known = {*_PATHS, "prompt", "id"}

@@ -30,7 +30,7 @@ def list_items(config: SelfBenchData) -> list[ItemFiles | ItemError]:
     if not listing.is_file():
         raise DataError(f"data.path: {folder} has no {config.list_file}; each of its lines is {{number}}-{{text}}")
     try:
-        lines = listing.read_text(encoding="utf-8-sig").splitlines()
+        lines = listing.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would cut at U+2028 too
     except UnicodeDecodeError as error:
         raise DataError(f"{listing}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     items: list[ItemFiles | ItemError] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from retouch.config.errors import ConfigError, nearest
 
@@ -27,7 +29,20 @@ def make_scorer(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     if name not in SCORERS:
         raise ConfigError(f"reward {name!r}: no such scorer; {nearest(name, SCORERS)}")
     module, _, attribute = SCORERS[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)(**(options or {}))
-    except TypeError as error:
-        raise ConfigError(f"reward {name!r}: {error}") from None
+    made: type[Scorer] = getattr(importlib.import_module(module), attribute)
+    return made(**_checked(f"reward {name!r}", made, options or {}))
+
+
+def _checked(label: str, made: type[Scorer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options against the annotations of the scorer's constructor: they come from a command line, too."""
+    hints = {k: v for k, v in get_type_hints(made.__init__, include_extras=True).items() if k != "return"}
+    for option, value in options.items():
+        if option not in hints:
+            known = nearest(option, hints) if hints else "it has none"
+            raise ConfigError(f"{label}: no such option {option!r}; {known}")
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise ConfigError(f"{label}: {option}: given {value!r}; {problem[0].lower()}{problem[1:]}") from None
+    return dict(options)

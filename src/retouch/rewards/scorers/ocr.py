@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
+from retouch.config.errors import ConfigError
 from retouch.imaging import Box, mask_box, normalize_text, text_similarity
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec, text_to_read
 from retouch.types import Failure, Outcome, Score
@@ -39,9 +41,9 @@ class OcrScorer:
         self,
         score: Literal["ned", "confidence"] = "ned",
         case_sensitive: bool = True,
-        crop_margin: float = 0.0,
+        crop_margin: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0,
         detect: bool = True,
-        threads: int = 0,
+        threads: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         self.kind = score
         self.case_sensitive = case_sensitive
@@ -53,11 +55,15 @@ class OcrScorer:
         self._engine: Any = None
 
     def load(self, device: str) -> None:
-        """Build the engine; `device` is "cpu" (onnxruntime's CPU provider)."""
+        """Build the engine, which runs on the CPU whatever `device` is.
+
+        Raises:
+            ConfigError: rapidocr is not installed.
+        """
         try:
             from rapidocr import RapidOCR
         except ImportError:
-            raise RuntimeError('the ocr reward needs rapidocr: pip install "retouch[ocr]"') from None
+            raise ConfigError('the ocr reward needs rapidocr: pip install "retouch[ocr]"') from None
         threads = self.threads or -1
         self._engine = RapidOCR(
             params={
@@ -70,9 +76,9 @@ class OcrScorer:
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         texts = [_mismatch(item) or text_to_read(item) for item in items]
-        crops = [crop_for(item, self.crop_margin) for item in items]
         readable = [i for i, text in enumerate(texts) if isinstance(text, str)]
-        read = dict(zip(readable, self.read([crops[i] for i in readable]), strict=True))
+        crops = [crop_for(items[i], self.crop_margin) for i in readable]
+        read = dict(zip(readable, self.read(crops), strict=True))
         return [text if isinstance(text, Failure) else self._compare(text, *read[i]) for i, text in enumerate(texts)]
 
     def read(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
