@@ -1,0 +1,56 @@
+"""Every option of a run file, and where the package reads options."""
+
+from __future__ import annotations
+
+import ast
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from retouch.config.errors import models_of
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One option: its dotted key ("*" stands for a name the user chooses), the class that has it, its name."""
+
+    key: str
+    section: type[BaseModel]
+    name: str
+    info: FieldInfo
+
+    @property
+    def owner(self) -> str:
+        return f"{self.section.__name__}.{self.name}"
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
+    """Options that hold a value, through sections, unions, optionals and tables."""
+    for name, info in model.model_fields.items():
+        key, annotation = f"{prefix}{name}", info.annotation
+        if typing.get_origin(annotation) is dict:
+            key, annotation = f"{key}.*", typing.get_args(annotation)[1]
+        sections = models_of(annotation)
+        if not sections:
+            yield Leaf(key, model, name, info)
+        for section in sections:
+            yield from leaves(section, f"{key}.")
+
+
+def attribute_reads(source: str) -> set[tuple[str, str]]:
+    """(last name before the dot, attribute) of every attribute that is read: `self.config.training.max_steps` gives
+    ("training", "max_steps") among others. Writes, strings, keywords and docstrings do not count."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add((_last_name(node.value), node.attr))
+    return found
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

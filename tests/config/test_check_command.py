@@ -1,0 +1,82 @@
+"""`retouch check`: exit codes and output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from retouch.config import parse_run
+from tests.command_line import retouch
+
+from .conftest import BASE, TINY
+
+
+def test_a_good_run() -> None:
+    outcome = retouch("check", TINY)
+    assert (outcome.code, outcome.err) == (0, "")
+    first, *rest = outcome.out.splitlines()
+    assert first == f"{TINY}: ok (tiny_flux_fill_grpo: flux_fill, full, grpo)"
+    assert "  global images per epoch          96" in rest
+    assert "  forwards per image               12" in rest
+
+
+def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE), encoding="utf-8")
+    outcome = retouch("check", path, "rollout.group_size=4", "--json", "--world-size", 3)
+    assert outcome.code == 0
+    printed = json.loads(outcome.out)
+    assert printed["derived"]["world_size"] == 3
+    assert printed["derived"]["global_images_per_epoch"] == 32
+    assert printed["derived"]["images_per_epoch_per_device"] == 11
+    assert printed["derived"]["padded_images_per_epoch"] == 1
+    assert parse_run(printed["config"]) == parse_run(BASE, ["rollout.group_size=4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["rollout.group_sise=4"], ["{run}: rollout.group_sise: unknown key; did you mean 'group_size'?"]),
+        (
+            ["seed=-1", "optimizer.lr=0"],
+            [
+                "{run}: seed: given -1; input should be greater than or equal to 0",
+                "{run}: optimizer.lr: given 0; input should be greater than 0",
+            ],
+        ),
+        (["nonsense"], ["override 'nonsense': write it as key=value with a dotted key, like rollout.group_size=4"]),
+        (["--world-size", "0"], ["--world-size: given 0; it is the number of processes, at least 1"]),
+    ],
+)
+def test_a_bad_run_is_one_line_a_problem_and_exit_2(arguments: list[str], lines: list[str]) -> None:
+    outcome = retouch("check", TINY, *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: " + "\n".join(line.format(run=TINY) for line in lines) + "\n"
+
+
+def test_no_file() -> None:
+    outcome = retouch("check", "nowhere.yaml")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "error: nowhere.yaml: no such run file; see configs/ for the published ones\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["check", str(TINY), "--word-size", "2"], ["chekc"]])
+def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
+    outcome = retouch(*arguments)
+    assert outcome.code == 2
+    assert "Usage" in outcome.err
+
+
+def test_a_process_of_its_own_shows_no_traceback() -> None:
+    command = [sys.executable, "-m", "retouch", "check", str(TINY), "model.train={kind: lora, rnk: 4}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"error: {TINY}: model.train.rnk: unknown key; did you mean 'rank'?\n"

@@ -1,0 +1,127 @@
+"""The numbers of a run, computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from retouch.config import ConfigError, RunConfig, derive, load_run
+from retouch.data import rank_slots
+
+from .conftest import TINY
+
+RunWith = Callable[..., RunConfig]
+
+SHAPE = (
+    "rollout={group_size: 8, global_groups_per_batch: 8, batches_per_epoch: 2, num_steps: 10}",
+    "optimizer={batch_size_per_device: 4, gradient_accumulation: 2}",
+    "algorithm={name: grpo, warmup_steps: 100, inner_epochs: 2}",
+    "training={max_steps: 1000, gradient_checkpointing: false}",
+)
+
+
+def test_the_tiny_run_on_one_process() -> None:
+    assert derive(load_run(TINY)).as_dict() == {
+        "world_size": 1,
+        "warmup_steps": 40,
+        "global_images_per_rollout_batch": 96,  # 12 groups of 8
+        "global_groups_per_epoch": 12,
+        "global_images_per_epoch": 96,
+        "images_per_epoch_per_device": 96,
+        "padded_images_per_epoch": 0,
+        "global_rows_per_step": 96,  # 48 x 2
+        "optimizer_steps_per_epoch": 1,
+        "epochs": 100,  # 140 - 40
+        "stochastic_steps": 2,
+        "trained_steps": 2,
+        "forwards_per_image": 12,  # 6 steps + 2 x 3
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_device", "padded", "rows", "steps", "epochs"),
+    [
+        (1, 128, 0, 8, 32, 29),  # 128 / 8 = 16 steps, twice; 900 / 32 = 28.1
+        (2, 64, 0, 16, 16, 57),  # 900 / 16 = 56.25
+        (3, 44, 4, 24, 12, 75),  # each batch of 64 is padded to 3 x 22; 44 / 8 = 5.5
+        (5, 26, 2, 40, 8, 113),  # 5 x 13 for each batch of 64; 26 / 8 = 3.25
+        (200, 2, 272, 1600, 2, 450),  # more processes than images: 1 a batch
+    ],
+)
+def test_images_are_dealt_to_processes(
+    world_size: int, per_device: int, padded: int, rows: int, steps: int, epochs: int, run_with: RunWith
+) -> None:
+    derived = derive(run_with(*SHAPE), world_size)
+    assert (derived.global_images_per_epoch, derived.global_groups_per_epoch) == (128, 16)
+    assert derived.global_images_per_rollout_batch == 64
+    assert derived.images_per_epoch_per_device == per_device
+    assert derived.padded_images_per_epoch == padded
+    assert derived.global_rows_per_step == rows
+    assert derived.optimizer_steps_per_epoch == steps
+    assert derived.epochs == epochs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 64, 65])
+def test_they_are_the_numbers_of_the_sampler(world_size: int, run_with: RunWith) -> None:
+    run = run_with(*SHAPE)
+    derived = derive(run, world_size)
+    batches = [list(range(8)), list(range(8, 16))]
+    for rank in range(world_size):
+        slots = [slot for batch in batches for slot in rank_slots(batch, 8, rank, world_size)]
+        assert len(slots) == derived.images_per_epoch_per_device
+    every = [s for batch in batches for rank in range(world_size) for s in rank_slots(batch, 8, rank, world_size)]
+    assert sum(slot.padding for slot in every) == derived.padded_images_per_epoch
+
+
+def test_sft_has_no_rollouts(run_with: RunWith) -> None:
+    derived = derive(run_with("algorithm={name: sft}", "training.max_steps=70", *SHAPE[1:2]), 3)
+    assert derived.warmup_steps == 70
+    assert derived.global_rows_per_step == 24
+    assert derived.forwards_per_image == 4  # forward, backward of 2, once more for gradient checkpointing
+    zero = {"global_images_per_epoch", "optimizer_steps_per_epoch", "epochs", "stochastic_steps", "trained_steps"}
+    assert {name for name, value in derived.as_dict().items() if value == 0} >= zero
+
+
+def test_ppo_counts_single_images(run_with: RunWith) -> None:
+    derived = derive(run_with(*SHAPE, "algorithm={name: ppo}", "rollout.group_size=1"), 2)
+    assert derived.global_images_per_epoch == 16
+    assert derived.images_per_epoch_per_device == 8
+    assert (derived.optimizer_steps_per_epoch, derived.epochs) == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stochastic", "trained", "forwards"),
+    [
+        ((), 10, 10, 10 + 2 * 10 * 3),
+        (("rollout.window={size: 3}",), 3, 3, 10 + 2 * 3 * 3),
+        (("algorithm.timestep_fraction=0.55",), 10, 6, 10 + 2 * 6 * 3),
+        (("algorithm.timestep_fraction=0.01",), 10, 1, 10 + 2 * 1 * 3),
+        (("rollout.step_rule=cps",), 9, 9, 10 + 2 * 9 * 3),
+        (("rollout.step_rule=cps", "rollout.window={size: 3}"), 3, 3, 10 + 2 * 3 * 3),
+        (("rollout.step_rule=cps", "algorithm.timestep_fraction=0.5"), 9, 5, 10 + 2 * 5 * 3),
+        (("rollout.num_steps=25", "algorithm.timestep_fraction=0.28"), 25, 7, 25 + 2 * 7 * 3),  # 7.000000000000001
+        (("training.gradient_checkpointing=true",), 10, 10, 10 + 2 * 10 * 4),
+        # the reference runs once an epoch, however many inner epochs train on it
+        (("algorithm.kl_weight=0.04",), 10, 10, 10 + 10 + 2 * 10 * 3),
+        (("algorithm.kl_weight=0.04", "rollout.window={size: 2}"), 2, 2, 10 + 2 + 2 * 2 * 3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_forwards_of_an_image(
+    overrides: tuple[str, ...], stochastic: int, trained: int, forwards: int, run_with: RunWith
+) -> None:
+    derived = derive(run_with(*SHAPE, *overrides))
+    assert (derived.stochastic_steps, derived.trained_steps) == (stochastic, trained)
+    assert derived.forwards_per_image == forwards
+
+
+def test_a_run_that_ends_with_its_warm_up_has_no_epoch(run_with: RunWith) -> None:
+    assert derive(run_with("algorithm.warmup_steps=10", "training.max_steps=10")).epochs == 0
+
+
+@pytest.mark.parametrize("world_size", [0, -2])
+def test_there_is_at_least_one_process(world_size: int, run_with: RunWith) -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(run_with(), world_size)
+    assert str(caught.value) == f"--world-size: given {world_size}; it is the number of processes, at least 1"

@@ -1,0 +1,66 @@
+"""Config, reward protocol, client and server live without torch."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from .conftest import TINY
+
+HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    """The heavy packages that a fresh interpreter holds after running `code`."""
+    script = f"import sys\n{code}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "retouch.config",
+        "retouch.rewards.protocol",
+        "retouch.rewards.client",
+        "retouch.rewards.server",
+        "retouch.rewards.scorers.ocr",
+        "retouch.data.synth",
+        "retouch.data.validate",
+        "retouch.cli",
+    ],
+)
+def test_importing_it_imports_no_torch(module: str) -> None:
+    assert heavy_modules_after(f"import {module}") == []
+
+
+def test_the_probe_sees_what_is_imported() -> None:
+    # a stand-in: importing torch itself takes seconds
+    assert heavy_modules_after("import types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"]
+
+
+def test_check_imports_no_torch() -> None:
+    code = f"""
+from retouch.cli import main
+sys.argv = ["retouch", "check", {str(TINY)!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+"""
+    assert heavy_modules_after(code) == []
+
+
+def test_check_takes_less_than_a_second() -> None:
+    def seconds() -> float:
+        started = time.monotonic()
+        command = [sys.executable, "-m", "retouch", "check", str(TINY)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        return time.monotonic() - started
+
+    assert statistics.median(seconds() for _ in range(3)) < 1.5  # 1 s on a machine that does nothing else

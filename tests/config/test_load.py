@@ -1,0 +1,195 @@
+"""From YAML, environment and overrides to a run, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
+from retouch.config.load import read_yaml
+
+from .conftest import BASE, REPOSITORY, TINY
+
+RunWith = Callable[..., RunConfig]
+
+PUBLISHED = sorted(
+    path for path in (REPOSITORY / "configs").rglob("*.yaml") if "accelerate" not in path.relative_to(REPOSITORY).parts
+)
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: str(path.relative_to(REPOSITORY / "configs")))
+def test_every_published_run_parses_and_survives_a_dump(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA_PATH", "MODEL_PATH", "DATA_JSON_PATH"):
+        monkeypatch.setenv(name, f"/given/{name}")
+    run = load_run(path)
+    assert parse_run(yaml.safe_load(dump_run(run))) == run
+
+
+def test_there_are_published_runs() -> None:
+    assert TINY in PUBLISHED
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ('name="1e5"', 'logging.dir="1e5"', 'data.path="no"'),
+        ("name=2025-01-01", "data.path='~'"),
+        ("optimizer.lr=1e-5", "optimizer.eps=1e-08", "rollout.window={range: [0.0, 0.25], size: 1}"),
+        ("rewards={read: {scorer: ocr, url: auto, score: confidence}, preservation: {weight: -0.5}}",),
+        ("rewards.ocr={url: ['http://a:1', 'http://b:2'], weight: 0.7}",),
+        ("algorithm={name: ppo}", "rollout.group_size=1"),
+        (
+            "algorithm={name: sft, region: mask}",
+            "data.resolution=[64, 128]",
+            "model.train={kind: lora, targets: [to_q]}",
+        ),
+        ("evaluation.data={format: manifest, path: ü.json, image_root: /x}", "ema={}", "evaluation.weights=ema"),
+    ],
+    ids=lambda overrides: " ".join(overrides) or "defaults",
+)
+def test_a_dumped_run_loads_as_the_same_run(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    run = parse_run(BASE, overrides)
+    (tmp_path / "config.yaml").write_text(dump_run(run), encoding="utf-8")
+    assert load_run(tmp_path / "config.yaml") == run
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("1E-4", 1e-4), ("1.e-4", 1e-4), (".5e-3", 5e-4), ("+2e+3", 2000.0), ("3", 3.0)],
+)
+def test_numbers_with_an_exponent_are_numbers(text: str, value: float, run_with: RunWith) -> None:
+    assert run_with(f"optimizer.lr={text}").optimizer.lr == value
+
+
+def test_exponents_in_a_file_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("a: 1e-4\nb: '1e-4'\nc: e4\nd: 1e\n", encoding="utf-8")
+    assert read_yaml(tmp_path / "run.yaml") == {"a": 1e-4, "b": "1e-4", "c": "e4", "d": "1e"}
+
+
+def test_no_is_a_word_and_still_false_where_a_truth_value_is_asked_for(run_with: RunWith) -> None:
+    run = run_with("training={mixed_precision: no, gradient_checkpointing: no}", "rollout.shared_noise=yes")
+    assert run.training.mixed_precision == "no"
+    assert run.training.gradient_checkpointing is False
+    assert run.rollout.shared_noise is True
+
+
+def test_a_date_is_a_name(run_with: RunWith) -> None:
+    assert run_with("name=2025-01-01").name == "2025-01-01"
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer: {lr: 1e-4}\nname: a\noptimizer: {eps: 1e-6}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.yaml: not valid YAML: the key 'optimizer' stands there twice"):
+        load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such run file; see configs/"),
+        (b"a: [1", "not valid YAML: .*expected ',' or ']'.* line 1"),
+        (b"\xff\xfe\x00", "not valid YAML: 'utf-8' codec"),
+        (b"", "a run file is a mapping of keys; this one holds NoneType"),
+        (b"- 1\n- 2\n", "a run file is a mapping of keys; this one holds list"),
+    ],
+)
+def test_files_that_hold_no_run(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_run(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run file"):
+        load_run(tmp_path)
+
+
+# --- environment ---
+
+
+def test_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch, run_with: RunWith) -> None:
+    monkeypatch.setenv("A_FOLDER", "/given")
+    monkeypatch.setenv("A_SIDE", "128")
+    run = run_with("data.path=${A_FOLDER}/train-${A_SIDE}", "data.resolution=${A_SIDE}")
+    assert run.data.path == "/given/train-128"
+    assert run.data.resolution == 128
+
+
+def test_a_default_stands_in_for_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch, run_with: RunWith) -> None:
+    monkeypatch.delenv("A_FOLDER", raising=False)
+    assert run_with("data.path=${A_FOLDER:-runs/data}/x").data.path == "runs/data/x"
+    assert run_with("data.path=x${A_FOLDER:-}").data.path == "x"
+    monkeypatch.setenv("A_FOLDER", "/given")
+    assert run_with("data.path=${A_FOLDER:-runs/data}/x").data.path == "/given/x"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.path=${NOT_SET}", "data.path"),
+        ("rewards.ocr.url=['http://${NOT_SET}:1']", "rewards.ocr.url"),
+        ("name=${NOT_SET}", "name"),
+    ],
+)
+def test_a_variable_that_is_not_set_names_itself_and_its_key(
+    override: str, key: str, monkeypatch: pytest.MonkeyPatch, problems: Callable[..., list[str]]
+) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    assert problems(override) == [
+        f"{key}: ${{NOT_SET}} is not set in the environment; export NOT_SET=... or pass {key}=..."
+    ]
+
+
+# --- overrides ---
+
+
+def test_overrides_set_values_sections_and_missing_parents(run_with: RunWith) -> None:
+    run = run_with(
+        "rollout.group_size=4", "evaluation.data={format: self_bench, path: a=b}", "ema.decay=0.9", "data.limit="
+    )
+    assert run.rollout.group_size == 4
+    assert run.evaluation.data is not None and run.evaluation.data.path == "a=b"
+    assert run.ema is not None and run.ema.decay == 0.9
+    assert run.data.limit is None
+
+
+def test_the_last_override_wins_and_the_given_mapping_stays(run_with: RunWith) -> None:
+    assert run_with("seed=1", "seed=2").seed == 2
+    assert "seed" not in BASE
+
+
+@pytest.mark.parametrize("override", ["abc", "=3", "a..b=1", ".a=1", "a.=1", ""])
+def test_override_syntax(override: str, problems: Callable[..., list[str]]) -> None:
+    assert problems(override) == [
+        f"override {override!r}: write it as key=value with a dotted key, like rollout.group_size=4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "part", "value"),
+    [
+        ("name.first=1", "name", "'small'"),
+        ("data.resolution.0=1", "resolution", "64"),
+        ("data.path.a.b=1", "path", "'some"),
+    ],
+)
+def test_a_value_has_no_keys_to_override(
+    override: str, part: str, value: str, problems: Callable[..., list[str]]
+) -> None:
+    (line,) = problems(override)
+    assert line.startswith(f"override {override!r}: {part!r} holds {value}")
+    assert line.endswith("which has no keys")
+
+
+def test_an_override_must_be_yaml(problems: Callable[..., list[str]]) -> None:
+    (line,) = problems("name=[")
+    assert line.startswith("override 'name=[': the value is not valid YAML: ")

@@ -1,0 +1,106 @@
+"""What people read: one line a problem, with the key as it stands in the file and the nearest valid one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from retouch.config import ConfigError, RunConfig, parse_run
+from retouch.config.errors import nearest
+
+Problems = Callable[..., list[str]]
+TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("optimzer={}", "optimzer: unknown key; did you mean 'optimizer'?"),
+        ("zzz=1", f"zzz: unknown key; known: {TOP_LEVEL}"),
+        ("rollout.group_sise=4", "rollout.group_sise: unknown key; did you mean 'group_size'?"),
+        ("rollout.window={sise: 2}", "rollout.window.sise: unknown key; did you mean 'size'?"),
+        ("model.train={kind: lora, rnk: 4}", "model.train.rnk: unknown key; did you mean 'rank'?"),
+        ("model.train={kind: full, rank: 4}", "model.train.rank: unknown key; known: kind"),
+        ("data.promt_template=x", "data.promt_template: unknown key; did you mean 'prompt_template'?"),
+        (
+            "evaluation.data={format: manifest, path: x, imageroot: y}",
+            "evaluation.data.imageroot: unknown key; did you mean 'image_root'?",
+        ),
+        ("algorithm.cliprange=1e-3", "algorithm.cliprange: unknown key; did you mean 'clip_range'?"),
+        ("rewards.ocr.wieght=2", "rewards.ocr.wieght: unknown key; did you mean 'weight'?"),
+        (
+            "rewards.read={scorer: ocr, crop_margn: 0.1}",
+            "rewards.read.crop_margn: unknown key; did you mean 'crop_margin'?",
+        ),
+        (
+            "rewards.preservation={detect: true}",
+            "rewards.preservation.detect: unknown key; known: paste_back, scorer, url, weight",
+        ),
+    ],
+)
+def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Problems) -> None:
+    assert problems(override) == [f"small.yaml: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm.name=grop", "algorithm.name: given 'grop'; did you mean 'grpo'?"),
+        ("model.train.kind=ip", "model.train.kind: given 'ip'; known: full, lora"),
+        ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
+        ("evaluation.data={format: foo, path: x}", "evaluation.data.format: given 'foo'; known: manifest, self_bench"),
+        ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
+        ("rewards.legible={}", "rewards.legible.scorer: given 'legible'; known: ocr, preservation"),
+        ("model.family=flux_fil", "model.family: given 'flux_fil'; input should be 'flux_fill'"),
+    ],
+)
+def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Problems) -> None:
+    assert problems(override) == [f"small.yaml: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm={clip_range: 1}", "algorithm: say which kind it is: set algorithm.name"),
+        ("model.train={rank: 4}", "model.train: say which kind it is: set model.train.kind"),
+        ("data={path: x}", "data: say which kind it is: set data.format"),
+        ("data={format: self_bench}", "data.path: required and not set"),
+        ("warmup_data={format: manifest}", "warmup_data.path: required and not set"),
+        ("model=lora", "model: given 'lora'; this is a section: write its keys as {key: value}"),
+        ("model.train=lora", "model.train: given 'lora'; this is a section: write its keys as {key: value}"),
+        ("algorithm=", "algorithm: given None; this is a section: write its keys as {key: value}"),
+        ("rewards=[ocr]", "rewards: given ['ocr']; this is a section: write its keys as {key: value}"),
+        ("rewards.ocr=1", "rewards.ocr: given 1; this is a section: write its keys as {key: value}"),
+        ("ema=0.99", "ema: given 0.99; this is a section: write its keys as {key: value}"),
+    ],
+)
+def test_missing_keys_and_values_where_a_section_stands(override: str, line: str, problems: Problems) -> None:
+    assert problems(override) == [f"small.yaml: {line}"]
+
+
+def test_every_required_key_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run({}, source="empty.yaml")
+    keys = ("name", "model", "data", "algorithm")
+    assert str(caught.value).splitlines() == [f"empty.yaml: {key}: required and not set" for key in keys]
+
+
+def test_every_problem_has_a_line_of_its_own(problems: Problems) -> None:
+    lines = problems("seed=-1", "optimizer={lr: 0, epz: 1}", "rewards.ocr.url=[]")
+    assert [line.split(": ")[1] for line in lines] == ["seed", "rewards.ocr.url", "optimizer.lr", "optimizer.epz"]
+
+
+def test_a_reward_needs_no_options(run_with: Callable[..., RunConfig]) -> None:
+    assert run_with("rewards={ocr: null}").rewards["ocr"].scorer == "ocr"
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "message"),
+    [
+        ("rnk", ("alpha", "rank"), "did you mean 'rank'?"),
+        ("banana", ("rank", "alpha"), "known: alpha, rank"),
+    ],
+)
+def test_nearest(word: str, known: tuple[str, ...], message: str) -> None:
+    assert nearest(word, known) == message

@@ -1,0 +1,93 @@
+"""Advantages: reference values, masks, and the traps of public code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from retouch.core.advantages import comparable_rows, group_advantages, zero_std_rows
+
+REWARDS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+GROUPS = torch.tensor([7, 7, 9, 9])
+
+
+def test_reference_values() -> None:
+    group = group_advantages(REWARDS, GROUPS)
+    assert group.tolist() == pytest.approx([-0.99980, 0.99980, -0.99980, 0.99980], abs=5e-6)
+    batch_scale = group_advantages(REWARDS, GROUPS, scale="batch")
+    assert batch_scale.tolist() == pytest.approx([-0.44717, 0.44717, -0.44717, 0.44717], abs=5e-6)
+    ppo = group_advantages(REWARDS, GROUPS, baseline="batch", scale="batch")
+    std = 1.25**0.5 + 1e-4
+    assert ppo.tolist() == pytest.approx([-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std], abs=1e-9)
+    assert group_advantages(REWARDS, GROUPS, scale="none").tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_order_and_ids_do_not_matter() -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    shuffled = group_advantages(REWARDS[order], GROUPS[order])
+    assert torch.equal(shuffled, group_advantages(REWARDS, GROUPS)[order])
+    assert torch.equal(group_advantages(REWARDS, GROUPS + 10**12), group_advantages(REWARDS, GROUPS))
+
+
+def test_64_bit_ids_do_not_collide() -> None:
+    """2**24 and 2**24 + 1 are one number in float32."""
+    ids = torch.tensor([2**24, 2**24, 2**24 + 1, 2**24 + 1])
+    assert torch.equal(group_advantages(REWARDS, ids), group_advantages(REWARDS, GROUPS))
+    with pytest.raises(ValueError, match="integers"):
+        group_advantages(REWARDS, ids.float())
+
+
+def test_a_failed_reward_leaves_the_baseline() -> None:
+    rewards = torch.tensor([0.0, 1.0, 2.0, float("nan")])
+    valid = torch.tensor([True, True, True, False])
+    ids = torch.tensor([0, 0, 0, 0])
+    masked = group_advantages(rewards, ids, valid)
+    alone = group_advantages(rewards[:3], ids[:3])
+    assert torch.equal(masked[:3], alone)
+    assert float(masked[3]) == 0.0
+
+
+def test_nan_in_batch_statistics_does_not_spread() -> None:
+    rewards = torch.tensor([0.0, 1.0, float("nan"), 3.0])
+    valid = torch.tensor([True, True, False, True])
+    for scale in ("group", "batch", "none"):
+        found = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), valid, "batch", scale)
+        assert bool(torch.isfinite(found).all()) and float(found[2]) == 0.0
+
+
+def test_a_group_with_one_valid_row_is_dropped() -> None:
+    valid = torch.tensor([True, False, True, True])
+    assert group_advantages(REWARDS, GROUPS, valid)[:2].tolist() == [0.0, 0.0]
+    assert comparable_rows(GROUPS, valid).tolist() == [False, False, True, True]
+    assert comparable_rows(GROUPS, valid, "batch").tolist() == [True, False, True, True]
+
+
+def test_a_dropped_group_leaves_batch_statistics() -> None:
+    rewards = torch.tensor([100.0, 0.0, 1.0, 2.0])
+    valid = torch.tensor([True, False, True, True])
+    found = group_advantages(rewards, GROUPS, valid, scale="batch")
+    assert found[2:].tolist() == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001], abs=1e-6)
+
+
+def test_a_valid_reward_must_be_finite() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        group_advantages(torch.tensor([1.0, float("inf")]), torch.tensor([0, 0]))
+
+
+def test_clip() -> None:
+    rewards = torch.tensor([0.0] * 99 + [1.0])
+    found = group_advantages(rewards, torch.zeros(100, dtype=torch.long), clip=5.0)
+    assert float(found[-1]) == 5.0 and float(found[0]) > -0.2
+
+
+def test_zero_std_rows() -> None:
+    rewards = torch.tensor([0.5, 0.5, 0.5, 0.7, float("nan"), 0.2])
+    ids = torch.tensor([1, 1, 2, 2, 3, 3])
+    valid = torch.tensor([True, True, True, True, False, True])
+    assert zero_std_rows(rewards, ids, valid).tolist() == [True, True, False, False, False, True]
+    assert group_advantages(rewards, ids, valid)[:2].tolist() == [0.0, 0.0]
+
+
+def test_empty_batch() -> None:
+    none = torch.zeros(0)
+    assert group_advantages(none, none.long()).shape == (0,)

@@ -1,0 +1,158 @@
+"""Losses: hand-computed values, gradients, inert rows, regions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
+from retouch.core.objectives.sft import denoising_loss, denoising_rows, flow_matching_loss
+from retouch.core.reduce import weighted_mean
+
+
+def rows(*values: float, grad: bool = False) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+# --- grpo ---
+
+
+def test_grpo_by_hand() -> None:
+    """Ratios 1.1 and .8, clip .15: A = 2 keeps -2.2; A = -1 clips .8 to .85: max(.8, .85)."""
+    log_prob = torch.log(rows(1.1, 0.8))
+    loss, metrics = grpo_loss(log_prob, torch.zeros(2).double(), rows(2.0, -1.0), 0.15)
+    assert float(loss) == pytest.approx((-2.2 + 0.85) / 2)
+    assert float(metrics["ratio"]) == pytest.approx(0.95)
+    assert float(metrics["clip_fraction"]) == 0.5
+    assert float(metrics["max_abs_log_ratio"]) == pytest.approx(-math.log(0.8))
+    assert float(metrics["approx_kl"]) == pytest.approx(((1.1 - 1 - math.log(1.1)) + (0.8 - 1 - math.log(0.8))) / 2)
+
+
+def test_gradient_at_ratio_one_is_minus_advantage_over_n() -> None:
+    log_prob = rows(0.3, -0.2, 0.1, grad=True)
+    advantages = rows(1.5, -0.5, 0.0)
+    loss, _ = grpo_loss(log_prob, log_prob.detach(), advantages, 1e-4)
+    loss.backward()
+    assert log_prob.grad is not None
+    torch.testing.assert_close(log_prob.grad, -advantages / 3, atol=0, rtol=1e-12)
+
+
+def test_steps_of_a_row_share_its_weight() -> None:
+    log_prob = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    loss, _ = grpo_loss(log_prob, log_prob.detach(), rows(1.0, -2.0), 1e-4)
+    loss.backward()
+    assert log_prob.grad is not None
+    torch.testing.assert_close(log_prob.grad, torch.tensor([[-1.0] * 3, [2.0] * 3]).double() / 6)
+
+
+def test_clipping_stops_the_gradient_only_in_the_advantages_direction() -> None:
+    log_prob = torch.log(rows(1.2, 1.2, 0.8, 0.8)).requires_grad_()
+    loss, _ = grpo_loss(log_prob, torch.zeros(4).double(), rows(1.0, -1.0, 1.0, -1.0), 0.1)
+    loss.backward()
+    assert log_prob.grad is not None
+    assert [g != 0 for g in log_prob.grad.tolist()] == [False, True, True, False]
+
+
+def test_rows_of_weight_0_are_inert_whatever_they_hold() -> None:
+    log_prob = rows(0.1, 0.2, grad=True)
+    old = rows(0.0, 0.0)
+    loss, metrics = grpo_loss(log_prob, old, rows(1.0, float("nan")), 10.0, weight=rows(1.0, 0.0))
+    alone, alone_metrics = grpo_loss(log_prob[:1], old[:1], rows(1.0), 10.0)
+    assert float(loss) == float(alone)
+    assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in alone_metrics.items()}
+    loss.backward()
+    assert log_prob.grad is not None and float(log_prob.grad[1]) == 0.0
+
+
+def test_a_normalizer_makes_micro_batches_add_up() -> None:
+    log_prob, old = rows(0.1, -0.1, 0.2, 0.05, 0.3), torch.zeros(5).double()
+    advantages, weight = rows(1.0, -1.0, 0.5, 2.0, -3.0), rows(1.0, 1.0, 0.0, 1.0, 1.0)
+    whole, _ = grpo_loss(log_prob, old, advantages, 0.5, weight)
+    parts = [grpo_loss(log_prob[s], old[s], advantages[s], 0.5, weight[s], 4.0)[0] for s in (slice(0, 2), slice(2, 5))]
+    assert float(sum(parts)) == pytest.approx(float(whole), abs=1e-12)  # type: ignore[arg-type]
+
+
+def test_no_weight_at_all_gives_zero_and_zero_gradient() -> None:
+    log_prob = rows(0.1, 0.2, grad=True)
+    loss, _ = grpo_loss(log_prob, rows(0.0, 0.0), rows(1.0, 1.0), 0.1, weight=rows(0.0, 0.0))
+    loss.backward()
+    assert float(loss) == 0.0 and log_prob.grad is not None and log_prob.grad.tolist() == [0.0, 0.0]
+
+
+def test_grpo_refuses_shapes() -> None:
+    with pytest.raises(ValueError, match=r"must both be \[B\] or \[B, W\]"):
+        grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), 0.1)
+    with pytest.raises(ValueError, match="advantages"):
+        grpo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3), 0.1)
+
+
+def test_kl_equals_torch_distributions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, other = (
+        torch.randn(2, 3, 4, 5, generator=generator).double(),
+        torch.randn(2, 3, 4, 5, generator=generator).double(),
+    )
+    std = torch.tensor([0.5, 2.0]).double()
+    wide = std[:, None, None, None]
+    normal = torch.distributions.Normal
+    expected = torch.distributions.kl_divergence(normal(mean, wide), normal(other, wide)).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(gaussian_kl(mean, other, std), expected, atol=1e-12, rtol=0)
+    dt = torch.tensor([-0.1, -0.3]).double()
+    published = gaussian_kl(mean, other, std, mode="published", dt=dt)
+    torch.testing.assert_close(published, expected * -dt, atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match="needs dt"):
+        gaussian_kl(mean, other, std, mode="published")
+
+
+def test_kl_of_a_region_ignores_the_outside() -> None:
+    mean, other = torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4)
+    mean[..., 0, 0] = 3.0
+    mean[..., 3, 3] = float("nan")
+    region = torch.zeros(1, 1, 4, 4)
+    region[..., :2, :2] = 1
+    assert float(gaussian_kl(mean, other, 1.0, region)) == pytest.approx(9 / 2 / 4)
+
+
+# --- sft ---
+
+
+def test_flow_matching_by_hand() -> None:
+    """Target noise - x0 = 2; prediction 1.5 and 4: errors .25 and 4."""
+    prediction = torch.tensor([[1.5], [4.0]], requires_grad=True)
+    loss, metrics = flow_matching_loss(prediction, torch.full((2, 1), 1.0), torch.full((2, 1), 3.0))
+    assert float(loss) == pytest.approx(2.125) and float(metrics["error"]) == pytest.approx(2.125)
+    loss.backward()
+    assert prediction.grad is not None and prediction.grad.flatten().tolist() == pytest.approx([-0.5, 2.0])
+
+
+def test_flow_matching_region_and_full_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prediction, x0, noise = (torch.randn(2, 3, 4, 4, generator=generator) for _ in range(3))
+    region = torch.zeros(2, 1, 4, 4)
+    region[:, :, 1:3] = 1
+    inside, _ = flow_matching_loss(prediction, x0, noise, region)
+    moved = prediction + (1 - region) * 100
+    assert float(flow_matching_loss(moved, x0, noise, region)[0]) == float(inside)
+    everywhere, _ = flow_matching_loss(prediction, x0, noise, torch.ones_like(region))
+    assert float(everywhere) == pytest.approx(float(flow_matching_loss(prediction, x0, noise)[0]), abs=1e-6)
+
+
+def test_denoising_rows_are_fp32_means() -> None:
+    prediction = torch.full((1, 4), 256.0, dtype=torch.bfloat16)
+    assert denoising_rows(prediction, torch.zeros(1, 4)).tolist() == [65536.0]
+
+
+def test_denoising_loss_weights() -> None:
+    loss, metrics = denoising_loss(rows(1.0, 3.0, float("inf")), weight=rows(1.0, 3.0, 0.0))
+    assert float(loss) == pytest.approx(2.5)
+    assert float(metrics["error"]) == pytest.approx(2.0)
+
+
+def test_weighted_mean_refuses_shapes() -> None:
+    with pytest.raises(ValueError, match="rows"):
+        weighted_mean(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="weight"):
+        weighted_mean(torch.zeros(2), torch.zeros(3))

@@ -1,0 +1,143 @@
+"""The second opinion beside OCR: ink compared with ink."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from retouch import glyphs
+from retouch.glyphs import FONTS, FontsMissing, fit_font, font, glyph_correlation, ink_of, write_spaced
+from retouch.imaging import Box
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+WORDS = ("MOON", "KIGE", "TAHI", "BATOMU", "Ocean")
+GROUND, INK = (240, 230, 220), (30, 20, 60)
+
+
+def written(word: str, name: str, box: Box = (8, 6, 120, 42), size: tuple[int, int] = (128, 48)) -> Array:
+    page = Image.new("RGB", size, GROUND)
+    write_spaced(page, word, name, box, INK)
+    return np.asarray(page)
+
+
+def hole(box: Box = (8, 6, 120, 42), size: tuple[int, int] = (128, 48)) -> Array:
+    mask = np.zeros((size[1], size[0]), np.uint8)
+    mask[box[1] : box[3], box[0] : box[2]] = 255
+    return mask
+
+
+@pytest.mark.parametrize("name", FONTS)
+@pytest.mark.parametrize("word", WORDS)
+def test_the_right_word_in_every_font(word: str, name: str) -> None:
+    assert glyph_correlation(written(word, name), hole(), word) > 0.85
+
+
+@pytest.mark.parametrize("name", FONTS)
+def test_a_wrong_word_is_clearly_lower(name: str) -> None:
+    picture = written("MOON", name)
+    right, one_wrong, two_wrong, other = (
+        glyph_correlation(picture, hole(), word) for word in ("MOON", "MOOM", "NOOM", "BABY")
+    )
+    assert right > 0.85
+    assert right - 0.15 > one_wrong > max(two_wrong, other) + 0.15
+    assert other < 0.4
+
+
+@pytest.mark.parametrize("name", FONTS)
+def test_small_signs_still_tell_words_apart(name: str) -> None:
+    box, size = (4, 4, 60, 28), (64, 32)
+    picture = written("KIGE", name, box, size)
+    right = glyph_correlation(picture, hole(box, size), "KIGE")
+    assert right > 0.7
+    assert all(glyph_correlation(picture, hole(box, size), word) < right - 0.15 for word in ("KIGO", "EGIK", "TAHI"))
+
+
+def test_words_set_tight_count_as_much() -> None:
+    page = Image.new("RGB", (128, 48), GROUND)
+    ImageDraw.Draw(page).text((20, 4), "Ocean", font=font("CaladeaBold", 32), fill=INK)
+    assert glyph_correlation(np.asarray(page), hole(), "Ocean") > 0.9
+
+
+def test_colours_do_not_count() -> None:
+    picture = written("MOON", "FredokaOne")
+    plain = glyph_correlation(picture, hole(), "MOON")
+    assert glyph_correlation(255 - picture, hole(), "MOON") == pytest.approx(plain, abs=1e-6)
+    assert glyph_correlation(np.roll(picture, 1, axis=2), hole(), "MOON") == pytest.approx(plain, abs=1e-6)
+    faint = np.rint(240 - (240 - picture.astype(float)) * 0.4).astype(np.uint8)
+    assert glyph_correlation(faint, hole(), "MOON") == pytest.approx(plain, abs=0.02)
+
+
+@pytest.mark.parametrize("shift", [(-5, 0), (4, 3), (0, -4)])
+def test_place_does_not_count(shift: tuple[int, int]) -> None:
+    picture = written("MOON", "FredokaOne", (20, 12, 108, 36))
+    moved = np.roll(picture, shift, axis=(1, 0))
+    assert glyph_correlation(moved, hole(), "MOON") == pytest.approx(
+        glyph_correlation(picture, hole(), "MOON"), abs=1e-9
+    )
+
+
+def test_size_hardly_counts() -> None:
+    small = glyph_correlation(written("MOON", "FredokaOne", (36, 15, 92, 33)), hole(), "MOON")
+    large = glyph_correlation(written("MOON", "FredokaOne"), hole(), "MOON")
+    assert small == pytest.approx(large, abs=0.06)
+
+
+def test_what_lies_outside_the_mask_does_not_count() -> None:
+    picture = written("MOON", "FredokaOne").copy()
+    before = glyph_correlation(picture, hole(), "MOON")
+    picture[hole() == 0] = np.random.default_rng(0).integers(0, 256, 3, np.uint8)
+    assert glyph_correlation(picture, hole(), "MOON") == before
+
+
+def test_no_ink_is_0() -> None:
+    blank = np.full((48, 128, 3), 200, np.uint8)
+    assert glyph_correlation(blank, hole(), "MOON") == 0.0
+    noisy = np.random.default_rng(0).integers(190, 211, (48, 128, 3), np.uint8)
+    assert glyph_correlation(noisy, hole(), "MOON") == 0.0
+    assert ink_of(noisy) is None
+    ramp = np.repeat(np.linspace(180, 220, 128).astype(np.uint8)[None, :, None], 48, 0).repeat(3, 2)
+    assert ink_of(ramp) is None  # a sign that fades a little
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_a_blank_text_is_0(text: str) -> None:
+    assert glyph_correlation(written("MOON", "FredokaOne"), hole(), text) == 0.0
+
+
+def test_a_texture_is_no_word() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (48, 128, 3), np.uint8)
+    stripes = np.where(np.arange(128) // 4 % 2, np.uint8(0), np.uint8(255))[None, :, None].repeat(48, 0).repeat(3, 2)
+    for texture in (noise, stripes):
+        assert max(glyph_correlation(texture, hole(), word) for word in WORDS) < 0.35
+
+
+def test_ink_by_hand() -> None:
+    crop = np.full((24, 64, 3), 200, np.uint8)
+    crop[6:18, 16:48] = 100  # one block of half the sides: its ink is the whole canvas, at its distance from the ground
+    ink = ink_of(crop)
+    assert ink is not None
+    assert ink.shape == (24, 64)
+    assert np.unique(ink).tolist() == [100.0]
+
+
+@pytest.mark.parametrize("name", FONTS)
+def test_the_largest_font_that_fits(name: str) -> None:
+    face = fit_font("MOON", name, 60, 20)
+    assert extent(face.size, name)[0] <= 60 and extent(face.size, name)[1] <= 20
+    larger = extent(face.size + 1, name)
+    assert larger[0] > 60 or larger[1] > 20
+    assert fit_font("MOON", name, 1, 1).size == 4
+    assert fit_font("I", name, 9999, 9999, largest=50).size == 50
+
+
+def extent(size: float, name: str) -> tuple[float, float]:
+    left, top, right, bottom = font(name, int(size)).getbbox("MOON")
+    return right - left, bottom - top
+
+
+def test_missing_fonts_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(glyphs.FONTS, "Nowhere", "font_that_is_not_installed")
+    with pytest.raises(FontsMissing) as caught:
+        glyphs.font_path("Nowhere")
+    assert str(caught.value) == 'font Nowhere is not installed: pip install "retouch[train]"'

@@ -1,0 +1,157 @@
+"""JSON and JSONL manifests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.config.schema import ManifestData
+from retouch.data import DataError, ItemError, ItemFiles, load_dataset
+from retouch.data.dataset import check_item, list_items
+
+from .conftest import SIZE, box_mask, picture, pixels
+
+ENTRY = {"image_path": "a.png", "mask_path": "m.png", "prompt": "a sign"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Pictures a.png, b.png (another), m.png (mask), r.png (style)."""
+    picture(blue=1).save(tmp_path / "a.png")
+    picture(blue=2).save(tmp_path / "b.png")
+    box_mask().save(tmp_path / "m.png")
+    picture((16, 16), blue=3).save(tmp_path / "r.png")
+    return tmp_path
+
+
+def manifest(
+    folder: Path, entries: list[Any] | str | bytes, name: str = "data.json", **options: object
+) -> ManifestData:
+    content = json.dumps(entries) if isinstance(entries, list) else entries
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    given: dict[str, object] = {"path": str(folder / name), "resolution": (SIZE[1], SIZE[0]), **options}
+    return ManifestData.model_validate(given)
+
+
+def items(config: ManifestData) -> list[ItemFiles]:
+    listed = list_items(config)
+    assert all(isinstance(item, ItemFiles) for item in listed), listed
+    return [item for item in listed if isinstance(item, ItemFiles)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("data.json", json.dumps([ENTRY, ENTRY])),
+        ("data.json", "\ufeff \n" + json.dumps([ENTRY, ENTRY], indent=2)),
+        ("data.jsonl", json.dumps(ENTRY) + "\n\n" + json.dumps(ENTRY)),
+        ("data.jsonl", json.dumps(ENTRY) + "\r\n" + json.dumps(ENTRY) + "\r\n"),
+        ("data.json", json.dumps(ENTRY) + "\n" + json.dumps(ENTRY)),  # told by the content, not by the name
+    ],
+)
+def test_a_list_or_a_line_each(name: str, text: str, folder: Path) -> None:
+    found = items(manifest(folder, text, name))
+    assert [(item.id, item.prompt) for item in found] == [(0, "a sign"), (1, "a sign")]
+    assert found[1].source_path == folder / "a.png"
+
+
+def test_a_string_may_hold_any_line_separator(folder: Path) -> None:
+    line = json.dumps({**ENTRY, "prompt": "one\u2028two\x85three"}, ensure_ascii=False)
+    assert [item.prompt for item in items(manifest(folder, f"{line}\n", "data.jsonl"))] == ["one\u2028two\x85three"]
+
+
+def test_every_picture_finds_its_place(folder: Path) -> None:
+    entry = {**ENTRY, "target_path": "b.png", "reference_path": "r.png", "text": "HI", "source": {"page": 3}, "id": 70}
+    (example,) = load_dataset(manifest(folder, [entry]))
+    assert pixels(example.source) == pixels(picture(blue=1))
+    assert pixels(example.mask) == pixels(box_mask())
+    assert pixels(example.target) == pixels(picture(blue=2))
+    assert pixels(example.reference) == pixels(picture((16, 16), blue=3))
+    assert (example.id, dict(example.metadata)) == (70, {"text": "HI", "source": {"page": 3}})
+
+
+def test_without_a_target_there_is_none(folder: Path) -> None:
+    (example,) = load_dataset(manifest(folder, [{**ENTRY, "target_path": None, "reference_path": "b.png"}]))
+    assert example.target is None
+    assert pixels(example.reference) == pixels(picture(blue=2))  # of the source's size, and still a style picture
+
+
+def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path: Path) -> None:
+    lists = folder / "lists"
+    lists.mkdir()
+    entry = {**ENTRY, "mask_path": str(folder / "m.png")}
+    (near,) = items(manifest(lists, [entry]))
+    assert (near.source_path, near.mask_path) == (lists / "a.png", folder / "m.png")
+    (rooted,) = items(manifest(lists, [entry], image_root=str(folder)))
+    assert (rooted.source_path, rooted.mask_path) == (folder / "a.png", folder / "m.png")
+    assert pixels(load_dataset(manifest(lists, [entry], image_root=str(folder)))[0].source) == pixels(picture(blue=1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("a.png", "entry 1: 'a.png' is not an object"),
+        ([], "entry 1: [] is not an object"),
+        (
+            {"image_path": "a.png"},
+            "entry 1: mask_path, prompt missing or empty; each entry needs image_path, mask_path and prompt",
+        ),
+        (
+            {**ENTRY, "prompt": ""},
+            "entry 1: prompt missing or empty; each entry needs image_path, mask_path and prompt",
+        ),
+        ({**ENTRY, "image_path": 3}, "entry 1: image_path is 3; it must be a string"),
+        ({**ENTRY, "prompt": ["a"]}, "entry 1: prompt is ['a']; it must be a string"),
+        ({**ENTRY, "reference_path": {"a": 1}}, "entry 1: reference_path is {'a': 1}; it must be a string"),
+        ({**ENTRY, "text": 42}, "entry 1: text is 42; it must be a string"),
+        ({**ENTRY, "id": "7"}, "entry 1: id is '7'; it must be an integer"),
+        ({**ENTRY, "id": True}, "entry 1: id is True; it must be an integer"),
+        ({**ENTRY, "id": 1.0}, "entry 1: id is 1.0; it must be an integer"),
+    ],
+)
+def test_an_entry_that_cannot_be_used(entry: Any, problem: str, folder: Path) -> None:
+    listed = list_items(manifest(folder, [ENTRY, entry, ENTRY]))
+    assert [str(item) for item in listed if isinstance(item, ItemError)] == [problem]
+    assert [item.id for item in listed if isinstance(item, ItemFiles)] == [0, 2]  # an id is a position, broken or not
+
+
+def test_a_blank_prompt(folder: Path) -> None:
+    config = manifest(folder, [{**ENTRY, "prompt": " \n"}])
+    assert str(check_item(items(config)[0], config)) == "item 0: the prompt is empty; give it a text"
+
+
+def test_a_target_of_another_size(folder: Path) -> None:
+    config = manifest(folder, [{**ENTRY, "target_path": "r.png"}])
+    assert str(check_item(items(config)[0], config)) == (
+        f"item 0: {folder}/r.png: the target is 16 x 16, its source 48 x 32; both must have one size"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"image_path": 1,}]', "data.json: not valid JSON: .* \\(line 1\\)$"),
+        (
+            json.dumps(ENTRY) + "\n{oops}\n",
+            "data.json line 2: not valid JSON: .*; write one object a line, or one JSON list",
+        ),
+        (
+            json.dumps(ENTRY, indent=1),
+            "data.json line 1: not valid JSON: .*; write one object a line, or one JSON list",
+        ),
+        (b'["\xff"]', "data.json: not UTF-8 \\(byte 2\\); save it as UTF-8$"),
+    ],
+)
+def test_a_file_that_is_no_manifest(content: str | bytes, message: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        list_items(manifest(folder, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        list_items(ManifestData(path=str(tmp_path / "data.json")))
+    assert str(caught.value) == f"data.path: {tmp_path}/data.json: no such manifest (a .json or .jsonl file)"

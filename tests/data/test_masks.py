@@ -1,0 +1,151 @@
+"""Masks as mask editors save them."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.imaging import ImageProblem, mask_box, read_mask
+
+from .conftest import HOLE, SIZE, box_mask, picture, pixels
+
+EXPECTED = np.asarray(box_mask())
+INSIDE = EXPECTED == 255
+
+
+def rgb(inside: tuple[int, int, int], outside: tuple[int, int, int]) -> Image.Image:
+    return Image.fromarray(np.where(INSIDE[..., None], np.uint8(inside), np.uint8(outside)))
+
+
+def with_alpha(image: Image.Image, inside: int, outside: int) -> Image.Image:
+    image = image.convert("RGBA")
+    image.putalpha(Image.fromarray(np.where(INSIDE, np.uint8(inside), np.uint8(outside))))
+    return image
+
+
+def painted_red(photo: Image.Image) -> Image.Image:
+    photo = photo.copy()
+    photo.paste((255, 0, 0), HOLE)
+    return photo
+
+
+def as_jpeg(image: Image.Image, quality: int) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality, subsampling=0)
+    return Image.open(io.BytesIO(file.getvalue()))
+
+
+WHITE_WALL = Image.new("RGB", SIZE, (250, 248, 246))
+PINK_WALL = Image.new("RGB", SIZE, (200, 140, 160))
+
+
+@pytest.mark.parametrize(
+    ("image", "channel"),
+    [
+        (box_mask(), "luminance"),
+        (box_mask().convert("1"), "luminance"),
+        (box_mask().convert("P"), "luminance"),
+        (rgb((255, 255, 255), (0, 0, 0)), "luminance"),
+        (rgb((128, 128, 128), (127, 127, 127)), "luminance"),  # the threshold
+        (rgb((200, 204, 199), (3, 0, 7)), "luminance"),  # coloured noise of a converter
+        (with_alpha(picture(), 255, 0), "alpha"),
+        (with_alpha(picture(), 140, 120), "alpha"),
+        (with_alpha(Image.new("RGB", SIZE), 255, 0), "alpha"),  # strokes on a transparent layer
+        (with_alpha(box_mask(), 255, 254), "luminance"),  # alpha that carries nothing
+        (rgb((255, 0, 0), (0, 0, 0)), "red"),
+        (rgb((255, 255, 0), (0, 255, 0)), "red"),  # a mask in the red channel alone
+        (painted_red(picture()), "red"),
+        (painted_red(WHITE_WALL), "red"),  # white is full red too, and no paint
+        (painted_red(PINK_WALL), "red"),
+    ],
+)
+def test_the_mask_is_found_in_its_channel(image: Image.Image, channel: str) -> None:
+    mask, found = read_mask(image, "m.png")
+    assert found == channel
+    assert pixels(mask) == pixels(box_mask())
+
+
+@pytest.mark.parametrize("quality", [30, 60, 90])
+@pytest.mark.parametrize(
+    ("image", "channel"), [(box_mask(), "luminance"), (painted_red(WHITE_WALL), "red"), (painted_red(picture()), "red")]
+)
+def test_soft_edges_of_a_jpeg(image: Image.Image, channel: str, quality: int) -> None:
+    jpeg = as_jpeg(image, quality)
+    assert len(np.unique(np.asarray(jpeg))) > 2  # it did soften
+    mask, found = read_mask(jpeg, "m.jpg")
+    assert found == channel
+    assert np.unique(np.asarray(mask)).tolist() == [0, 255]
+    assert (np.asarray(mask) != EXPECTED).mean() < 0.01
+
+
+def test_a_blurred_edge_is_cut_at_half_height() -> None:
+    ramp = np.tile(np.arange(120, 136, dtype=np.uint8), (4, 1))  # 120 .. 135 along a row
+    mask, _ = read_mask(Image.fromarray(ramp), "m.png")
+    assert mask_box(mask) == (8, 0, 16, 4)  # from 128 on
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        box_mask().point(lambda v: 255 - v),
+        with_alpha(picture(), 0, 255),  # the hole is erased
+    ],
+)
+def test_inverted_masks_on_request(image: Image.Image) -> None:
+    assert pixels(read_mask(image, "m.png", invert=True)[0]) == pixels(box_mask())
+    assert np.array_equal(np.asarray(read_mask(image, "m.png")[0]), 255 - EXPECTED)
+
+
+GREY = Image.new("L", SIZE, 127)
+LABELS = box_mask().point(lambda v: v // 255)  # 0 and 1
+EMPTY, FULL = "empty: nothing to repaint", "full: nothing to keep"
+
+
+@pytest.mark.parametrize(
+    ("image", "seen", "what"),
+    [
+        (GREY, "luminance channel, values 127 to 127, threshold 128", EMPTY),
+        (LABELS, "luminance channel, values 0 to 1, threshold 128", EMPTY),
+        (Image.new("L", SIZE, 255), "luminance channel, values 255 to 255, threshold 128", FULL),
+        (with_alpha(picture(), 100, 0), "alpha channel, values 0 to 100, threshold 128", EMPTY),
+        (rgb((0, 0, 255), (0, 255, 0)), "red channel, values 0 to 0, threshold 128", EMPTY),
+    ],
+)
+def test_empty_and_full_masks(image: Image.Image, seen: str, what: str) -> None:
+    with pytest.raises(ImageProblem) as caught:
+        read_mask(image, "m.png")
+    hint = "paint the area to repaint white, the rest black (data.invert_mask=false)"
+    assert str(caught.value) == f"m.png: the mask ({seen}) is {what}; {hint}"
+
+
+def test_an_inverted_empty_mask_is_full() -> None:
+    with pytest.raises(ImageProblem) as caught:
+        read_mask(GREY, "m.png", invert=True)
+    seen = "luminance channel, values 127 to 127, threshold 128"
+    hint = "paint the area to repaint black, the rest white (data.invert_mask=true)"
+    assert str(caught.value) == f"m.png: the mask ({seen}) is {FULL}; {hint}"
+
+
+def test_mask_box_is_half_open() -> None:
+    mask = np.zeros((10, 20), np.uint8)
+    mask[3, 7] = 255
+    assert mask_box(mask) == (7, 3, 8, 4)
+    mask[5, 2] = 128
+    mask[9, 19] = 127  # below the threshold
+    assert mask_box(mask) == (2, 3, 8, 6)
+    assert mask_box(Image.fromarray(mask)) == (2, 3, 8, 6)
+    assert mask_box(np.full((10, 20), 255, np.uint8)) == (0, 0, 20, 10)
+
+
+def test_the_box_of_a_mask_is_the_crop_that_holds_it() -> None:
+    left, top, right, bottom = mask_box(box_mask())
+    assert (left, top, right, bottom) == HOLE
+    assert np.asarray(box_mask())[top:bottom, left:right].min() == 255
+
+
+def test_an_empty_mask_has_no_box() -> None:
+    with pytest.raises(ImageProblem, match="the mask is empty: it has no box"):
+        mask_box(np.full((4, 4), 127, np.uint8))

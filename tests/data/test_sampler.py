@@ -1,0 +1,141 @@
+"""Which examples when and where: exactly K each, whatever the number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retouch.data import DataError, Slot, batch_examples, derive_seed, epoch_examples, rank_slots
+
+# --- slots ---
+
+
+@pytest.mark.parametrize(("world_size", "groups", "group_size"), product(range(1, 6), (1, 2, 3, 7), (1, 2, 5, 8)))
+def test_every_example_gets_exactly_k_rollouts(world_size: int, groups: int, group_size: int) -> None:
+    examples = [10 + 3 * n for n in range(groups)]
+    ranks = [rank_slots(examples, group_size, rank, world_size) for rank in range(world_size)]
+    per_rank = -(-groups * group_size // world_size)
+    assert [len(slots) for slots in ranks] == [per_rank] * world_size
+    every = [slot for slots in ranks for slot in slots]
+    real = groups * group_size
+    # rank after rank, the global order; padding only after it
+    assert every[:real] == [Slot(example, index) for example in examples for index in range(group_size)]
+    assert [slot.padding for slot in every] == [False] * real + [True] * (per_rank * world_size - real)
+    assert {slot.example for slot in every} == set(examples)
+    assert Counter((slot.example, slot.index) for slot in every if not slot.padding) == dict.fromkeys(
+        product(examples, range(group_size)), 1
+    )
+
+
+def test_slots_by_hand() -> None:
+    pad = Slot(9, 2, padding=True)
+    assert rank_slots([4, 9], 3, 0, 4) == [Slot(4, 0), Slot(4, 1)]
+    assert rank_slots([4, 9], 3, 1, 4) == [Slot(4, 2), Slot(9, 0)]
+    assert rank_slots([4, 9], 3, 2, 4) == [Slot(9, 1), Slot(9, 2)]
+    assert rank_slots([4, 9], 3, 3, 4) == [pad, pad]
+
+
+# --- epochs ---
+
+
+@pytest.mark.parametrize(("size", "groups"), [(12, 4), (13, 4), (5, 5), (7, 1), (9, 6)])
+def test_a_pass_takes_each_example_at_most_once_and_all_equally_often(size: int, groups: int) -> None:
+    epochs = size // groups
+    for number in range(3):
+        chosen = [epoch_examples(size, groups, seed=5, epoch=number * epochs + part) for part in range(epochs)]
+        assert [len(epoch) for epoch in chosen] == [groups] * epochs
+        counts = Counter(example for epoch in chosen for example in epoch)
+        assert set(counts.values()) == {1}
+        assert set(counts) <= set(range(size))
+        assert size - len(counts) == size % groups  # these sit the pass out
+
+
+def test_who_sits_out_changes_with_the_pass() -> None:
+    out = [set(range(7)) - set(epoch_examples(7, 6, seed=0, epoch=epoch)) for epoch in range(20)]
+    assert len({tuple(left) for left in out}) > 3
+
+
+def test_epochs_follow_from_the_seed() -> None:
+    first = [epoch_examples(50, 8, seed=3, epoch=epoch) for epoch in range(12)]
+    assert first == [epoch_examples(50, 8, seed=3, epoch=epoch) for epoch in range(12)]
+    assert epoch_examples(50, 8, seed=3, epoch=11) == first[11]  # nothing before it needs to be drawn
+    assert first != [epoch_examples(50, 8, seed=4, epoch=epoch) for epoch in range(12)]
+    taken = [example for epoch in first[:6] for example in epoch]
+    assert sorted(taken) != taken  # shuffled
+
+
+def test_an_epoch_needs_that_many_examples() -> None:
+    assert sorted(epoch_examples(4, 4, 0, 0)) == [0, 1, 2, 3]
+    with pytest.raises(DataError) as caught:
+        epoch_examples(4, 5, 0, 0)
+    assert str(caught.value) == (
+        "an epoch takes 5 groups, but the data set has 4 examples; lower rollout.global_groups_per_batch x "
+        "rollout.batches_per_epoch to at most 4, or add data"
+    )
+
+
+# --- supervised steps ---
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 12), rows=st.integers(1, 30), seed=st.integers(0, 5))
+def test_steps_deal_out_each_pass_exactly(size: int, rows: int, seed: int) -> None:
+    steps = -(-3 * size // rows)
+    stream = [row for step in range(steps) for row in batch_examples(size, rows, seed, step)]
+    assert len(stream) == steps * rows
+    for number in range(3):
+        assert sorted(stream[number * size : (number + 1) * size]) == list(range(size))
+
+
+def test_the_stream_does_not_depend_on_the_batch_size() -> None:
+    def stream(rows: int) -> list[int]:
+        return [row for step in range(24 // rows) for row in batch_examples(5, rows, 1, step)]
+
+    assert stream(1) == stream(2) == stream(8) == stream(24)
+
+
+def test_steps_follow_from_the_seed_and_passes_differ() -> None:
+    passes = [batch_examples(20, 20, 0, step) for step in range(3)]
+    assert passes == [batch_examples(20, 20, 0, step) for step in range(3)]
+    assert len({tuple(order) for order in passes}) == 3
+    assert batch_examples(20, 20, 1, 0) != passes[0]
+
+
+# --- seeds ---
+
+
+def test_seeds_are_stable() -> None:
+    # 63 bits of BLAKE2b of the parts; a change would change every run
+    assert derive_seed(0, "rollout", 11, 3, 7) == 1244718664982527329
+    assert derive_seed(0, "rollout", 11, 3, 7) == (
+        int.from_bytes(hashlib.blake2b(b"0/rollout/11/3/7", digest_size=8).digest(), "big") // 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (("1", "23"), ("12", "3")),
+        ((1, 23), (12, 3)),
+        (("a", 1), ("a", 10)),
+        (("a", 1), (1, "a")),
+        ((0,), (0, 0)),
+        (("x", ""), ("x",)),
+        (("noise", 1, 2), ("rollout", 1, 2)),
+    ],
+)
+def test_other_parts_give_another_seed(a: tuple[int | str, ...], b: tuple[int | str, ...]) -> None:
+    assert derive_seed(*a) != derive_seed(*b)
+
+
+def test_seeds_are_spread_over_63_bits() -> None:
+    seeds = [derive_seed(0, "rollout", example, epoch, k) for example, epoch, k in product(range(20), repeat=3)]
+    assert len(set(seeds)) == 8000
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**63
+    assert sum(seeds) / len(seeds) / 2**63 == pytest.approx(0.5, abs=0.02)

@@ -1,0 +1,184 @@
+"""One optimizer step: accumulation, clipping, divergence, precision; and checkpoints on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retouch.config import ConfigError
+from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy
+from retouch.engine.checkpoint import complete_checkpoints
+
+
+class Plain(nn.Linear):
+    def enable_gradient_checkpointing(self) -> None:
+        pass
+
+
+def engine_for(net: nn.Module, lr: float = 0.1, max_grad_norm: float = 1e9, precision: str = "no") -> Engine:
+    made = Engine(
+        TrainingConfig(mixed_precision=precision),  # type: ignore[arg-type]
+        OptimizerConfig(lr=lr, max_grad_norm=max_grad_norm, weight_decay=0.0),
+        seed=0,
+    )
+    made.prepare(net, gradient_checkpointing=False)
+    made.new_optimizer()
+    return made
+
+
+def linear() -> Plain:
+    net = Plain(2, 1, bias=False)
+    net.weight.data = torch.tensor([[1.0, -2.0]])
+    return net
+
+
+def test_micro_batches_add_up_to_the_whole_batch() -> None:
+    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6)
+    weights: list[Tensor] = []
+    for pieces in (1, 3):
+        net = linear()
+        engine = engine_for(net)
+        assert engine.network is not None
+        for i, (bx, by) in enumerate(zip(x.chunk(pieces), y.chunk(pieces), strict=True)):
+            with engine.micro_step(last=i == pieces - 1):
+                engine.backward((engine.network(bx).flatten() - by).square().sum() / 6)
+        engine.step(lr=0.1)
+        weights.append(net.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-7, rtol=0)
+    assert not torch.equal(weights[0], linear().weight)
+
+
+def test_learning_rate_is_the_one_given() -> None:
+    """AdamW's first step moves each weight by lr against the gradient's sign."""
+    net = linear()
+    engine = engine_for(net, lr=123.0)
+    assert engine.network is not None
+    engine.backward(engine.network(torch.ones(1, 2)).sum())
+    stats = engine.step(lr=0.25)
+    torch.testing.assert_close(net.weight.detach(), torch.tensor([[0.75, -2.25]]), atol=1e-5, rtol=0)
+    assert stats["grad_norm"] == pytest.approx(2**0.5) and stats["overflow"] == 0.0
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    net = linear()
+    engine = engine_for(net)
+    assert engine.network is not None
+    engine.backward(engine.network(torch.tensor([[float("inf"), 1.0]])).sum())
+    with pytest.raises(Diverged, match="gradient norm is"):
+        engine.step(lr=0.1)
+    assert torch.equal(net.weight, linear().weight)
+    engine.backward(engine.network(torch.ones(1, 2)).sum())  # nothing of the bad gradient is left
+    assert engine.step(lr=0.1)["grad_norm"] == pytest.approx(2**0.5)
+
+
+def test_the_network_stays_in_eval_mode() -> None:
+    net = linear()
+    net.train()
+    engine_for(net)
+    assert not net.training
+
+
+def test_fp16_without_a_gpu_is_refused_in_one_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match=r"training\.mixed_precision: given 'fp16'"):
+        engine_for(linear(), precision="fp16")
+
+
+def test_bf16_autocasts_the_forward_and_keeps_fp32_weights() -> None:
+    net = linear()
+    engine = engine_for(net, precision="bf16")
+    assert engine.network is not None
+    x = torch.tensor([[1.0009765625, 0.0]])  # not a bf16 number
+    assert float(engine.network(x).detach()) == 1.0
+    assert net.weight.dtype == torch.float32
+    engine_for(linear(), precision="no")
+
+
+# --- checkpoints ---
+
+
+def checkpoints(root: Path, keep: int | None = None) -> Checkpoints:
+    def save(state: object, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        torch.save(dict(state), folder / "w.pt")  # type: ignore[call-overload]
+
+    def load(folder: Path) -> dict[str, Tensor]:
+        return torch.load(folder / "w.pt", weights_only=True)
+
+    return Checkpoints(root, save, load, keep)
+
+
+def test_a_checkpoint_restores_weights_optimizer_snapshots_and_state(tmp_path: Path) -> None:
+    net = linear()
+    engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
+    assert engine.network is not None
+    policy.snapshot("ema")
+    policy.snapshot("reference")
+    for _ in range(3):
+        engine.backward(engine.network(torch.randn(2, 2)).square().sum())
+        engine.step(lr=0.1)
+    folder = store.save(3, engine, policy, {"step": 3}, {"latents": torch.arange(3.0)})
+    drawn = torch.rand(2)
+    expected = one_more_step(engine, policy)
+    other = linear()
+    fresh_engine, fresh_policy = engine_for(other), Policy(other)
+    state, rollouts = store.load(folder, fresh_engine, fresh_policy)
+    assert state == {"step": 3} and rollouts is not None and rollouts["latents"].tolist() == [0.0, 1.0, 2.0]
+    assert torch.equal(torch.rand(2), drawn)
+    assert set(fresh_policy.snapshots) == {"ema", "reference"}
+    assert torch.equal(one_more_step(fresh_engine, fresh_policy), expected)
+
+
+def one_more_step(engine: Engine, policy: Policy) -> Tensor:
+    assert engine.network is not None
+    engine.backward(engine.network(torch.ones(1, 2)).square().sum())
+    engine.step(lr=0.1)
+    return next(iter(policy.parameters.values())).detach().clone()
+
+
+def test_an_incomplete_checkpoint_does_not_count(tmp_path: Path) -> None:
+    net = linear()
+    engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
+    first = store.save(2, engine, policy, {})
+    second = store.save(4, engine, policy, {})
+    assert store.newest() == second
+    (second / "complete.json").unlink()
+    assert store.newest() == first
+    with pytest.raises(CheckpointError, match=r"no complete\.json"):
+        store.load(second, engine, policy)
+
+
+def test_a_write_that_died_leaves_nothing_behind(tmp_path: Path) -> None:
+    net = linear()
+    engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
+    (tmp_path / ".writing-step-000002").mkdir(parents=True)
+    (tmp_path / ".writing-step-000002" / "half").write_text("x")
+    assert store.newest() is None
+    store.save(3, engine, policy, {})
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-000003"]
+    listed = json.loads((tmp_path / "step-000003" / "complete.json").read_text())
+    assert listed["step"] == 3 and "optimizer.pt" in listed["files"]
+
+
+def test_pruning_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:
+    net = linear()
+    engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3, 4, 5):
+        store.save(step, engine, policy, {}, pinned=step == 1)
+    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step-000001", "step-000004", "step-000005"]
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    net = linear()
+    engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
+    folder = store.save(1, engine, policy, {})
+    other = Plain(3, 1, bias=False)
+    with pytest.raises(CheckpointError, match=r"of another shape: weight.*model\.train"):
+        store.load(folder, engine_for(other), Policy(other))
+    assert float(other.weight.detach().abs().sum()) > 0

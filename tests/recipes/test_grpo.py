@@ -1,0 +1,331 @@
+"""The GRPO and PPO recipes end to end on the tiny base: ratio 1, what trains and what does not, what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.build import Run, build
+from retouch.config import ConfigError, RunConfig
+from retouch.data import derive_seed
+from retouch.observe.run_dir import read_metrics
+from retouch.recipes import recipe
+from retouch.recipes.grpo import step_spans
+from retouch.recipes.session import Stopped
+from retouch.rewards.protocol import RewardItem, ScorerSpec
+from retouch.rewards.scorers import ocr, preservation
+from retouch.types import Failure, Outcome, Score
+
+Config = Callable[..., RunConfig]
+
+
+def train(config: RunConfig) -> tuple[Run, list[dict[str, Any]]]:
+    run = build(config)
+    try:
+        recipe(config.algorithm.name)(run)
+    finally:
+        run.close()
+    return run, read_metrics(run.dir.path / "metrics.jsonl")
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [r for r in records if r["kind"] == kind]
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in run.policy.state().items()}
+
+
+class Scripted:
+    """Stands in for the preservation scorer: outcomes by a function of the item."""
+
+    def __init__(self, rule: Callable[[RewardItem], Outcome]) -> None:
+        self.spec = ScorerSpec("preservation", (0, 1), frozenset(), "test", "-")
+        self.rule = rule
+
+    def load(self, device: str) -> None: ...
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [self.rule(item) for item in items]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RewardItem], Outcome]], None]:
+    def use(rule: Callable[[RewardItem], Outcome]) -> None:
+        monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(rule))
+
+    return use
+
+
+def brightness(item: RewardItem) -> Outcome:
+    return Score(float(item.image.mean()) / 255)
+
+
+# --- on policy ---
+
+
+def test_ratio_is_exactly_one_before_the_first_update(config: Config) -> None:
+    """Rollout and training with batches of one shape: bit for bit; and away from one after an update."""
+    one_step = config(
+        rollout__window={"size": 1, "range": [0, 0.5]},
+        optimizer__batch_size_per_device=4,
+        algorithm__inner_epochs=2,
+        algorithm__skip_zero_std_groups=False,
+        optimizer__lr=1e-3,
+    )
+    _, records = train(one_step)
+    steps = of_kind(records, "train")
+    assert [r["max_abs_log_ratio"] == 0.0 for r in steps] == [True, False, True, False]
+    assert all(r["ratio"] == 1.0 for r in steps[::2])
+
+
+def test_ratio_is_one_within_rounding_in_other_batches(config: Config) -> None:
+    _, records = train(config(training__max_steps=1))
+    (step,) = of_kind(records, "train")
+    assert step["max_abs_log_ratio"] <= 1e-6
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: int) -> None:
+    together, _ = train(config(name="a", training__max_steps=1, rollout__window__size=3))
+    apart, _ = train(
+        config(name="b", training__max_steps=1, rollout__window__size=3, optimizer__steps_per_forward=spans)
+    )
+    for name, t in weights(together).items():
+        torch.testing.assert_close(weights(apart)[name], t, atol=2e-5, rtol=0)
+
+
+def test_spans() -> None:
+    assert step_spans(5, None) == [range(5)]
+    assert step_spans(5, 2) == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_micro_batches_change_memory_not_gradients(config: Config) -> None:
+    """One optimizer step on 4 rows, as 1 x 4 and as 4 x 1."""
+    whole, _ = train(
+        config(name="a", training__max_steps=1, optimizer__batch_size_per_device=4, optimizer__gradient_accumulation=1)
+    )
+    split, _ = train(
+        config(name="b", training__max_steps=1, optimizer__batch_size_per_device=1, optimizer__gradient_accumulation=4)
+    )
+    for name, t in weights(whole).items():
+        torch.testing.assert_close(weights(split)[name], t, atol=2e-5, rtol=0)
+
+
+# --- what trains, and what does not ---
+
+
+def test_constant_rewards_leave_the_weights_bit_unchanged(config: Config, scripted: Callable[..., None]) -> None:
+    scripted(lambda item: Score(0.5))
+    before = build(config(name="before"))
+    initial = weights(before)
+    before.close()
+    run, records = train(config(ema={"decay": 0.9}))
+    assert all(torch.equal(t, initial[n]) for n, t in weights(run).items())
+    assert all(torch.equal(t, initial[n]) for n, t in run.policy.state("ema").items())
+    assert [r["skipped"] for r in of_kind(records, "train")] == [1.0] * 4
+    assert of_kind(records, "rollout")[0]["zero_std_groups"] == 1.0
+
+
+def test_constant_rewards_leave_the_weights_unchanged_even_if_their_groups_are_kept(
+    config: Config, scripted: Callable[..., None]
+) -> None:
+    """Advantage 0 has no gradient; AdamW then only decays, and that is off here."""
+    scripted(lambda item: Score(0.5))
+    run, _ = train(config(algorithm__skip_zero_std_groups=False, optimizer__weight_decay=0.0, training__max_steps=2))
+    fresh = build(config(name="fresh"))
+    assert all(torch.equal(t, weights(fresh)[n]) for n, t in weights(run).items())
+    fresh.close()
+
+
+def test_all_rewards_failing_stops_the_run_with_the_weights_unchanged(
+    config: Config, scripted: Callable[..., None]
+) -> None:
+    scripted(lambda item: Failure("scorer_error", "no"))
+    run = build(config(reward_client__max_failure_rate=1.0, training__max_steps=2))
+    initial = weights(run)
+    recipe("grpo")(run)  # within the limit: steps are skipped
+    assert all(torch.equal(t, initial[n]) for n, t in weights(run).items())
+    run.close()
+    run = build(config(name="strict", reward_client__max_failure_rate=0.5))
+    with pytest.raises(Stopped, match="4 of 4 rewards failed") as stopped:
+        recipe("grpo")(run)
+    run.close()
+    assert stopped.value.code == 3
+    assert all(torch.equal(t, initial[n]) for n, t in weights(run).items())
+
+
+def test_a_failed_reward_is_as_if_the_row_were_not_there(config: Config, scripted: Callable[..., None]) -> None:
+    """Groups of three whose third row failed train like groups of two; a careless zero would train differently."""
+    shape = {
+        "rollout__batch_size_per_device": 6,
+        "optimizer__batch_size_per_device": 6,
+        "training__max_steps": 1,
+        "reward_client__max_failure_rate": 0.5,
+    }
+    scripted(lambda item: Failure("scorer_error", "no") if _third(item) else brightness(item))
+    failed, records = train(config(name="failed", rollout__group_size=3, **shape))
+    assert of_kind(records, "rollout")[0]["failed"] == 2.0
+    assert of_kind(records, "train")[0]["rows"] == 4.0
+    scripted(brightness)
+    two, _ = train(config(name="two", rollout__group_size=2, **shape))
+    scripted(lambda item: Score(0.0) if _third(item) else brightness(item))
+    zero, _ = train(config(name="zero", rollout__group_size=3, **shape))
+    for name, t in weights(failed).items():
+        torch.testing.assert_close(t, weights(two)[name], atol=2e-5, rtol=0)
+    assert _distance(weights(failed), weights(zero)) > 10 * _distance(weights(failed), weights(two))
+
+
+def _third(item: RewardItem) -> bool:
+    return isinstance(item.id, int) and item.id % 3 == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_reward_moves_the_policy_its_way(config: Config, scripted: Callable[..., None], name: str) -> None:
+    """Rewarding brightness makes rollouts brighter; rewarding darkness, darker. 12 steps, no OCR."""
+    ends: dict[float, float] = {}
+    for sign in (1.0, -1.0):
+        scripted(lambda item, sign=sign: Score(sign * float(item.image.mean()) / 255))
+        _, records = train(
+            config(
+                name=f"{name}{sign}",
+                algorithm__name=name,
+                rollout__group_size=8,
+                rollout__batch_size_per_device=16,
+                rollout__shared_noise=True,
+                optimizer__batch_size_per_device=16,
+                optimizer__lr=3e-4,
+                training__max_steps=12,
+            )
+        )
+        scores = [r["combined_score"] * sign for r in of_kind(records, "rollout")]
+        ends[sign] = sum(scores[-3:]) / 3
+    assert ends[1.0] - ends[-1.0] > 0.02
+
+
+def test_ppo_works_without_groups(config: Config) -> None:
+    _, records = train(config(algorithm__name="ppo", rollout__group_size=1, rollout__global_groups_per_batch=4))
+    assert all(r["rows"] == 2.0 for r in of_kind(records, "train"))
+
+
+def test_kl_to_the_reference(config: Config) -> None:
+    """0 before the first update, above after; and a heavy weight holds the policy back."""
+    free, _ = train(config(name="free", optimizer__lr=1e-3))
+    held, records = train(config(name="held", optimizer__lr=1e-3, algorithm__kl_weight=1e4, algorithm__inner_epochs=2))
+    kl = [r["kl"] for r in of_kind(records, "train")]
+    assert kl[0] <= 1e-9 and kl[-1] > 0
+    assert set(held.policy.snapshots) == {"reference"}
+    drift = {k: _distance(weights(r), held.policy.state("reference")) for k, r in (("free", free), ("held", held))}
+    assert drift["held"] != drift["free"]
+
+
+def _distance(a: dict[str, Tensor], b: Any) -> float:
+    return sum(float((a[n] - b[n]).square().sum()) for n in a) ** 0.5
+
+
+def test_region_mask_trains_on_the_hole_only(config: Config) -> None:
+    everywhere, _ = train(config(name="a", training__max_steps=1))
+    hole, _ = train(config(name="b", training__max_steps=1, algorithm__region="mask"))
+    assert any(not torch.equal(t, weights(hole)[n]) for n, t in weights(everywhere).items())
+
+
+def test_two_rewards_are_normalised_before_they_are_summed(
+    config: Config, scripted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A narrow reward for brightness beside one a thousand times wider that prefers odd rows at random: normalised
+    first, both count; summed first, the narrow one is as if it were not there."""
+    scripted(brightness)
+    wide_score = lambda item: Score(1000.0 * (derive_seed("noise", str(item.image.sum())) % 97))  # noqa: E731
+    monkeypatch.setattr(ocr.OcrScorer, "load", lambda self, device: None)
+    monkeypatch.setattr(ocr.OcrScorer, "score", lambda self, items: [wide_score(item) for item in items])
+    shape = {"training__max_steps": 1, "rollout__group_size": 4, "rollout__batch_size_per_device": 8}
+    shape["optimizer__batch_size_per_device"] = 8
+    both = {"preservation": {"paste_back": True}, "ocr": {}}
+    first, _ = train(config(name="first", rewards=both, **shape))
+    summed, _ = train(config(name="summed", rewards=both, algorithm__combine="sum_then_normalize", **shape))
+    wide, _ = train(config(name="wide", rewards={"ocr": {}}, **shape))
+    assert _distance(weights(summed), weights(wide)) < 0.05 * _distance(weights(first), weights(wide))
+
+
+# --- seeds and files ---
+
+
+def test_runs_repeat_and_seeds_differ(config: Config) -> None:
+    first, a = train(config(name="a"))
+    second, b = train(config(name="b"))
+    other, _ = train(config(name="c", seed=6))
+    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(first).items())
+    assert any(not torch.equal(t, weights(other)[n]) for n, t in weights(first).items())
+    strip = lambda records: [{k: v for k, v in r.items() if k != "time"} for r in records]  # noqa: E731
+    assert strip(a) == strip(b)
+
+
+def test_warm_up_then_rl(config: Config) -> None:
+    run, records = train(config(algorithm__warmup_steps=2, ema={"decay": 0.9}))
+    assert [r["phase"] for r in of_kind(records, "train")] == ["warmup", "warmup", "rl", "rl"]
+    assert [r["moment"] for r in of_kind(records, "eval")] == ["start", "warmup", "end"]
+    assert {p.name for p in run.checkpoints.root.iterdir()} == {"step-000002", "step-000004"}
+    assert (run.checkpoints.root / "step-000004" / "ema").is_dir()
+    assert json.loads((run.checkpoints.root / "step-000002" / "state.json").read_text())["progress"]["phase"] == "rl"
+
+
+def test_time_split_sums_to_the_step(config: Config) -> None:
+    _, records = train(config(training__max_steps=2))
+    for record in of_kind(records, "train"):
+        parts = dict(record["time"])
+        step = parts.pop("step")
+        assert sum(parts.values()) == pytest.approx(step, rel=0.02, abs=1e-3)
+
+
+def test_rl_never_sees_a_target(config: Config) -> None:
+    run = build(config())
+    assert all(example.target is None for example in run.data)
+    assert all(example.target is not None for example in run.warmup_data)
+    run.close()
+    with pytest.raises(ConfigError, match="no target picture"):
+        build(config(name="x", warmup_data=None, algorithm__warmup_steps=1))
+
+
+def test_a_directory_with_a_run_is_not_overwritten(config: Config) -> None:
+    train(config(training__max_steps=1))
+    run = build(config(training__max_steps=1))
+    with pytest.raises(ConfigError, match="already holds a run; continue it with resume=auto"):
+        recipe("grpo")(run)
+    run.close()
+
+
+def test_a_finished_run_stays_finished(config: Config, run_file: Callable[..., dict[str, Any]]) -> None:
+    _, before = train(config(training__max_steps=1))
+    _, after = train(config(training__max_steps=1, resume="auto"))
+    assert before == after
+
+
+def test_too_few_examples(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"takes 9 different examples.*but data has 8"):
+        build(config(rollout__global_groups_per_batch=9))
+
+
+def test_time_limit_is_a_clean_stop(config: Config) -> None:
+    run = build(config(training__max_minutes=1e-6))
+    with pytest.raises(Stopped) as stopped:
+        recipe("grpo")(run)
+    run.close()
+    assert stopped.value.code == 0
+    assert run.checkpoints.newest() is not None
+
+
+def test_report_and_grid_are_written(config: Config, tmp_path: Path) -> None:
+    from retouch.observe.report import write_report
+
+    run, _ = train(config(training__max_steps=2, logging__rollout_images_every=1))
+    page = write_report(run.dir.path).read_text()
+    assert "http" not in page.replace("http://www.w3.org", "")
+    for piece in ("Before and after", "Rollouts", "Where the time went", "Run file", "Environment", "held-out"):
+        assert piece in page
+    assert (run.dir.path / "images" / "step-000002" / "evaluation.png").is_file()

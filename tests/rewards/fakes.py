@@ -1,0 +1,348 @@
+"""Scorers, servers and pictures to test rewards with. Servers listen on a free loopback port in a thread."""
+
+from __future__ import annotations
+
+import email
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from retouch.rewards.protocol import Pixels, RewardItem, Scorer, ScorerSpec
+from retouch.rewards.server import Limits, create_app
+from retouch.types import Failure, Outcome, Score
+
+# --- items ---
+
+
+def picture(seed: int, height: int = 6, width: int = 5) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def half_mask(height: int = 6, width: int = 5) -> Pixels:
+    """The left two columns."""
+    mask = np.zeros((height, width), np.uint8)
+    mask[:, :2] = 255
+    return mask
+
+
+def item(number: int = 0, **fields: Any) -> RewardItem:
+    given: dict[str, Any] = {"id": number, "prompt": f"item {number}", "image": picture(number), **fields}
+    return RewardItem(**given)
+
+
+def items(count: int) -> list[RewardItem]:
+    """Their image says which one they are: `Brightness` scores each differently."""
+    return [item(i) for i in range(count)]
+
+
+def values(outcomes: Sequence[Outcome]) -> list[float | str]:
+    """Values of scores, codes of failures."""
+    return [o.value if isinstance(o, Score) else o.code for o in outcomes]
+
+
+# --- scorers ---
+
+
+class Brightness:
+    """The mean of the picture over 255: exact, and different for every random picture."""
+
+    def __init__(self, name: str = "brightness", needs: Sequence[str] = (), delay_s: float = 0.0) -> None:
+        self.spec = ScorerSpec(name, (0.0, 1.0), frozenset(needs), "fake 1", "Apache-2.0")
+        self.delay_s = delay_s
+        self.seen: list[RewardItem] = []
+
+    def load(self, device: str) -> None: ...
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        time.sleep(self.delay_s)
+        self.seen += items
+        return [self.one(item) for item in items]
+
+    def one(self, item: RewardItem) -> Outcome:
+        return Score(brightness(item), {"pixels": int(item.image.shape[0] * item.image.shape[1])})
+
+
+def brightness(item: RewardItem) -> float:
+    return float(item.image.mean() / 255)
+
+
+class Scripted(Brightness):
+    """Returns whatever a function of the batch returns, typed or not."""
+
+    def __init__(self, script: Callable[[Sequence[RewardItem]], Any], needs: Sequence[str] = ()) -> None:
+        super().__init__("scripted", needs)
+        self.script = script
+
+    def score(self, items: Sequence[RewardItem]) -> Any:
+        self.seen += items
+        return self.script(items)
+
+
+class Poisoned(Brightness):
+    """Raises for a batch that holds a prompt "poison", and fails a prompt "refused" alone."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        if any(item.prompt == "poison" for item in items):
+            raise RuntimeError("choked")
+        return super().score(items)
+
+    def one(self, item: RewardItem) -> Outcome:
+        return Failure("bad_item", "not this one") if item.prompt == "refused" else super().one(item)
+
+
+class Gated(Brightness):
+    """Loads, or scores, only once a test lets it."""
+
+    def __init__(self, gate_load: bool = False, gate_score: bool = False) -> None:
+        super().__init__()
+        self.may_load, self.may_score, self.scoring = threading.Event(), threading.Event(), threading.Event()
+        if not gate_load:
+            self.may_load.set()
+        if not gate_score:
+            self.may_score.set()
+
+    def load(self, device: str) -> None:
+        assert self.may_load.wait(10)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        self.scoring.set()
+        assert self.may_score.wait(10)
+        return super().score(items)
+
+    def open(self) -> None:
+        self.may_load.set()
+        self.may_score.set()
+
+
+class Unloadable(Brightness):
+    def load(self, device: str) -> None:
+        raise RuntimeError("no weights")
+
+
+# --- our server in a thread ---
+
+
+@contextmanager
+def serving(
+    scorers: Mapping[str, Scorer],
+    token: str | None = None,
+    limits: Limits | None = None,
+    port: int = 0,
+    wait: bool = True,
+) -> Iterator[str]:
+    """The app of the package under uvicorn -> its address. `wait`: until it is ready."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    app = create_app(scorers, token=token, limits=limits)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        until(lambda: server.started)
+        if wait:
+            until(lambda: b" 200 " in get(url, "/readyz", token))
+        yield url
+    finally:
+        for scorer in scorers.values():
+            if isinstance(scorer, Gated):
+                scorer.open()
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def get(url: str, path: str, token: str | None = None) -> bytes:
+    """A raw GET: the tests of the server do not rest on the client's library."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    header = f"Authorization: Bearer {token}\r\n" if token else ""
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}\r\n".encode())
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for a condition, which must come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+# --- servers that misbehave ---
+
+
+@dataclass
+class Asked:
+    """A request as a fake server got it."""
+
+    headers: Mapping[str, str]
+    manifest: dict[str, Any]
+
+    @property
+    def ids(self) -> list[int]:
+        return [item["id"] for item in self.manifest["items"]]
+
+
+@dataclass
+class Answer:
+    """What a fake server says."""
+
+    body: Any
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def bytes(self) -> bytes:
+        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+
+
+def reply(ids: Sequence[Any], value: Callable[[Any], Any] = float, name: str = "r") -> dict[str, Any]:
+    """A sound reply: `value(id)` for every id."""
+    scored = [{"id": i, "scores": {name: {"value": value(i)}}} for i in ids]
+    return {"items": scored, "scorers": {name: {"revision": "1"}}}
+
+
+class FakeServer:
+    """Answers every POST /score as `script(request, number of it)` says, and remembers what it was asked."""
+
+    def __init__(self, script: Callable[[Asked, int], Answer], port: int = 0) -> None:
+        self.asked: list[Asked] = []
+        fake, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                with lock:
+                    asked = Asked(dict(self.headers), manifest_of(self.headers["Content-Type"], body))
+                    fake.asked.append(asked)
+                    number = len(fake.asked) - 1
+                self.answer(script(asked, number))
+
+            def do_GET(self) -> None:
+                self.answer(Answer({"scorers": {"r": {}}}))
+
+            def answer(self, answer: Answer) -> None:
+                payload = answer.bytes()
+                with suppress(OSError):  # the client may have left
+                    self.send_response(answer.status)
+                    for name, value in {"Content-Length": str(len(payload)), **answer.headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(payload)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def manifest_of(content_type: str, body: bytes) -> dict[str, Any]:
+    """Read by the standard library's mail parser, which shares nothing with ours."""
+    message = email.message_from_bytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
+    for part in message.get_payload():  # type: ignore[union-attr]
+        if 'name="manifest"' in str(part["Content-Disposition"]):  # type: ignore[index]
+            return json.loads(part.get_payload(decode=True))  # type: ignore[union-attr]
+    raise AssertionError("no manifest")
+
+
+def honest(asked: Asked, number: int) -> Answer:
+    """Every item scores its id."""
+    return Answer(reply(asked.ids))
+
+
+@contextmanager
+def raw_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A TCP server that does `behave` with every connection -> its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept: list[socket.socket] = []
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            threading.Thread(target=guarded, args=(connection,), daemon=True).start()
+
+    def guarded(connection: socket.socket) -> None:
+        with suppress(OSError):
+            behave(connection)
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        listener.close()
+        for connection in kept:
+            connection.close()
+
+
+def black_hole(connection: socket.socket) -> None:
+    """Reads everything, answers nothing."""
+    while connection.recv(65536):
+        pass
+
+
+def slow_drip(connection: socket.socket) -> None:
+    """A reply whose bytes come often enough for any read timeout, and never end."""
+    read_request(connection)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while True:
+        connection.sendall(b" ")
+        time.sleep(0.02)
+
+
+def reset(connection: socket.socket) -> None:
+    """Hangs up with a TCP reset once it was asked."""
+    read_request(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def half_closed(connection: socket.socket) -> None:
+    """Promises more than it sends, then ends its side."""
+    read_request(connection)
+    connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"items"')
+    connection.shutdown(socket.SHUT_WR)
+
+
+def read_request(connection: socket.socket) -> None:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    length = re.search(rb"content-length: (\d+)", data.lower())
+    left = int(length[1] if length else 0) - len(data.split(b"\r\n\r\n", 1)[1])
+    while left > 0:
+        left -= len(connection.recv(65536))
+
+
+def closed_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,612 @@
+"""n in, n out, in order, in time: against servers that lie, hang, hang up and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retouch.rewards.client import RewardClient
+from retouch.rewards.protocol import Scorer
+from retouch.types import Failure, Score
+from tests.rewards.fakes import (
+    Answer,
+    Asked,
+    Brightness,
+    FakeServer,
+    Gated,
+    Unloadable,
+    black_hole,
+    brightness,
+    closed_port,
+    half_closed,
+    honest,
+    item,
+    items,
+    raw_server,
+    reply,
+    reset,
+    serving,
+    slow_drip,
+    until,
+    values,
+)
+
+SLACK_S = 0.4
+"""For a busy machine, in tests of bounded time."""
+
+
+def client_of(*urls: str, **options: Any) -> RewardClient:
+    return RewardClient(urls, ["r"], **{"timeout_s": 5.0, **options})
+
+
+def failures(outcomes: list[Any]) -> list[Failure]:
+    assert all(isinstance(one, Failure) for one in outcomes), outcomes
+    return outcomes
+
+
+def unavailable(asked: Asked, number: int) -> Answer:
+    return Answer(b"", 503)
+
+
+# --- order ---
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 16, 100])
+def test_order_is_that_of_the_items_whatever_the_chunks_and_the_order_of_replies(batch_size: int) -> None:
+    """The fake server answers items backwards, and later requests first."""
+
+    def script(asked: Asked, number: int) -> Answer:
+        time.sleep(0.02 * (number == 0))
+        prompts = {one["id"]: int(one["prompt"].split()[1]) for one in asked.manifest["items"]}
+        return Answer(reply(asked.ids[::-1], lambda i: float(prompts[i])))
+
+    with FakeServer(script) as server, client_of(server.url, batch_size=batch_size) as client:
+        assert values(client.score(items(16))["r"]) == [float(i) for i in range(16)]
+        assert sorted(len(asked.ids) for asked in server.asked) == sorted(
+            min(batch_size, 16 - start) for start in range(0, 16, batch_size)
+        )
+
+
+def test_callers_may_repeat_their_ids() -> None:
+    batch = [item(i, id=7) for i in range(5)]
+    with serving({"r": Brightness()}) as url, client_of(url, batch_size=2) as client:
+        assert values(client.score(batch)["r"]) == [brightness(one) for one in batch]
+
+
+def test_nothing_in_nothing_out() -> None:
+    with FakeServer(honest) as server, RewardClient([server.url], ["a", "b"]) as client:
+        assert client.score([]) == {"a": [], "b": []}
+        assert server.asked == []
+
+
+def test_what_is_sent() -> None:
+    one = item(3, group=8, metadata={"text": "Meer"})
+    with FakeServer(honest) as server, client_of(server.url, timeout_s=4.0) as client:
+        client.score([one])
+    (asked,) = server.asked
+    (sent,) = asked.manifest["items"]
+    assert asked.manifest["protocol"] == 1 and asked.manifest["rewards"] == ["r"] and asked.manifest["request_id"]
+    assert 3000 < asked.manifest["deadline_ms"] <= 4000
+    assert (sent["prompt"], sent["group"], sent["metadata"]) == ("item 3", 8, {"text": "Meer"})
+
+
+# --- totality: replies that lie ---
+
+
+Reply = dict[str, Any]
+
+
+def lie(change: Callable[[Reply], Any]) -> Callable[[Asked, int], Answer]:
+    """A server whose sound reply was tampered with."""
+    return lambda asked, number: Answer(change(reply(asked.ids, lambda i: 0.5)))
+
+
+def with_items(change: Callable[[list[Any]], list[Any]]) -> Callable[[Reply], Reply]:
+    return lambda sound: {**sound, "items": change(sound["items"])}
+
+
+def with_item(**changes: Any) -> Callable[[Reply], Reply]:
+    """The second of three items, changed."""
+    return with_items(lambda three: [three[0], {**three[1], **changes}, three[2]])
+
+
+def with_score(**score: Any) -> Callable[[Reply], Reply]:
+    return with_item(scores={"r": score})
+
+
+BROKEN_REPLIES: dict[str, Callable[[Reply], Any]] = {
+    "one too few": with_items(lambda three: three[:2]),
+    "one too many": with_items(lambda three: [*three, {"id": 3, "scores": {"r": {"value": 0.5}}}]),
+    "none": with_items(lambda three: []),
+    "a double id": with_item(id=0),
+    "an item twice": with_items(lambda three: [*three, three[0]]),
+    "an unknown id": with_item(id=99),
+    "an id as string": with_item(id="1"),
+    "an id as float": with_item(id=1.0),
+    "an id as bool": with_item(id=True),
+    "no id": with_items(lambda three: [three[0], {"scores": three[1]["scores"]}, three[2]]),
+    "null for a value": with_score(value=None),
+    "a string for a value": with_score(value="0.7"),
+    "a bool for a value": with_score(value=True),
+    "a bare number for a score": with_item(scores={"r": 0.7}),
+    "no value": with_score(detail={}),
+    "NaN": with_score(value=math.nan),
+    "infinity": with_score(value=math.inf),
+    "NaN in a detail": with_score(value=0.5, detail={"x": math.nan}),
+    "an unknown key": lambda sound: {**sound, "extra": 1},
+    "null": lambda sound: None,
+    "a list": lambda sound: [0.5, 0.5, 0.5],
+    "html": lambda sound: b"<html>it works</html>",
+    "nothing": lambda sound: b"",
+    "cut off": lambda sound: json.dumps(sound).encode()[:-1],
+    "no text": lambda sound: b"\xff\xfe",
+    "deep": lambda sound: b"[" * 200_000,
+}
+
+
+def test_the_reply_is_sound_before_it_is_tampered_with() -> None:
+    with FakeServer(lie(lambda sound: sound)) as server, client_of(server.url) as client:
+        assert values(client.score(items(3))["r"]) == [0.5] * 3
+
+
+@pytest.mark.parametrize("change", BROKEN_REPLIES.values(), ids=BROKEN_REPLIES)
+def test_a_reply_that_breaks_the_protocol_is_never_a_number(change: Callable[[Reply], Any]) -> None:
+    with FakeServer(lie(change)) as server, client_of(server.url) as client:
+        found = failures(client.score(items(3))["r"])
+        assert len(server.asked) == 1  # asked again it would lie again
+    assert [(one.code, one.retryable) for one in found] == [("bad_reply", False)] * 3
+    assert server.url in found[0].message
+
+
+BROKEN_ITEMS = {
+    "both": with_item(errors={"r": {"code": "bad_item", "message": "m"}}),
+    "neither": with_item(scores={}),
+    "under another name": with_item(scores={"s": {"value": 0.5}}),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN_ITEMS.values(), ids=BROKEN_ITEMS)
+def test_neither_or_both_of_score_and_error_fails_alone(change: Callable[[Reply], Any]) -> None:
+    with FakeServer(lie(change)) as server, client_of(server.url) as client:
+        assert values(client.score(items(3))["r"]) == [0.5, "bad_reply", 0.5]
+
+
+def test_an_error_of_an_item_is_its_failure() -> None:
+    error = {"code": "bad_item", "message": "no mask", "retryable": True}
+    with FakeServer(lie(with_item(scores={}, errors={"r": error}))) as server, client_of(server.url) as client:
+        outcomes = client.score(items(3))["r"]
+    assert outcomes == [Score(0.5), Failure("bad_item", "no mask", True), Score(0.5)]
+
+
+def test_one_lying_server_spoils_only_its_chunk() -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        lies = any(one["prompt"] == "item 2" for one in asked.manifest["items"])
+        return Answer(b"{}") if lies else honest(asked, number)
+
+    with FakeServer(script) as server, client_of(server.url, batch_size=2) as client:
+        assert values(client.score(items(6))["r"]) == [0.0, 1.0, "bad_reply", "bad_reply", 0.0, 1.0]
+
+
+def test_items_that_cannot_be_sent_fail_alone_and_here() -> None:
+    batch = [item(0), item(1, image=np.zeros((2, 2), np.uint8)), item(2, metadata={"x": {1}}), item(3)]
+    with FakeServer(honest) as server, client_of(server.url) as client:
+        assert values(client.score(batch)["r"]) == [0.0, "bad_item", "bad_item", 1.0]
+        assert [one["prompt"] for one in server.asked[0].manifest["items"]] == ["item 0", "item 3"]
+
+
+# --- retries ---
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_what_may_pass_is_tried_again(status: int) -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return honest(asked, number) if number >= 2 else Answer({"error": "later"}, status)
+
+    with FakeServer(script) as server, client_of(server.url) as client:
+        assert values(client.score(items(2))["r"]) == [0.0, 1.0]
+        assert len(server.asked) == 3
+        assert len({asked.manifest["request_id"] for asked in server.asked}) == 1  # a server may know it again
+
+
+@pytest.mark.parametrize("status", [301, 307, 400, 401, 403, 404, 405, 413, 415, 422])
+def test_what_will_not_pass_is_asked_once(status: int) -> None:
+    script = lambda asked, number: Answer({"error": "no such luck"}, status, {"Location": "/elsewhere"})  # noqa: E731
+    with FakeServer(script) as server, client_of(server.url) as client:
+        found = failures(client.score(items(2))["r"])
+        assert len(server.asked) == 1
+    assert [(one.code, one.retryable) for one in found] == [("refused", False)] * 2
+    assert f"HTTP {status}" in found[0].message and "no such luck" in found[0].message
+
+
+def test_retry_after_is_kept_to() -> None:
+    times: list[float] = []
+
+    def script(asked: Asked, number: int) -> Answer:
+        times.append(time.monotonic())
+        return honest(asked, number) if number else Answer(b"", 429, {"Retry-After": "0.4"})
+
+    with FakeServer(script) as server, client_of(server.url) as client:
+        assert values(client.score(items(1))["r"]) == [0.0]
+    assert times[1] - times[0] >= 0.4
+
+
+@pytest.mark.parametrize("header", ["soon", "", "-5", "nan", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_a_retry_after_that_says_nothing_delays_nothing(header: str) -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return honest(asked, number) if number else Answer(b"", 503, {"Retry-After": header})
+
+    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0) as client:
+        assert values(client.score(items(1))["r"]) == [0.0]
+
+
+@pytest.mark.parametrize("after", ["3600", "inf", "1e300"])
+def test_retry_after_does_not_outlast_the_deadline(after: str) -> None:
+    script = lambda asked, number: Answer(b"", 429, {"Retry-After": after})  # noqa: E731
+    with FakeServer(script) as server, client_of(server.url, timeout_s=0.3) as client:
+        started = time.monotonic()
+        (failure,) = failures(client.score(items(1))["r"])
+        assert time.monotonic() - started < 0.3 * 1.1 + SLACK_S
+    assert (failure.code, failure.retryable) == ("overloaded", True)
+
+
+def test_a_reset_connection_is_tried_again() -> None:
+    honest_now = threading.Event()
+
+    def behave(connection: socket.socket) -> None:
+        if not honest_now.is_set():
+            honest_now.set()
+            return reset(connection)
+        body = json.dumps(reply([0])).encode()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        return None
+
+    with raw_server(behave) as url, client_of(url) as client:
+        assert values(client.score(items(1))["r"]) == [0.0]
+
+
+def test_a_refused_connection_is_tried_until_the_server_is_there() -> None:
+    port = closed_port()
+    with client_of(f"http://127.0.0.1:{port}") as client:
+        pending = client.submit(items(2))
+        time.sleep(0.15)
+        assert not pending.done()
+        with FakeServer(honest, port=port):
+            assert values(pending.result(5)["r"]) == [0.0, 1.0]
+
+
+def test_refused_to_the_end_is_unavailable_and_may_be_tried_later() -> None:
+    with client_of(f"http://127.0.0.1:{closed_port()}", timeout_s=0.3) as client:
+        found = failures(client.score(items(3))["r"])
+    assert [(one.code, one.retryable) for one in found] == [("unavailable", True)] * 3
+
+
+def test_a_reply_in_an_encoding_that_is_a_lie_is_tried_again_not_raised() -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return honest(asked, number) if number else Answer(b"not gzip", 200, {"Content-Encoding": "gzip"})
+
+    with FakeServer(script) as server, client_of(server.url) as client:
+        assert values(client.score(items(1))["r"]) == [0.0]
+
+
+# --- several servers ---
+
+
+def test_requests_go_to_the_servers_in_turn() -> None:
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(honest)) for _ in range(3)]
+        client = stack.enter_context(client_of(*[server.url for server in servers], batch_size=1))
+        client.score(items(9))
+        assert [len(server.asked) for server in servers] == [3, 3, 3]
+        for _ in range(3):
+            client.score(items(1))
+        assert [len(server.asked) for server in servers] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("dead", ["refuses", "resets", "503", "black hole"])
+def test_a_dead_server_is_failed_over(dead: str) -> None:
+    """Every request succeeds although two of three find a dead server first, one with the other."""
+    with contextlib.ExitStack() as stack:
+        alive = stack.enter_context(FakeServer(honest))
+        url = {
+            "refuses": lambda: f"http://127.0.0.1:{closed_port()}",
+            "resets": lambda: stack.enter_context(raw_server(reset)),
+            "503": lambda: stack.enter_context(FakeServer(unavailable)).url,
+            "black hole": lambda: stack.enter_context(raw_server(black_hole)),
+        }[dead]()
+        client = stack.enter_context(client_of(url, alive.url, url, batch_size=1, timeout_s=1.5))
+        outcomes = client.score(items(6))["r"]
+    assert values(outcomes) == [0.0] * 6
+
+
+def test_the_next_attempt_goes_to_the_next_server_whatever_other_requests_do() -> None:
+    """With one counter for all attempts, two requests in step meet the dead server again and again."""
+    with FakeServer(honest) as alive, FakeServer(unavailable) as dead:
+        client = client_of(dead.url, alive.url, batch_size=1)
+        assert values(client.score(items(20))["r"]) == [0.0] * 20
+        client.close()
+        assert len(dead.asked) == 10 and len(alive.asked) == 20
+
+
+# --- bounded time ---
+
+
+@pytest.mark.parametrize("behave", [black_hole, slow_drip, half_closed, reset], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_no_server_holds_a_caller_beyond_the_deadline(behave: Callable[[socket.socket], None], servers: int) -> None:
+    timeout = 0.5
+    with raw_server(behave) as url, client_of(*[url] * servers, timeout_s=timeout, batch_size=2) as client:
+        started = time.monotonic()
+        found = failures(client.score(items(6))["r"])
+        took = time.monotonic() - started
+    assert took < timeout * 1.1 + SLACK_S
+    assert [(one.code, one.retryable) for one in found] == [("unavailable", True)] * 6
+
+
+def test_a_server_that_does_not_accept_is_bounded_too() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        full = [socket.socket() for _ in range(4)]
+        for one in full:  # the backlog takes these; later SYNs are dropped
+            one.setblocking(False)
+            one.connect_ex(address)
+        with client_of(f"http://127.0.0.1:{address[1]}", timeout_s=0.4) as client:
+            started = time.monotonic()
+            failures(client.score(items(1))["r"])
+            assert time.monotonic() - started < 0.4 * 1.1 + SLACK_S
+        for one in full:
+            one.close()
+
+
+def test_the_server_is_told_the_time_that_is_left() -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        time.sleep(0.2 * (number == 0))
+        return honest(asked, number) if number else Answer(b"", 503)
+
+    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0) as client:
+        client.score(items(1))
+    first, second = (asked.manifest["deadline_ms"] for asked in server.asked)
+    assert 1500 < first <= 2000 and first - second >= 200
+
+
+# --- threads, loops, processes, the end ---
+
+
+def test_many_threads_share_a_client() -> None:
+    batches = [[item(10 * n + k) for k in range(10)] for n in range(12)]
+    with serving({"r": Brightness()}) as url, client_of(url, batch_size=3) as client, ThreadPoolExecutor(12) as pool:
+        for batch, found in zip(batches, pool.map(client.score, batches), strict=True):
+            assert values(found["r"]) == [brightness(one) for one in batch]
+
+
+def test_inside_a_running_event_loop() -> None:
+    async def caller(client: RewardClient) -> list[Any]:
+        blocking = client.score(items(2))["r"]
+        beside = (await asyncio.to_thread(client.score, items(2)))["r"]
+        future = (await asyncio.wrap_future(client.submit(items(2))))["r"]
+        return [values(blocking), values(beside), values(future)]
+
+    with FakeServer(honest) as server, client_of(server.url) as client:
+        assert asyncio.run(caller(client)) == [[0.0, 1.0]] * 3
+        assert asyncio.run(caller(client)) == [[0.0, 1.0]] * 3  # another loop, the same client
+
+
+def test_submit_does_not_wait() -> None:
+    scorer = Gated(gate_score=True)
+    with serving({"r": scorer}) as url, client_of(url) as client:
+        pending = client.submit(items(2))
+        assert not pending.done()
+        scorer.open()
+        assert values(pending.result(5)["r"]) == [brightness(one) for one in items(2)]
+
+
+def test_after_a_fork_the_child_has_a_thread_of_its_own() -> None:
+    """In a process of its own: a test process is full of threads, which a fork does not copy."""
+    program = """
+import os, sys
+from tests.rewards.fakes import FakeServer, honest, items, values
+from retouch.rewards.client import RewardClient
+with FakeServer(honest) as server, RewardClient([server.url], ["r"], timeout_s=5.0) as client:
+    assert values(client.score(items(1))["r"]) == [0.0]
+    child = os.fork()
+    if not child:
+        scored = values(client.submit(items(1)).result(3)["r"]) == [0.0]
+        client.close()
+        os._exit(0 if scored else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert values(client.score(items(1))["r"]) == [0.0]
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=30, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def client_threads() -> Counter[str]:
+    ours = ("reward-client", "asyncio")
+    return Counter(thread.name for thread in threading.enumerate() if thread.name.startswith(ours))
+
+
+def test_close_is_idempotent_and_leaves_no_thread() -> None:
+    before = client_threads()
+    with FakeServer(honest) as server:
+        client = client_of(server.url, batch_size=1)
+        client.score(items(8))
+        assert client_threads() != before
+        client.close()
+        client.close()
+    assert client_threads() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        client.score(items(1))
+
+
+def test_close_right_after_the_start_leaves_no_thread() -> None:
+    """The thread may not have begun: its loop is then not running yet."""
+    before = client_threads()
+    for _ in range(20):
+        client_of("http://127.0.0.1:1").close()
+    assert client_threads() == before
+
+
+def test_close_frees_who_waits() -> None:
+    with raw_server(black_hole) as url:
+        client = client_of(url, timeout_s=30.0)
+        pending = client.submit(items(1))
+        time.sleep(0.1)
+        started = time.monotonic()
+        client.close()
+        assert time.monotonic() - started < 1
+        with pytest.raises(CancelledError):
+            pending.result(1)
+
+
+# --- proxies, tokens ---
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_loopback_ignores_proxies(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with FakeServer(honest) as server, client_of(server.url.replace("127.0.0.1", host), timeout_s=2.0) as client:
+        assert values(client.score(items(1))["r"]) == [0.0]
+        assert client.wait_ready(1.0) == []
+
+
+TOKEN = "hunter2-secret"
+
+
+def test_the_token_is_sent_to_our_server() -> None:
+    with serving({"r": Brightness()}, token=TOKEN) as url:
+        with client_of(url, token=TOKEN) as client:
+            assert client.wait_ready(2.0) == []
+            assert values(client.score(items(1))["r"]) == [brightness(item(0))]
+            assert list(client.info()[url]["scorers"]) == ["r"]
+        with client_of(url, token="wrong") as client:
+            (failure,) = failures(client.score(items(1))["r"])
+            (problem,) = client.wait_ready(5.0)
+    assert failure.code == "refused" and "401" in failure.message
+    assert "401" in problem
+
+
+def test_the_token_is_nowhere_to_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Not in a log at any level, nor in a message, although the server echoes what it was sent."""
+
+    def echo(asked: Asked, number: int) -> Answer:
+        status = {0: 503, 1: 200}.get(number, 418)
+        return Answer(json.dumps(dict(asked.headers)).encode(), status)
+
+    with FakeServer(echo) as server, client_of(server.url, token=TOKEN) as client:
+        found = failures(client.score(items(1))["r"] + client.score(items(1))["r"])
+        assert [asked.headers["Authorization"] for asked in server.asked] == [f"Bearer {TOKEN}"] * 3
+        shown = repr(client) + str(vars(client)["urls"]) + " ".join(str(one) for one in found)
+    assert "HTTP 418" in found[1].message and "***" in found[1].message
+    assert TOKEN not in shown
+    assert caplog.records and TOKEN not in caplog.text
+
+
+def test_a_token_that_cannot_be_sent_is_refused_without_showing_it() -> None:
+    for bad in ("two words", "new\nline"):
+        with pytest.raises(ValueError, match="printable ASCII") as caught:
+            client_of("http://127.0.0.1:1", token=bad)
+        assert bad not in str(caught.value)
+
+
+@pytest.mark.parametrize("urls", [[], ["localhost:8000"], ["http://"], ["http://me:pw@host"]])
+def test_addresses_that_cannot_be_used_are_refused_at_once(urls: list[str]) -> None:
+    before = client_threads()
+    with pytest.raises(ValueError, match="address"):
+        client_of(*urls)
+    assert client_threads() == before
+
+
+# --- readiness ---
+
+
+def test_ready_servers_have_no_problem() -> None:
+    with serving({"r": Brightness()}) as url, client_of(url) as client:
+        assert client.wait_ready(2.0) == []
+
+
+def test_readiness_waits_for_loading() -> None:
+    scorer = Gated(gate_load=True)
+    with serving({"r": scorer}, wait=False) as url, client_of(url) as client:
+        (problem,) = client.wait_ready(0.1)
+        assert "503" in problem and "loading" in problem
+        threading.Timer(0.2, scorer.open).start()
+        assert client.wait_ready(5.0) == []
+
+
+def test_readiness_of_every_server_or_of_one() -> None:
+    dead = f"http://127.0.0.1:{closed_port()}"
+    with serving({"r": Brightness()}) as url, client_of(url, dead) as client:
+        (problem,) = client.wait_ready(0.3)
+        assert dead in problem
+        assert client.wait_ready(0.3, every_server=False) == []
+
+
+@pytest.mark.parametrize(
+    ("scorers", "token", "words"),
+    [
+        ({"other": Brightness()}, None, "has no reward r; it has: other"),
+        ({"r": Unloadable()}, None, "no weights"),
+        ({"r": Brightness()}, "secret", "401"),
+    ],
+    ids=["lacks the reward", "failed to load", "wants a token"],
+)
+def test_what_no_waiting_will_mend_is_said_at_once(scorers: dict[str, Scorer], token: str | None, words: str) -> None:
+    with serving(scorers, token=token, wait=False) as url, client_of(url) as client:
+        started = time.monotonic()
+        (problem,) = client.wait_ready(20.0)
+        assert time.monotonic() - started < 3
+    assert words in problem
+
+
+@pytest.mark.parametrize("behave", [black_hole, slow_drip], ids=lambda b: b.__name__)
+def test_readiness_is_bounded(behave: Callable[[socket.socket], None]) -> None:
+    with raw_server(behave) as url, client_of(url) as client:
+        started = time.monotonic()
+        assert len(client.wait_ready(0.3)) == 1
+        assert time.monotonic() - started < 0.3 + SLACK_S
+
+
+@pytest.mark.parametrize("info", [b"[]", b"null", b"no", b'{"scorers": null}', b'{"scorers": 5}'])
+def test_an_odd_info_is_a_problem_not_an_error(info: bytes) -> None:
+    def behave(connection: socket.socket) -> None:
+        while b"readyz" in connection.recv(65536):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(info) + info)
+
+    with raw_server(behave) as url, client_of(url) as client:
+        (problem,) = client.wait_ready(0.2)
+    assert "has no reward r" in problem
+
+
+def test_info_of_the_servers_that_answer(caplog: pytest.LogCaptureFixture) -> None:
+    dead = f"http://127.0.0.1:{closed_port()}"
+    with serving({"r": Brightness()}) as url, client_of(url, dead) as client:
+        assert list(client.info()) == [url]
+    assert any(record.levelno == logging.WARNING and dead in record.getMessage() for record in caplog.records)
+
+
+def test_a_client_is_its_process_and_one_thread() -> None:
+    before = threading.active_count()
+    with client_of("http://127.0.0.1:1"):
+        until(lambda: threading.active_count() == before + 1)

@@ -1,0 +1,1 @@
+from tests.models.conftest import model, pipeline  # noqa: F401
