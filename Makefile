@@ -1,0 +1,53 @@
+# Every target does its own set-up in .venv, with plain python3 and pip; a second call starts at once.
+# Another interpreter:      make test PYTHON=python3.12
+# CPU wheels of torch only: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
+SOURCES := src tests examples benchmarks tools
+# the networks of the tests are tiny: one thread for each test process
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint mutants clean
+
+help: ## Say what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: .venv/.runtime ## Teach a tiny inpainting model to write, on a CPU
+	$(BIN)/python examples/demo.py
+
+test: lint ## Format, lint, types, import contracts, then every fast test
+	$(TEST) -n auto
+
+test-slow: .venv/.installed ## The tests that take minutes
+	$(TEST) -m slow
+
+lint: .venv/.installed ## Format, lint, types, import contracts
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+mutants: .venv/.installed ## Break the code on purpose: every named fault must be caught by its test
+	$(BIN)/python tools/mutants.py
+
+clean: ## Remove .venv and caches; runs/ stays
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site
+	find src tests examples benchmarks tools -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# what the demo needs
+.venv/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "retouch needs Python 3.11 or newer, and '$(PYTHON)' is not; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -m venv .venv || { \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu its package is python3-venv" >&2; exit 2; }
+	@echo "installing into .venv ..."
+	$(PIP) -e ".[train,serve,ocr]"
+	@touch $@
+
+# what tests need besides
+.venv/.installed: .venv/.runtime
+	$(PIP) -e ".[train,serve,ocr,dev]"
+	@touch $@

@@ -1,0 +1,86 @@
+"""The published run files, and tiny data for whatever data sections they have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from retouch.data.synth import draw_words, write_signs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ENGINES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(ENGINES))
+SIZE = (32, 64)
+
+
+def name_of(path: Path) -> str:
+    """A path below configs/, which names the test."""
+    return str(path.relative_to(CONFIGS))
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the published files take from the environment."""
+    monkeypatch.setenv("MODEL_PATH", "somebody/FLUX.1-Fill-dev")
+    monkeypatch.setenv("DATA_PATH", "a/folder")
+    monkeypatch.setenv("DATA_JSON_PATH", "a/manifest.json")
+
+
+@pytest.fixture(scope="session")
+def signs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Eight signs in each data format: format -> what `path` takes."""
+    folder = tmp_path_factory.mktemp("signs")
+    words = draw_words(8, "train", 1)
+    write_signs(folder, words, SIZE, 1)
+    entries = [
+        {
+            "image_path": f"test{number}_source.png",
+            "mask_path": f"test{number}_mask.png",
+            "target_path": f"test{number}_source.png",
+            "prompt": f"The text is '{text}'.",
+            "text": text,
+        }
+        for number, _, text in (line.partition("-") for line in (folder / "self_bench.txt").read_text().split())
+    ]
+    (folder / "manifest.json").write_text(json.dumps(entries), encoding="utf-8")
+    return {"self_bench": folder, "manifest": folder / "manifest.json"}
+
+
+def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
+    """Overrides that take a published run to the tiny base: paths, sizes, counts of steps and images, urls, precision.
+
+    Everything else stays as published.
+    """
+    published = yaml.safe_load(path.read_text(encoding="utf-8"))
+    algorithm, rollout = published["algorithm"], published["rollout"]
+    overrides = ["model.path=tiny", "model.dtype=fp32", "model.max_sequence_length=24", f"logging.dir={out}"]
+    sections = {
+        "data": published["data"],
+        "warmup_data": published.get("warmup_data"),
+        "evaluation.data": published.get("evaluation", {}).get("data"),
+    }
+    for key, section in sections.items():
+        if section:
+            overrides += [f"{key}.path={signs[section['format']]}", f"{key}.resolution={list(SIZE)}"]
+    overrides += [f"rewards.{name}.url=null" for name in published["rewards"]]
+    overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
+    overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "rollout.batch_size_per_device=4"]
+    if "num_steps" in published.get("evaluation", {}):
+        overrides += ["evaluation.num_steps=4"]
+    if algorithm["name"] == "sft":
+        return [*overrides, "rollout.num_steps=4", "training.max_steps=1", "training.mixed_precision=no"]
+    warmup = min(1, algorithm.get("warmup_steps", 0))
+    group = min(4, rollout["group_size"])
+    return [
+        *overrides,
+        "rollout.num_steps=4",
+        f"rollout.group_size={group}",
+        f"rollout.global_groups_per_batch={8 // group}",
+        "rollout.batches_per_epoch=1",
+        f"algorithm.warmup_steps={warmup}",
+        f"training.max_steps={warmup + 1}",
+        "training.mixed_precision=no",
+    ]

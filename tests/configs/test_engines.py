@@ -1,0 +1,66 @@
+"""configs/accelerate: what the files say, and what they promise: two data-parallel processes are one, split."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from retouch.engine.checkpoint import complete_checkpoints
+from retouch.observe.run_dir import read_metrics
+from tests.command_line import retouch
+
+from .conftest import CONFIGS, ENGINES, name_of, shrink
+
+
+@pytest.mark.parametrize("path", ENGINES, ids=name_of)
+def test_accelerate_reads_the_file(path: Path) -> None:
+    engine: Any = load_config_from_file(str(path))
+    assert engine.num_processes == int(path.stem.removeprefix("gpu"))
+    assert engine.distributed_type == ("NO" if engine.num_processes == 1 else "MULTI_GPU")
+
+
+@pytest.mark.parametrize("path", ENGINES, ids=name_of)
+def test_precision_is_left_to_the_run_file(path: Path) -> None:
+    """The engine reads it there; a second place could only disagree."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.startswith("mixed_precision")]
+
+
+@pytest.mark.parametrize("name", ["flux_fill_grpo.yaml", "flux_fill_grpo_lora.yaml"])
+def test_two_processes_train_what_one_does(name: str, signs: dict[str, Path], tmp_path: Path) -> None:
+    """Full weights and LoRA, a warm-up step and an RL step: the same rewards, gradients and weights."""
+    path = CONFIGS / "tiny" / name
+    common = [*shrink(path, signs, tmp_path), "rewards={preservation: {}}", "logging.sinks=[]", "training.eval_every=0"]
+    one = [*common, "name=one", "optimizer.gradient_accumulation=2"]
+    two = [*common, "name=two", "optimizer.gradient_accumulation=1"]
+    assert retouch("train", path, *one).code == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "retouch"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "train", str(path), *two], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    expected, found = (records(tmp_path / run) for run in ("one", "two"))
+    assert len(found) == len(expected)
+    for theirs, mine in zip(expected, found, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+    assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Numbers of every training step and rollout epoch, timings aside."""
+    kept = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] in ("train", "rollout")]
+    return [{k: v for k, v in record.items() if isinstance(v, int | float)} for record in kept]
+
+
+def weights(run: Path) -> dict[str, Any]:
+    newest = complete_checkpoints(run / "checkpoints")[-1]
+    return {name: t for file in (newest / "weights").glob("*.safetensors") for name, t in load_file(file).items()}

@@ -1,0 +1,135 @@
+"""Every published run file: it validates, it trains, and it fits the network at its released size.
+
+A new file under configs/ is tested by being there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from retouch.adapters.trainee import make_trainable
+from retouch.config import ConfigError, derive, load_run
+from retouch.engine.checkpoint import complete_checkpoints
+from retouch.models import FAMILIES, family_class, load_model
+from retouch.observe.run_dir import read_metrics
+from tests.command_line import retouch
+
+from .conftest import CONFIGS, RUNS, name_of, shrink
+
+TINY = [path for path in RUNS if path.parent.name == "tiny"]
+RELEASED = [path for path in RUNS if path not in TINY]
+
+PARAMETERS = {"flux_fill": 11.9e9}
+"""Of the released networks."""
+
+LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3}
+"""Adapted weights: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones."""
+
+
+def test_something_is_published() -> None:
+    assert {"flux_fill_sft.yaml", "flux_fill_grpo.yaml", "flux_fill_ppo.yaml"} <= {p.name for p in RELEASED}
+    assert {p.name for p in TINY} >= {"flux_fill_sft.yaml", "flux_fill_grpo.yaml", "flux_fill_ppo.yaml"}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_it_is_valid(path: Path, world_size: int) -> None:
+    run = load_run(path)
+    derived = derive(run, world_size)
+    assert derived.padded_images_per_epoch == 0  # on one device and on eight, nothing is sampled for nothing
+    assert run.algorithm.name == "sft" or derived.epochs > 0
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_it_is_named_after_its_file(path: Path) -> None:
+    assert load_run(path).name == ("tiny_" if path in TINY else "") + path.stem
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=name_of)
+def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(path)
+    assert run.model.path == "somebody/FLUX.1-Fill-dev"
+    assert run.data.path in ("a/folder", "a/manifest.json")
+    monkeypatch.delenv("MODEL_PATH")
+    assert load_run(path).model.path == "black-forest-labs/FLUX.1-Fill-dev"
+    monkeypatch.delenv("DATA_PATH")
+    with pytest.raises(ConfigError, match=r"\$\{DATA_PATH\} is not set in the environment"):
+        load_run(path)
+
+
+@pytest.mark.parametrize("path", TINY, ids=name_of)
+def test_a_tiny_run_needs_no_environment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODEL_PATH")
+    monkeypatch.delenv("DATA_PATH")
+    run = load_run(path)
+    assert (run.model.path, run.data.path.split("/")[0]) == ("tiny", "runs")
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path) -> None:
+    """One optimizer step of each of its phases on the tiny base: sampled, scored, trained, saved."""
+    overrides = shrink(path, signs, tmp_path)
+    run = load_run(path, overrides)
+    outcome = retouch("train", path, *overrides)
+    assert outcome.code == 0, outcome.err
+    records = read_metrics(tmp_path / run.name / "metrics.jsonl")
+    steps = [record for record in records if record["kind"] == "train"]
+    phases = ["sft"] if run.algorithm.name == "sft" else ["warmup", "rl"] if run.algorithm.warmup_steps else ["rl"]
+    assert [record["phase"] for record in steps] == phases
+    for record in steps:
+        assert record["grad_norm"] > 0
+        assert record["lr"] > 0
+    if "rl" in phases:
+        assert steps[-1]["skipped"] == 0
+        assert steps[-1]["max_abs_log_ratio"] <= 1e-5  # before the first update, rollout and training are one policy
+        [rollouts] = [record for record in records if record["kind"] == "rollout"]
+        assert rollouts["images"] == derive(run).global_images_per_epoch
+        assert {f"reward/{name}" for name in run.rewards} <= rollouts.keys()
+    newest = complete_checkpoints(tmp_path / run.name / "checkpoints")[-1]
+    assert newest.name == f"step-{len(phases):06d}"
+    assert (newest / "ema").is_dir() == (run.ema is not None)
+    [file] = (newest / "weights").glob("*.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
+    assert {record["moment"] for record in records if record["kind"] == "eval"} >= {"start", "end"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_released_network_on_the_meta_device(family: str) -> None:
+    assert parameters(released_network(family)) == pytest.approx(PARAMETERS[family], rel=0.01)
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=name_of)
+def test_what_it_trains_is_in_the_released_network(path: Path) -> None:
+    config = load_run(path).model
+    spec = load_model(config.model_copy(update={"path": "tiny"})).spec
+    network = released_network(config.family)
+    base = parameters(network)
+    with torch.device("meta"):
+        trainee = make_trainable(network, config.train, spec)
+    trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    if config.train.kind == "full":
+        assert sum(p.numel() for p in network.parameters() if p.requires_grad) == base
+    else:
+        assert trainee.kind == "lora"
+        assert len(trained) == 2 * LORA_MODULES[config.family]
+        assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+        ranks = {network.get_parameter(name).shape[0] for name in trained if ".lora_A." in name}
+        assert ranks == {config.train.rank}
+
+
+def test_every_file_is_tested() -> None:
+    assert {path.parent for path in RUNS} == {CONFIGS, CONFIGS / "tiny"}
+
+
+def released_network(family: str) -> nn.Module:
+    with torch.device("meta"):
+        return family_class(family).released_network()
+
+
+def parameters(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())

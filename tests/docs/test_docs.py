@@ -1,0 +1,108 @@
+"""Nothing in the pages is made up: commands parse, files exist, run files validate, tests that are named are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from tools.config_reference import page as configuration_page
+
+from retouch.cli import app
+from retouch.config import load_run, parse_run
+
+from .pages import PAGES, REPOSITORY, blocks, commands, retouch_arguments
+
+COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]
+RETOUCH = [(name, arguments) for name, words in COMMANDS if (arguments := retouch_arguments(words)) is not None]
+LINKS = [
+    (page, target, title)
+    for page in PAGES
+    for target, title in re.findall(r'\]\(([^)\s]+)(?: "([^"]*)")?\)', page.read_text(encoding="utf-8"))
+    if "://" not in target and not target.startswith("#")
+]
+
+BASE: dict[str, Any] = {
+    "name": "example",
+    "model": {"path": "tiny"},
+    "data": {"format": "self_bench", "path": "somewhere"},
+    "algorithm": {"name": "grpo"},
+    "rewards": {"ocr": {}},
+}
+"""What an example of a single section is completed with."""
+
+
+def as_text(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(getattr(value, "name", value))
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL_PATH", "DATA_PATH", "DATA_JSON_PATH"):
+        monkeypatch.setenv(name, f"some/{name.lower()}")
+
+
+def test_there_are_pages_with_commands() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "index.md", "tutorial.md", "rewards.md"} <= {page.name for page in PAGES}
+    assert {name for name, _ in RETOUCH} >= {"README.md", "tutorial.md", "rewards.md"}
+
+
+@pytest.mark.parametrize(("page", "arguments"), RETOUCH, ids=as_text)
+def test_the_command_exists_with_its_options(page: str, arguments: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    rest = list(arguments)
+    while hasattr(command, "commands") and rest != ["--help"]:
+        assert rest and rest[0] in command.commands, f"{page}: no command {rest[:1]}"
+        command = command.commands[rest.pop(0)]
+    if rest != ["--help"]:  # which ends the process
+        command.make_context(command.name, rest)  # raises on an option that does not exist or lacks a value
+
+
+@pytest.mark.parametrize(("page", "arguments"), RETOUCH, ids=as_text)
+def test_overrides_of_published_files_are_valid(page: str, arguments: list[str]) -> None:
+    files = [word for word in arguments if re.fullmatch(r"configs/.+\.yaml", word)]
+    if arguments[0] in ("train", "check") and files:
+        load_run(REPOSITORY / files[0], [word for word in arguments if re.match(r"[a-z_.]+=", word)])
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=as_text)
+def test_files_of_the_repository_exist(page: str, words: list[str]) -> None:
+    for word in words:
+        if re.match(r"(configs|examples|tools|benchmarks|tests)/", word):
+            assert (REPOSITORY / word).exists(), f"{page}: no {word}"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    named = {word for _, words in COMMANDS if "make" in words for word in words[words.index("make") + 1 :]}
+    assert {word for word in named if "=" not in word} <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=as_text)
+def test_examples_of_run_files_are_valid(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        parse_run({**BASE, **yaml.safe_load(block)}, source=page.name)
+
+
+@pytest.mark.parametrize(("page", "target", "title"), LINKS, ids=as_text)
+def test_links_lead_somewhere(page: Path, target: str, title: str) -> None:
+    """And where a link is titled with the name of a test, that test is in the file."""
+    path = page.parent / target.partition("#")[0]
+    assert path.exists()
+    if title.startswith("test_"):
+        assert f"def {title}(" in path.read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = {path for entry in navigation for path in entry.values()}
+    assert listed == {path.name for path in (REPOSITORY / "docs").glob("*.md")}
+
+
+def test_the_configuration_page_is_the_schema() -> None:
+    committed = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert committed == configuration_page(), "the schema changed; run python tools/config_reference.py"

@@ -1,0 +1,179 @@
+"""Break the package on purpose, one named fault at a time, and see that the tests notice: `make mutants`.
+
+    python tools/mutants.py [NAME ...] [--jobs N] [--verbose]
+
+The faults stand in mutants.toml. Each gets its own copy of the sources, and only its own tests run. A fault that
+survives is a missing test; one whose text is no longer in its file is stale. Either ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tools" / "mutants.toml"
+COPIED = ("src", "tests", "configs", "pyproject.toml")
+TIMEOUT_S = 1800
+
+PASSED, FAILED, ELSEWHERE = 0, 1, 70
+
+CHILD = f"""
+import pathlib, sys
+import pytest, retouch
+if pathlib.Path.cwd() not in pathlib.Path(retouch.__file__).resolve().parents:
+    print("the tests would import", retouch.__file__)
+    sys.exit({ELSEWHERE})
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+"""Runs pytest on the copy in the working directory, and on nothing else: the package may be installed, too."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: one replacement in a file of the package, and the tests that must see it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def path(self, root: Path) -> Path:
+        return root / "src" / "retouch" / self.file
+
+    def apply(self, root: Path) -> None:
+        path = self.path(root)
+        path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the tests of a mutant ended: "killed", "SURVIVED", or "BROKEN" where they could not run; and why."""
+
+    name: str
+    result: str
+    seconds: float
+    why: str
+
+
+def load(path: Path = LIST) -> list[Mutant]:
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def problems(mutant: Mutant, root: Path = ROOT) -> list[str]:
+    """Why an entry cannot be used."""
+    found: list[str] = []
+    path = mutant.path(root)
+    count = path.read_text(encoding="utf-8").count(mutant.old) if path.is_file() else 0
+    if count != 1:
+        found.append(f"{mutant.file} holds the text {count} times, not once: {mutant.old.strip().splitlines()[0]}")
+    if mutant.old == mutant.new or not mutant.tests:
+        found.append("changes nothing, or names no test")
+    return found + [f"no test {test}" for test in mutant.tests if not exists(test, root)]
+
+
+def exists(test: str, root: Path) -> bool:
+    """Whether "tests/file.py::test_name" is a function of that file."""
+    file, _, name = test.partition("::")
+    if not (root / file).is_file():
+        return False
+    tree = ast.parse((root / file).read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    for name in COPIED:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source / name, target / name)
+
+
+def run_tests(root: Path, tests: Iterable[str]) -> tuple[int, str]:
+    """pytest on a copy -> (exit code, output)."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")])),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", CHILD, "-q", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no end after {TIMEOUT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def judge(mutant: Mutant, original: Path) -> Verdict:
+    """Apply the fault to a copy of `original` and run its tests."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        root = Path(folder).resolve()
+        copy_tree(original, root)
+        mutant.apply(root)
+        code, output = run_tests(root, mutant.tests)
+    result = {FAILED: "killed", PASSED: "SURVIVED"}.get(code, "BROKEN")
+    return Verdict(mutant.name, result, time.monotonic() - started, reason(output))
+
+
+def reason(output: str) -> str:
+    """The first line that says what failed."""
+    lines = output.strip().splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))), lines[-1] if lines else "")
+
+
+def chosen(names: Sequence[str], mutants: Sequence[Mutant]) -> list[Mutant]:
+    unknown = set(names) - {mutant.name for mutant in mutants}
+    if unknown:
+        sys.exit(f"no mutant {', '.join(sorted(unknown))}; there are: " + ", ".join(m.name for m in mutants))
+    return [mutant for mutant in mutants if not names or mutant.name in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Break the package on purpose; the tests must notice.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; all without any")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
+    parser.add_argument("--verbose", action="store_true", help="say what each test saw")
+    arguments = parser.parse_args()
+    mutants = chosen(arguments.names, load())
+    stale = [f"{mutant.name}: {problem}" for mutant in mutants for problem in problems(mutant)]
+    if stale:
+        sys.exit("stale entries in tools/mutants.toml:\n  " + "\n  ".join(stale))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        original = Path(folder).resolve()
+        copy_tree(ROOT, original)  # the sources may change while this runs
+        started = time.monotonic()
+        code, output = run_tests(original, dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        if code != PASSED:
+            sys.exit(f"the tests fail without any fault (exit code {code}):\n{output[-3000:]}")
+        print(f"the tests pass without any fault ({time.monotonic() - started:.0f} s)", flush=True)
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            verdicts: list[Verdict] = []
+            for verdict in pool.map(lambda mutant: judge(mutant, original), mutants):
+                print(f"{verdict.name:56} · {verdict.result:8} · {verdict.seconds:5.1f} s", flush=True)
+                if arguments.verbose or verdict.result != "killed":
+                    print(f"    {verdict.why}", flush=True)
+                verdicts.append(verdict)
+    alive = [verdict.name for verdict in verdicts if verdict.result != "killed"]
+    print(f"{len(verdicts) - len(alive)} of {len(verdicts)} killed" + (f"; not: {', '.join(alive)}" if alive else ""))
+    sys.exit(1 if alive else 0)
+
+
+if __name__ == "__main__":
+    main()
