@@ -11,7 +11,7 @@ from PIL import Image
 
 from retouch.config.schema import SelfBenchData
 from retouch.data import DataError, load_dataset, synth
-from retouch.data.synth import Half, draw_sign, draw_words, half_of, words_of, write_signs
+from retouch.data.synth import Half, draw_sign, draw_words, half_of, misheard, words_of, write_signs
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
 from tests.command_line import retouch
@@ -90,6 +90,17 @@ def test_a_word_has_letters() -> None:
     with pytest.raises(DataError) as caught:
         draw_words(1, "train", 0, 0)
     assert str(caught.value) == "--length: given 0; a word has at least 1 letter"
+
+
+def test_captions_get_the_share_of_letters_wrong_evenly() -> None:
+    words = draw_words(2000, "train", 0)
+    pairs = [pair for i, word in enumerate(words) for pair in zip(word, misheard(word, 0.3, i), strict=True)]
+    wrong = [(right, heard) for right, heard in pairs if right != heard]
+    assert len(wrong) / len(pairs) == pytest.approx(0.3, abs=0.015)  # 8000 letters: 3 sigma
+    assert all((right in "AEIOU") == (heard in "AEIOU") for right, heard in wrong)
+    assert len({heard for right, heard in wrong if right == "A"}) == 4
+    assert [misheard(word, 0.0, 0) for word in words] == words
+    assert misheard("MOVE", 0.3, 5) == misheard("MOVE", 0.3, 5)
 
 
 # --- signs ---
@@ -203,6 +214,16 @@ def test_the_command_line_excludes_the_words_of_a_folder(tmp_path: Path) -> None
     assert not list(second.glob("*_ref.png"))
 
 
+def test_wrong_captions_stand_in_the_list_and_leave_the_pictures(tmp_path: Path) -> None:
+    clean, noisy = tmp_path / "a", tmp_path / "b"
+    assert command(clean, "--count", 6)[0] == 0
+    assert command(noisy, "--count", 6, "--caption-noise", 0.3)[0] == 0
+    before, after = bytes_of(clean), bytes_of(noisy)
+    assert before.pop("self_bench.txt") != after.pop("self_bench.txt")
+    assert before == after
+    assert words_of(noisy) == {misheard(word, 0.3, 0) for word in draw_words(6, "train", 0)}
+
+
 def test_an_existing_data_set_stays(tmp_path: Path) -> None:
     out = tmp_path / "x"
     assert command(out, "--count", 2)[0] == 0
@@ -221,6 +242,11 @@ def test_an_existing_data_set_stays(tmp_path: Path) -> None:
         (["--count", 1, "--size", "7x64"], "--size: given 7x64; a sign has at least 8x16 pixels"),
         (["--count", 1, "--size", "32x15"], "--size: given 32x15; a sign has at least 8x16 pixels"),
         (["--count", 1, "--size", "big"], "size: given 'big'; write a side like 512, or HEIGHTxWIDTH like 32x64"),
+        (["--count", 1, "--caption-noise", 30], "--caption-noise: given 30.0; a share of letters lies in [0, 1]"),
+        (
+            ["--count", 1, "--caption-noise", 0.3, "--no-targets"],
+            "--caption-noise with --no-targets: no picture shows the word, so no caption can be wrong",
+        ),
         (["--count", 1, "--exclude", "nowhere"], "--exclude: nowhere has no self_bench.txt"),
         (
             ["--count", 18, "--half", "held_out", "--length", 2],

@@ -79,6 +79,21 @@ def draw_words(
     return list(words)
 
 
+def misheard(word: str, share: float, seed: int) -> str:
+    """The word with each letter wrong with probability `share`, vowels for vowels and consonants for consonants: a
+    caption as scraped pictures have them.
+
+    The other letters are drawn evenly, so that the right letter stays the likeliest as long as share < 19 / 20 of
+    consonants and < 4 / 5 of vowels.
+    """
+    draw = Random(derive_seed("caption", seed, word))
+    letters = ""
+    for letter, alphabet in zip(word, _alphabets(len(word)), strict=True):
+        wrong = draw.random() < share
+        letters += draw.choice(alphabet.replace(letter, "")) if wrong else letter
+    return letters
+
+
 def _alphabets(length: int) -> list[str]:
     return [_VOWELS if i % 2 else _CONSONANTS for i in range(length)]
 
@@ -116,11 +131,19 @@ def draw_sign(word: str, size: tuple[int, int], seed: int, face: str | None = No
 
 
 def write_signs(
-    out: Path, words: list[str], size: tuple[int, int], seed: int, *, with_targets: bool = True, first_id: int = 0
+    out: Path,
+    words: list[str],
+    size: tuple[int, int],
+    seed: int,
+    *,
+    with_targets: bool = True,
+    first_id: int = 0,
+    caption_noise: float = 0.0,
 ) -> None:
     """Write a self_bench folder.
 
     Args:
+        caption_noise: share of the letters that the list gets wrong; the pictures show the words.
         with_targets: False writes the bare ground as source and no reference: prompts that have no target picture at
             all, for RL (`data.target: none`).
 
@@ -140,7 +163,8 @@ def write_signs(
         if with_targets:
             sign.picture.crop(mask_box(sign.mask)).save(out / f"test{n}_ref.png")
     # the list comes last: a folder that was cut off has none and is refused
-    listing.write_text("".join(f"{n}-{word}\n" for n, word in enumerate(words, first_id)), encoding="utf-8")
+    captions = [misheard(word, caption_noise, seed) for word in words]
+    listing.write_text("".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)), encoding="utf-8")
 
 
 def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:
@@ -168,18 +192,24 @@ def synthesize(
     length: int,
     targets: bool,
     exclude: Path | None,
+    caption_noise: float,
 ) -> int:
     """What `retouch data synth` does -> the number of items written.
 
     Raises:
-        DataError: an unknown half, too many words, too small a size, a folder in use, or an unreadable exclusion.
+        DataError: an unknown half, too many words, too small a size, a folder in use, an unreadable exclusion, or
+            wrong captions of pictures that show no word.
     """
+    if not 0 <= caption_noise <= 1:
+        raise DataError(f"--caption-noise: given {caption_noise}; a share of letters lies in [0, 1]")
+    if caption_noise and not targets:
+        raise DataError("--caption-noise with --no-targets: no picture shows the word, so no caption can be wrong")
     if half not in ("train", "held_out"):
         raise DataError(f"--half: given {half!r}; allowed: train, held_out")
     if size[0] < _SMALLEST[0] or size[1] < _SMALLEST[1]:
         raise DataError(f"--size: given {size[0]}x{size[1]}; a sign has at least {_SMALLEST[0]}x{_SMALLEST[1]} pixels")
     words = draw_words(count, half, seed, length, words_of(exclude) if exclude else ())
-    write_signs(out, words, size, seed, with_targets=targets)
+    write_signs(out, words, size, seed, with_targets=targets, caption_noise=caption_noise)
     return len(words)
 
 

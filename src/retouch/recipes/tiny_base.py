@@ -4,9 +4,11 @@ Three stages, a few minutes on two CPU cores, all from one seed:
 
     1. the autoencoder, on pictures of signs and on masked ones;
     2. the text encoders, on spelling: which letter stands where (what T5 and CLIP bring along at their real size);
-    3. the denoiser, by flow matching on signs with their words, the text encoders along with it.
+    3. the denoiser, by flow matching on signs with their words, the text encoders along with it: first with right
+       captions, which teach letters quickly, then with wrong letters in them (`CAPTION_NOISE`), as scraped data have.
 
-The base is meant to be mediocre: it knows letters and misspells words, so that there is something left to learn.
+The base is meant to be mediocre: it draws letters well, and picks the right one only about as often as its captions
+did. Supervision does no better than its captions; a reward can.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from retouch.config.errors import ConfigError, nearest
 from retouch.config.schema import FluxFillModel, OcrReward, RewardClientConfig, TrainFull
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data import derive_seed
-from retouch.data.synth import Sign, draw_sign, draw_words
+from retouch.data.synth import Sign, draw_sign, draw_words, misheard
 from retouch.evaluate import evaluate
 from retouch.models.flux_fill import FluxFill
 from retouch.models.text import FluxTextEncoders
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 PROMPT = "The text is '{}'."
 SIZE = (32, 64)
 LETTERS = 4
+CAPTION_NOISE = 0.3
+"""Share of the letters that the last captions get wrong."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Schedule:
     signs: int = 8000
     vae_steps: int = 800
     text_steps: int = 250
-    denoiser_steps: int = 700
+    letter_steps: int = 300
+    denoiser_steps: int = 400
     batch: int = 64
 
 
@@ -65,7 +70,10 @@ def build_flux_fill(out: Path, seed: int = 0, schedule: Schedule = Schedule()) -
     after_vae = time.monotonic()
     train_spelling(pipeline, schedule.text_steps, schedule.batch, seed)
     after_text = time.monotonic()
-    train_denoiser(pipeline, signs, schedule.denoiser_steps, schedule.batch, seed)
+    right = [sign.word for sign in signs]
+    heard = [misheard(sign.word, CAPTION_NOISE, derive_seed(seed, "caption", i)) for i, sign in enumerate(signs)]
+    train_denoiser(pipeline, signs, right, schedule.letter_steps, schedule.batch, derive_seed(seed, "letters"))
+    train_denoiser(pipeline, signs, heard, schedule.denoiser_steps, schedule.batch, derive_seed(seed, "scraped"))
     after_denoiser = time.monotonic()
     for component in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.transformer):
         component.half()
@@ -140,15 +148,17 @@ def train_spelling(pipeline: Any, steps: int, batch: int, seed: int) -> None:
             logger.info("spelling step %d: loss %.3f", step, float(loss.detach()))
 
 
-def train_denoiser(pipeline: Any, signs: Sequence[Sign], steps: int, batch: int, seed: int) -> None:
-    """Flow matching on the signs, text encoders included; the averaged weights stay."""
+def train_denoiser(
+    pipeline: Any, signs: Sequence[Sign], captions: Sequence[str], steps: int, batch: int, seed: int
+) -> None:
+    """Flow matching on the signs and their captions, text encoders included; the averaged weights stay."""
     model = family_model(pipeline)
     pictures, masks = _pixels(signs)
     with torch.no_grad():
         x0 = torch.cat([model.encode_images(x) for x in pictures.split(256)])
         masked = torch.cat([model.encode_images(x) for x in (pictures * (1 - masks)).split(256)])
     cells = nn.functional.pixel_unshuffle(masks, model.spec.downsampling)
-    prompts = [PROMPT.format(sign.word) for sign in signs]
+    prompts = [PROMPT.format(caption) for caption in captions]
     trained = [pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2]
     parameters = [p for m in trained for p in m.requires_grad_(True).parameters()]
     average = [p.detach().clone() for p in parameters]
