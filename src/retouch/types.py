@@ -169,30 +169,6 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """A batch of finished rollouts, one row an image.
-
-    Attributes:
-        example_ids, group_ids: [B] int64. A group's key is an integer, never its prompt.
-        seeds: [B] int64 that drew each row's noise.
-        images: [B, H, W, 3] uint8 on the CPU, decoded and pasted back where there is a source.
-        policy_version: optimizer steps the sampling policy had taken.
-    """
-
-    examples: Sequence[Example]
-    condition: Condition
-    example_ids: Tensor
-    group_ids: Tensor
-    seeds: Tensor
-    trajectory: Trajectory
-    images: Tensor
-    policy_version: int
-
-    def __len__(self) -> int:
-        return len(self.example_ids)
-
-
-@dataclass(frozen=True)
 class Score:
     """A reward that succeeded: a finite value, and what it was made of."""
 

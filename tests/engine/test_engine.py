@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retouch.config import ConfigError
 from retouch.config.schema import OptimizerConfig, TrainingConfig
-from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy
+from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
 from retouch.engine.checkpoint import complete_checkpoints
 
 
@@ -74,6 +74,15 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert torch.equal(net.weight, linear().weight)
     engine.backward(engine.network(torch.ones(1, 2)).sum())  # nothing of the bad gradient is left
     assert engine.step(lr=0.1)["grad_norm"] == pytest.approx(2**0.5)
+
+
+def test_gradients_of_a_step_are_gone_in_the_next() -> None:
+    net = linear()
+    engine = engine_for(net)
+    assert engine.network is not None
+    for _ in range(2):
+        engine.backward(engine.network(torch.ones(1, 2)).sum())
+        assert engine.step(lr=0.1)["grad_norm"] == pytest.approx(2**0.5)
 
 
 def test_the_network_stays_in_eval_mode() -> None:
@@ -164,6 +173,27 @@ def test_a_write_that_died_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-000003"]
     listed = json.loads((tmp_path / "step-000003" / "complete.json").read_text())
     assert listed["step"] == 3 and "optimizer.pt" in listed["files"]
+
+
+@pytest.mark.parametrize("flush", [1, 2])
+def test_a_write_that_fails_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: int
+) -> None:
+    """A full disk is seen when files are pushed to it: none that may be missing a file counts as complete."""
+    net = linear()
+    engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
+    first = store.save(2, engine, policy, {})
+    calls: list[Path] = []
+
+    def full(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == flush:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "_flush", full)
+    with pytest.raises(OSError, match="no space left"):
+        store.save(4, engine, policy, {})
+    assert store.newest() == first
 
 
 def test_pruning_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:

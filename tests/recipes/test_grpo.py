@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -209,6 +210,41 @@ def test_the_reward_moves_the_policy_its_way(config: Config, scripted: Callable[
     assert ends[1.0] - ends[-1.0] > 0.02
 
 
+def test_rewards_dealt_at_random_within_groups_do_not_help(
+    config: Config, scripted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rewards, each given to another image of its group: the policy stays as bright as it was."""
+    shape: dict[str, Any] = {
+        "rollout__group_size": 8,
+        "rollout__batch_size_per_device": 16,
+        "rollout__shared_noise": True,
+        "optimizer__batch_size_per_device": 16,
+        "optimizer__lr": 3e-4,
+        "training__max_steps": 12,
+    }
+    scripted(brightness)
+    _, honest = train(config(name="honest", **shape))
+    monkeypatch.setattr(Scripted, "score", dealt_at_random)
+    _, dealt = train(config(name="dealt", **shape))
+    gains = {}
+    for name, records in (("honest", honest), ("dealt", dealt)):
+        scores = [r["combined_score"] for r in of_kind(records, "rollout")]
+        gains[name] = sum(scores[-3:]) / 3 - sum(scores[:3]) / 3
+    assert gains["honest"] > 0.01 and abs(gains["dealt"]) < gains["honest"] / 3, gains
+
+
+def dealt_at_random(self: Scripted, items: Sequence[RewardItem]) -> list[Outcome]:
+    """Outcomes shuffled among the items of each group."""
+    outcomes = [self.rule(item) for item in items]
+    for group in {item.group for item in items}:
+        places = [i for i, item in enumerate(items) if item.group == group]
+        dealt = list(places)
+        Random(derive_seed("deal", str(items[places[0]].image.sum()))).shuffle(dealt)
+        for place, outcome in zip(places, [outcomes[i] for i in dealt], strict=True):
+            outcomes[place] = outcome
+    return outcomes
+
+
 def test_ppo_works_without_groups(config: Config) -> None:
     _, records = train(config(algorithm__name="ppo", rollout__group_size=1, rollout__global_groups_per_batch=4))
     assert all(r["rows"] == 2.0 for r in of_kind(records, "train"))
@@ -294,10 +330,8 @@ def test_rl_never_sees_a_target(config: Config) -> None:
 
 def test_a_directory_with_a_run_is_not_overwritten(config: Config) -> None:
     train(config(training__max_steps=1))
-    run = build(config(training__max_steps=1))
     with pytest.raises(ConfigError, match="already holds a run; continue it with resume=auto"):
-        recipe("grpo")(run)
-    run.close()
+        build(config(training__max_steps=1))  # before it loads a model
 
 
 def test_a_finished_run_stays_finished(config: Config, run_file: Callable[..., dict[str, Any]]) -> None:

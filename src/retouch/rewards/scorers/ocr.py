@@ -23,6 +23,7 @@ from retouch.types import Failure, Outcome, Score
 _HEIGHT = 48  # pixels the recogniser scales a line to
 _BUCKET = 32  # line widths are padded to a multiple of this, so that a score does not depend on its batch
 _BATCH = 16
+_LONGEST = 32  # sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
 
 
 class OcrScorer:
@@ -75,7 +76,7 @@ class OcrScorer:
         )
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        texts = [_mismatch(item) or text_to_read(item) for item in items]
+        texts = [_unreadable(item, self.crop_margin) or text_to_read(item) for item in items]
         readable = [i for i, text in enumerate(texts) if isinstance(text, str)]
         crops = [crop_for(items[i], self.crop_margin) for i in readable]
         read = dict(zip(readable, self.read(crops), strict=True))
@@ -124,10 +125,13 @@ class OcrScorer:
         return results
 
 
-def _mismatch(item: RewardItem) -> Failure | None:
-    if item.mask is None or item.mask.shape == item.image.shape[:2]:
-        return None
-    return Failure("bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size")
+def _unreadable(item: RewardItem, margin: float) -> Failure | None:
+    if item.mask is not None and item.mask.shape != item.image.shape[:2]:
+        return Failure("bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size")
+    height, width = crop_for(item, margin).shape[:2]
+    if max(height, width) > _LONGEST * min(height, width):
+        return Failure("bad_item", f"no text fits in {width} x {height} pixels; paint a mask less long and narrow")
+    return None
 
 
 def crop_for(item: RewardItem, margin: float) -> Pixels:

@@ -1,0 +1,322 @@
+"""Reward servers as processes of their own: started, found, asked, stopped, and gone with who started them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from retouch.config import ConfigError
+from retouch.data.synth import draw_sign
+from retouch.rewards.launch import LocalServer, requested, resolve_urls, reward_token, write_endpoints
+from tests.command_line import retouch
+from tests.rewards.fakes import closed_port, item, until
+from tests.rewards.test_server import as_json, outcomes
+
+TOKEN = "RETOUCH_REWARD_TOKEN"
+SERVE = (sys.executable, "-m", "retouch", "reward", "serve")
+START_S = 60.0  # an interpreter, fastapi and onnxruntime on a busy machine
+
+
+@dataclass(frozen=True)
+class Served:
+    """`retouch reward serve` as a process."""
+
+    process: subprocess.Popen[str]
+    endpoints: Path
+
+    @property
+    def url(self) -> str:
+        return str(json.loads(self.endpoints.read_text())["endpoints"][0]["url"])
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, trust_env=False, **options)
+
+    def score(self, message: Any, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/score", json=message, timeout=60, trust_env=False, **options)
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, **environment: str) -> Iterator[Served]:
+    """A ready server; killed at the end if it still runs."""
+    one = Served(
+        subprocess.Popen(
+            [*SERVE, *arguments, "--port", "0", "--endpoints", str(folder / "endpoints.json")],
+            env={**os.environ, TOKEN: "", "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ),
+        folder / "endpoints.json",
+    )
+    try:
+        until(lambda: one.endpoints.exists() or one.process.poll() is not None, START_S)
+        assert one.process.poll() is None, one.process.communicate()[0]
+        headers = {"Authorization": f"Bearer {environment[TOKEN]}"} if TOKEN in environment else {}
+        until(lambda: answers(one.url) and one.get("/readyz", headers=headers).status_code == 200, START_S)
+        yield one
+    finally:
+        one.process.kill()
+        one.process.communicate()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/livez", timeout=30, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a dead one whose parent has not asked yet does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(autouse=True)
+def _no_logs_on_stderr(_all_logs: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Its lines are counted here, and the command line leaves a log handler behind in this process."""
+    caplog.set_level(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    options = json.dumps({"ocr": {"detect": False, "threads": 1}})
+    with served(tmp_path_factory.mktemp("served"), "ocr,preservation", "--options", options) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def sign(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Files of a sign that says MOKA: `image`, `mask`, and `source`, the sign without its word."""
+    drawn, folder = draw_sign("MOKA", (64, 128), 0), tmp_path_factory.mktemp("sign")
+    pictures: dict[str, Image.Image] = {"image": drawn.picture, "mask": drawn.mask, "source": drawn.ground}
+    for name, picture in pictures.items():
+        picture.save(folder / f"{name}.png")
+    return {name: folder / f"{name}.png" for name in pictures}
+
+
+# --- serve ---
+
+
+def test_the_endpoints_file_says_where_who_and_what(server: Served) -> None:
+    (found,) = json.loads(server.endpoints.read_text())["endpoints"]
+    assert found == {
+        "url": server.url, "rewards": ["ocr", "preservation"], "device": "cpu", "pid": server.process.pid
+    }  # fmt: skip
+    assert server.url.startswith("http://127.0.0.1:")
+    assert resolve_urls(str(server.endpoints), "preservation") == [server.url]
+
+
+def test_a_served_scorer_is_alive_ready_and_has_its_options(server: Served) -> None:
+    assert [server.get(path).status_code for path in ("/livez", "/readyz", "/info")] == [200] * 3
+    info = server.get("/info").json()
+    assert info["pid"] == server.process.pid and list(info["scorers"]) == ["ocr", "preservation"]
+    assert "detect=False" in info["scorers"]["ocr"]["revision"]
+
+
+def test_json_as_one_would_write_it_for_curl(server: Served, sign: Mapping[str, Path]) -> None:
+    pictures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in sign.items()}
+    rest = {"protocol": 1, "request_id": "by hand", "deadline_ms": 60000, "rewards": ["ocr", "preservation"]}
+    wanted = [{"id": "right", "prompt": "a sign 'MOKA'"}, {"id": "wrong", "prompt": "a sign 'MOTO'"}]
+    response = server.score({**rest, "items": [{**one, **pictures} for one in wanted]})
+    assert outcomes(response, "ocr") == [1.0, 0.5]
+    right = response.json()["items"][0]
+    assert (right["id"], right["errors"], right["scores"]["ocr"]["detail"]["text"]) == ("right", {}, "MOKA")
+    assert outcomes(response, "preservation") == [1.0, 1.0]
+    assert set(response.json()["scorers"]) == {"ocr", "preservation"}
+
+
+def test_sigterm_ends_it(tmp_path: Path) -> None:
+    with served(tmp_path, "preservation") as one:
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(30) in (0, -signal.SIGTERM)
+        assert not answers(one.url)
+
+
+def test_an_open_address_needs_the_token_and_checks_it(tmp_path: Path) -> None:
+    refused = retouch("reward", "serve", "preservation", "--host", "0.0.0.0")
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert f"set {TOKEN} to a secret, or stay on 127.0.0.1" in refused.err
+    with served(tmp_path, "preservation", "--host", "0.0.0.0", **{TOKEN: "s3cret"}) as one:
+        message = as_json([item(0)], ["preservation"])
+        good = {"Authorization": "Bearer s3cret"}
+        assert [one.get("/info").status_code, one.score(message).status_code] == [401, 401]
+        assert outcomes(one.score(message, headers=good), "preservation") == ["bad_item"]
+        one.process.terminate()
+        assert "s3cret" not in one.process.communicate(timeout=30)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["orc"], "reward 'orc': no such scorer; did you mean 'ocr'?"),
+        ([","], "NAME: given ',', which names no scorer"),
+        (["preservation", "--options", "{"], "--options: not valid JSON"),
+        (["ocr", "--options", '{"ocr": {"detct": false}}'], "no such option 'detct'; did you mean 'detect'?"),
+        (["ocr", "--options", '{"preservation": {}}'], "--options: 'preservation' is not served"),
+        (["ocr", "--options", '{"ocr": 1}'], '--options: given {"ocr": 1}; write it as'),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_served_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    outcome = retouch("reward", "serve", *arguments, "--port", closed_port())
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert message in outcome.err
+
+
+def test_a_taken_port(server: Served) -> None:
+    outcome = retouch("reward", "serve", "preservation", "--port", server.url.rpartition(":")[2])
+    assert outcome.code == 2 and "choose another, or 0 for a free one" in outcome.err
+
+
+def test_requested_scorers() -> None:
+    assert requested(" ocr, preservation ,", '{"ocr": {"threads": 1}}') == {"ocr": {"threads": 1}, "preservation": {}}
+
+
+# --- score ---
+
+
+def test_score_here_and_on_a_server_is_the_same(server: Served, sign: Mapping[str, Path]) -> None:
+    """The sign is read in the process with detection, on the server without: the text is the same."""
+    arguments = ["reward", "score", "--reward", "ocr", "--image", sign["image"], "--mask", sign["mask"]]
+    arguments += ["--prompt", "a sign 'MOKI'"]
+    here = retouch(*arguments)
+    for url in (server.url, server.endpoints):
+        there = retouch(*arguments, "--url", url)
+        assert (here.code, there.code) == (0, 0)
+        for outcome in (here, there):
+            found = json.loads(outcome.out)
+            assert (found["value"], found["detail"]["text"]) == (0.75, "MOKA")
+
+
+def test_score_needs_what_its_reward_needs(sign: Mapping[str, Path]) -> None:
+    arguments = ["reward", "score", "--reward", "preservation", "--image", sign["image"], "--prompt", "p"]
+    failed = retouch(*arguments)
+    assert failed.code == 1
+    assert json.loads(failed.out)["error"] == {
+        "code": "bad_item", "message": "preservation needs mask, source", "retryable": False
+    }  # fmt: skip
+    scored = retouch(*arguments, "--mask", sign["mask"], "--source", sign["source"])
+    assert scored.code == 0 and json.loads(scored.out)["value"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--reward": "orc"}, "no such scorer; did you mean 'ocr'?"),
+        ({"--image": "nowhere.png"}, "nowhere.png: no such file"),
+        ({"--mask": __file__}, "not an image that Pillow can read"),
+        ({"--url": "nowhere.json"}, "given 'nowhere.json': no such file or directory"),
+        ({"--url": "127.0.0.1:8000"}, "give http://host:port"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_score_are_one_line_and_exit_2(
+    sign: Mapping[str, Path], changes: dict[str, str], message: str
+) -> None:
+    options = {"--reward": "ocr", "--image": sign["image"], "--prompt": "'MOKA'", **changes}
+    outcome = retouch("reward", "score", *(part for pair in options.items() for part in pair))
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert message in outcome.err
+
+
+# --- url: auto ---
+
+
+def test_a_server_of_a_run_is_closed_with_it(tmp_path: Path) -> None:
+    """Two entries of one scorer, each with its own name."""
+    log = tmp_path / "run" / "server.log"
+    one = LocalServer({"kept": {"scorer": "preservation"}, "kept_too": {"scorer": "preservation"}}, log)
+    url = one.url()
+    until(lambda: answers(url), START_S)  # the address is known before anybody listens
+    assert list(httpx.get(f"{url}/info", timeout=30, trust_env=False).json()["scorers"]) == ["kept", "kept_too"]
+    assert f"serving kept, kept_too on {url}" in " ".join(log.read_text().split())
+    one.close()
+    assert not alive(one.pid) and not answers(url)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    one = LocalServer({"orc": {}}, tmp_path / "server.log")
+    with pytest.raises(ConfigError, match=r"did not start \(log: .*server.log\): .*no such scorer; did you mean 'ocr'"):
+        one.url()
+    one.close()
+
+
+def test_a_killed_run_leaves_no_server_behind(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from retouch.rewards.launch import LocalServer\n"
+        f"server = LocalServer({{'preservation': {{}}}}, Path({str(tmp_path / 'server.log')!r}))\n"
+        "print(server.pid, server.url(), flush=True); time.sleep(600)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pid, url = run.stdout.readline().split()
+    until(lambda: answers(url), START_S)
+    assert alive(int(pid))
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    until(lambda: not alive(int(pid)), 30)
+    assert not answers(url)
+
+
+# --- addresses ---
+
+
+def test_addresses_as_given_or_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "sub" / "endpoints.json"
+    write_endpoints(file, [{"url": "http://a:1/", "rewards": ["r", "s"]}, {"url": "http://b:2", "rewards": ["s"]}])
+    assert resolve_urls("http://c:3/", "r") == ["http://c:3"]
+    assert resolve_urls(str(file), "r") == ["http://a:1"]
+    assert resolve_urls(["http://c:3", str(file)], "s") == ["http://c:3", "http://a:1", "http://b:2"]
+    assert [path.name for path in file.parent.iterdir()] == ["endpoints.json"]  # no half-written one beside it
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file or directory"),
+        ("{", "is not an endpoints file"),
+        ('{"endpoints": 1}', "is not an endpoints file"),
+        ('{"endpoints": [{"rewards": ["r"]}]}', "is not an endpoints file"),
+        ('{"endpoints": []}', "no server in .* has r; start one with `retouch reward serve r`"),
+        ('{"endpoints": [{"url": "http://a", "rewards": ["s"]}]}', "no server in .* has r"),
+        ('{"endpoints": [{"url": "http://u:pw@a", "rewards": ["r"]}]}', "holds a user, a password or a query"),
+    ],
+    ids=str,
+)
+def test_an_endpoints_file_that_does_not_help(tmp_path: Path, content: str | None, message: str) -> None:
+    file = tmp_path / "endpoints.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"rewards\.r\.url: .*{message}") as refused:
+        resolve_urls(str(file), "r")
+    assert "pw" not in str(refused.value)
+
+
+def test_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, token in ((" s3cret\n", "s3cret"), ("", None), ("  ", None)):
+        monkeypatch.setenv(TOKEN, given)
+        assert reward_token() == token
+    monkeypatch.setenv(TOKEN, "two words")
+    with pytest.raises(ConfigError, match=TOKEN) as refused:
+        reward_token()
+    assert "two" not in str(refused.value)

@@ -1,0 +1,120 @@
+"""In this process or on a server: the same items have the same outcomes, to the last bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from retouch.data.synth import draw_sign
+from retouch.rewards.client import RewardClient
+from retouch.rewards.local import LocalRewards
+from retouch.rewards.protocol import RewardItem, Scorer
+from retouch.rewards.scorers.ocr import OcrScorer
+from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.types import Failure, Outcome
+from tests.rewards.fakes import (
+    Brightness,
+    Gated,
+    Poisoned,
+    Unloadable,
+    brightness,
+    half_mask,
+    item,
+    items,
+    picture,
+    serving,
+    values,
+)
+
+
+def both_ways(
+    scorers: Mapping[str, Scorer], batch: Sequence[RewardItem]
+) -> tuple[dict[str, list[Outcome]], dict[str, list[Outcome]]]:
+    """(scored here, scored by a server in requests of 3)."""
+    local = LocalRewards(scorers)
+    here = local.submit(batch).result()
+    local.close()
+    with serving(scorers) as url, RewardClient([url], list(scorers), batch_size=3) as client:
+        return here, client.score(batch)
+
+
+def test_the_scorers_of_the_package(line_ocr: OcrScorer) -> None:
+    """Signs read rightly and wrongly, items that lack something, pictures of several sizes."""
+    signs = [draw_sign(word, (64, 128 + 16 * (i > 1)), i) for i, word in enumerate(["MOKA", "BERU", "VOLE", "TUSI"])]
+    batch = [
+        RewardItem(
+            i, f"a sign '{s.word}'", np.asarray(s.picture), np.asarray(s.mask), np.asarray(s.ground), metadata=extra
+        )
+        for i, (s, extra) in enumerate(zip(signs, [{}, {"text": "BERI"}, {}, {"text": 3}], strict=True))
+    ]
+    batch += [item(4), item(5, prompt="'AB'"), item(6, source=picture(7), mask=half_mask())]
+    here, there = both_ways({"ocr": line_ocr, "preservation": PreservationScorer()}, batch)
+    ocr, preservation = values(here["ocr"]), values(here["preservation"])
+    assert (ocr[:2], ocr[3:5], preservation[4:6]) == ([1.0, 0.75], ["bad_item"] * 2, ["bad_item"] * 2)
+    assert ocr == values(there["ocr"])
+    assert here["preservation"] == there["preservation"]  # details and messages too
+
+
+def test_poison_and_malformed_items() -> None:
+    batch = [*items(3), item(3, prompt="poison"), item(4, image=np.zeros((2, 2), np.uint8)), item(5, prompt="refused")]
+    here, there = both_ways({"b": Poisoned()}, batch)
+    assert here == there
+    assert values(here["b"]) == [*map(brightness, batch[:3]), "scorer_error", "bad_item", "bad_item"]
+
+
+def test_submit_does_not_wait_and_keeps_the_order_of_calls() -> None:
+    gate = Gated(gate_score=True)
+    local = LocalRewards({"b": gate})
+    first, second = local.submit(items(2)), local.submit(items(3))
+    assert gate.scoring.wait(5) and not first.done()
+    gate.open()
+    assert values(second.result(5)["b"]) == [brightness(one) for one in items(3)]
+    assert first.done()  # one thread, first come first served
+    local.close()
+
+
+def test_scorers_are_loaded_before_they_score() -> None:
+    gate = Gated(gate_load=True)
+    local = LocalRewards({"b": gate})
+    pending = local.submit(items(1))
+    assert local.wait_ready(0.05) == ["b: still loading after 0 s"]
+    assert not gate.scoring.is_set()
+    gate.open()
+    assert local.wait_ready(5) == []
+    assert values(pending.result(5)["b"]) == [brightness(item(0))]
+    local.close()
+
+
+def test_a_scorer_that_cannot_load_raises() -> None:
+    local = LocalRewards({"b": Unloadable()})
+    with pytest.raises(RuntimeError, match="no weights"):
+        local.wait_ready(5)
+    local.close()
+
+
+def test_close_ends_the_thread_and_cancels_what_has_not_begun() -> None:
+    gate = Gated(gate_score=True)
+    local = LocalRewards({"b": gate})
+    running, waiting = local.submit(items(1)), local.submit(items(1))
+    assert gate.scoring.wait(5)
+    closing = threading.Thread(target=local.close)
+    closing.start()
+    gate.open()
+    closing.join(5)
+    assert running.done() and (waiting.cancelled() or waiting.done())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rewards")]
+
+
+def test_an_empty_batch() -> None:
+    local = LocalRewards({"a": Brightness(), "b": Brightness()})
+    assert local.submit([]).result() == {"a": [], "b": []}
+    local.close()
+
+
+def test_failures_are_typed_on_both_sides() -> None:
+    here, there = both_ways({"b": Brightness(needs=("mask",))}, items(1))
+    for (outcome,) in (here["b"], there["b"]):
+        assert outcome == Failure("bad_item", "brightness needs mask")

@@ -1,0 +1,188 @@
+"""Rewards settle in order; an outage is waited out or ends the run; a failure rate over the limit ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch.config.schema import PreservationReward, RewardClientConfig
+from retouch.rewards.compose import RewardTable
+from retouch.rewards.protocol import RewardItem
+from retouch.rollout import FailureRateExceeded, PendingBatch, RewardOutage, items_of, scorer, settle
+from retouch.types import Example, Scores
+from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, honest, items, reply
+
+Script = Callable[[Asked, int], Answer]
+
+
+@pytest.fixture(autouse=True)
+def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer, "_PAUSE_S", 0.01)
+
+
+def limits(**changes: float) -> RewardClientConfig:
+    """Requests of at most .3 s, so that an outage shows soon; a patient wait unless a test says otherwise."""
+    return RewardClientConfig(**{"timeout_s": 0.3, "outage_wait_s": 60.0, "max_failure_rate": 1.0, **changes})
+
+
+@contextmanager
+def table(*urls: str, **changes: float) -> Iterator[RewardTable]:
+    """A table with one reward, `r`."""
+    made = RewardTable({"r": PreservationReward(url=list(urls))}, limits(**changes))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def pend(made: RewardTable, batch: Sequence[RewardItem]) -> PendingBatch:
+    return PendingBatch(batch, made.submit(batch))
+
+
+def settled(made: RewardTable, *batches: Sequence[RewardItem], **changes: float) -> list[Scores]:
+    return settle(made, [pend(made, batch) for batch in batches], limits(**changes))
+
+
+def by_prompt(asked: Asked) -> list[int]:
+    """The numbers of the items asked for, as `items` numbers them."""
+    return [int(one["prompt"].split()[1]) for one in asked.manifest["items"]]
+
+
+def scoring_numbers(asked: Asked, number: int) -> Answer:
+    numbers = dict(zip(asked.ids, by_prompt(asked), strict=True))
+    return Answer(reply(asked.ids, lambda i: float(numbers[i])))
+
+
+def failing(code: dict[int, bool]) -> Script:
+    """Number of an item -> its failure, by whether it may be tried again; the others score their number. Only in the
+    first request."""
+
+    def script(asked: Asked, number: int) -> Answer:
+        sound: dict[str, Any] = scoring_numbers(asked, number).body
+        for one, which in zip(sound["items"], by_prompt(asked), strict=True):
+            if which in code and number == 0:
+                del one["scores"]
+                one["errors"] = {"r": {"code": "scorer_error", "message": "no", "retryable": code[which]}}
+        return Answer(sound)
+
+    return script
+
+
+# --- order ---
+
+
+def test_batches_and_items_keep_their_order_whichever_is_done_first() -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        time.sleep(0.1 * (0 in by_prompt(asked)))
+        return scoring_numbers(asked, number)
+
+    six = items(6)
+    with FakeServer(script) as server, table(server.url, timeout_s=30) as made:
+        first, second = settled(made, six[:4], six[4:])
+    assert first.values("r") == [0.0, 1.0, 2.0, 3.0] and second.values("r") == [4.0, 5.0]
+
+
+# --- outages ---
+
+
+def test_servers_that_stay_away_are_an_outage_in_bounded_time() -> None:
+    dead = f"http://127.0.0.1:{closed_port()}"
+    with table(dead) as made:
+        started = time.monotonic()
+        with pytest.raises(
+            RewardOutage, match=r"reward_client\.outage_wait_s = 0\.5 s: unavailable x 2 .*127\.0\.0\.1"
+        ):
+            settled(made, items(2), outage_wait_s=0.5)
+    assert time.monotonic() - started < 0.3 + 0.5 + 0.3 + 5.0  # the request, the wait, one more request, a busy machine
+
+
+def test_no_wait_at_all_is_an_outage_at_the_first_sign() -> None:
+    with FakeServer(lambda asked, number: Answer(b"", 503)) as server, table(server.url) as made:
+        with pytest.raises(RewardOutage, match="outage_wait_s = 0 s"):
+            settled(made, items(1), outage_wait_s=0.0)
+        assert all(asked.manifest["request_id"] == server.asked[0].manifest["request_id"] for asked in server.asked)
+
+
+def test_a_server_that_comes_back_is_used() -> None:
+    """The first request fails to the end of its time; the server answers from then on."""
+    requests: list[str] = []
+
+    def script(asked: Asked, number: int) -> Answer:
+        requests.append(asked.manifest["request_id"])
+        return Answer(b"", 503) if asked.manifest["request_id"] == requests[0] else scoring_numbers(asked, number)
+
+    with FakeServer(script) as server, table(server.url) as made:
+        (scores,) = settled(made, items(3))
+    assert scores.values("r") == [0.0, 1.0, 2.0] and scores.failures() == []
+
+
+def test_a_server_that_starts_late_is_used() -> None:
+    port = closed_port()
+    with table(f"http://127.0.0.1:{port}") as made:
+        pending = pend(made, items(2))
+        assert len(pending.scores.result().failures()) == 2  # the outage began
+        with FakeServer(honest, port=port):
+            (scores,) = settle(made, [pending], limits())
+    assert scores.values("r") == [0.0, 1.0]
+
+
+def test_one_server_of_two_is_enough_to_go_on() -> None:
+    dead = f"http://127.0.0.1:{closed_port()}"
+    with FakeServer(scoring_numbers) as server, table(dead, server.url, timeout_s=30) as made:
+        (scores,) = settled(made, items(3), outage_wait_s=0.0)
+    assert scores.values("r") == [0.0, 1.0, 2.0]
+
+
+def test_only_rows_that_were_away_are_asked_again() -> None:
+    """Scores that came stay; a failure for good is not asked again."""
+    with FakeServer(failing({1: True, 2: False})) as server, table(server.url, timeout_s=30) as made:
+        (scores,) = settled(made, items(4))
+        assert [by_prompt(asked) for asked in server.asked] == [[0, 1, 2, 3], [1]]
+    assert scores.values("r") == [0.0, 1.0, None, 3.0]
+
+
+# --- failure rates ---
+
+
+@pytest.mark.parametrize(("limit", "stops"), [(0.0, True), (0.24, True), (0.25, False), (1.0, False)])
+def test_more_failures_than_the_limit_stop_the_run(limit: float, stops: bool) -> None:
+    """Two of eight, over two batches."""
+    eight = items(8)
+    script = failing({1: False, 3: False})
+    with FakeServer(script) as server, table(server.url, timeout_s=30, batch_size=4) as made:
+        pending = [pend(made, eight[:4])]
+        pending[0].scores.result()  # the request that fails
+        pending.append(pend(made, eight[4:]))
+        if stops:
+            with pytest.raises(FailureRateExceeded, match=r"2 of 8 rewards failed.*scorer_error x 2 \(no\)"):
+                settle(made, pending, limits(max_failure_rate=limit))
+        else:
+            first, second = settle(made, pending, limits(max_failure_rate=limit))
+            assert first.combined() == [0.0, None, 2.0, None] and second.combined() == [4.0, 5.0, 6.0, 7.0]
+
+
+# --- what scorers see ---
+
+
+def test_scorers_see_everything_but_the_target() -> None:
+    def picture(level: int) -> Image.Image:
+        return Image.new("RGB", (6, 4), (level, 0, 0))
+
+    mask = Image.new("L", (6, 4), 255)
+    full = Example(7, "p", picture(1), mask, target=picture(2), reference=picture(3), metadata={"text": "t"})
+    images = torch.arange(2 * 4 * 6 * 3, dtype=torch.uint8).reshape(2, 4, 6, 3)
+    first, second = items_of([full, Example(8, "q")], images, [70, 80])
+    assert (first.id, first.prompt, first.group, first.metadata) == (0, "p", 70, {"text": "t"})
+    for found, expected in ((first.image, images[0]), (first.source, picture(1)), (first.reference, picture(3))):
+        assert np.array_equal(np.asarray(found), np.asarray(expected))
+    assert np.array_equal(np.asarray(first.mask), np.asarray(mask))
+    assert not any(np.array_equal(np.asarray(value), np.asarray(picture(2))) for value in vars(first).values())
+    assert (second.id, second.group, second.source, second.mask, second.reference) == (1, 80, None, None, None)
