@@ -1,7 +1,120 @@
-"""One torch thread per test process: the networks are tiny, and workers share the cores."""
+"""Small runs on the committed tiny base, for every folder: seconds each, no OCR unless a test is about it.
+
+One torch thread per test process: the networks are tiny, and workers share the cores.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+import yaml
+
+from retouch.config import RunConfig, parse_run
+from retouch.data.synth import draw_words, write_signs
+from tests.command_line import retouch
 
 torch.set_num_threads(1)
+
+SIZE = (32, 64)
+
+
+@pytest.fixture(scope="session")
+def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `targets`, `prompts` (no targets) and `held_out`."""
+    root = tmp_path_factory.mktemp("signs")
+    write_signs(root / "targets", draw_words(8, "train", 1), SIZE, 1)
+    write_signs(root / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
+    write_signs(root / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
+    return root
+
+
+@pytest.fixture
+def run_file(signs: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A GRPO run of the smallest kind as a mapping; keyword arguments are dotted overrides with `__` for dots."""
+    return lambda **overrides: small_run(signs, tmp_path / "runs", **overrides)
+
+
+@pytest.fixture
+def config(run_file: Callable[..., dict[str, Any]]) -> Callable[..., RunConfig]:
+    return lambda **overrides: parse_run(run_file(**overrides))
+
+
+@pytest.fixture(scope="session")
+def finished(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a finished run that trained "full" or "lora" weights: two steps of warm-up, two of RL, averaged,
+    at a learning rate that shows. Made on first use; do not write to it."""
+    made: dict[str, Path] = {}
+
+    def directory(kind: str) -> Path:
+        if kind not in made:
+            root = tmp_path_factory.mktemp(kind)
+            train = {"kind": "full"} if kind == "full" else {"kind": "lora", "rank": 4, "alpha": 8}
+            run = small_run(
+                signs,
+                root,
+                name=kind,
+                model__train=train,
+                algorithm__warmup_steps=2,
+                optimizer__lr=3e-3 if kind == "lora" else 1e-3,
+                ema={"decay": 0.9},
+                logging__rollout_images_every=1,
+            )
+            (root / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+            outcome = retouch("train", root / "run.yaml")
+            assert outcome.code == 0, outcome.err
+            made[kind] = root / kind
+        return made[kind]
+
+    return directory
+
+
+def small_run(signs: Path, runs: Path, **overrides: Any) -> dict[str, Any]:
+    """See `run_file`; run directories go to `runs`."""
+    data: dict[str, Any] = {
+        "name": "t",
+        "seed": 5,
+        "model": {
+            "family": "flux_fill",
+            "path": "tiny",
+            "dtype": "fp32",
+            "max_sequence_length": 24,
+            "train": {"kind": "full"},
+        },
+        "data": {"format": "self_bench", "path": str(signs / "prompts"), "resolution": [32, 64], "target": "none"},
+        "warmup_data": {"format": "self_bench", "path": str(signs / "targets"), "resolution": [32, 64]},
+        "rollout": {
+            "group_size": 2,
+            "global_groups_per_batch": 2,
+            "batch_size_per_device": 4,
+            "num_steps": 3,
+            "noise_level": 0.7,
+            "window": {"size": 2, "range": [0, 1]},
+        },
+        "algorithm": {"name": "grpo", "clip_range": 1e-3},
+        "rewards": {"preservation": {}},
+        "optimizer": {"lr": 1e-4, "batch_size_per_device": 2, "gradient_accumulation": 1},
+        "training": {
+            "max_steps": 4,
+            "checkpoint_every": 0,
+            "eval_every": 0,
+            "mixed_precision": "no",
+            "gradient_checkpointing": False,
+        },
+        "evaluation": {
+            "data": {"format": "self_bench", "path": str(signs / "held_out"), "resolution": [32, 64]},
+            "num_examples": 2,
+            "grid_examples": 1,
+        },
+        "logging": {"dir": str(runs), "sinks": []},
+    }
+    for dotted, value in overrides.items():
+        node = data
+        *path, last = dotted.split("__")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return data

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
-from retouch.data import Dataset, load_dataset
+from retouch.data import Dataset, ItemFiles, load_dataset
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.models import load_model
 from retouch.observe import RunDir, Stopwatch
@@ -27,7 +28,8 @@ class Run:
     Attributes:
         network: what the engine made of `model.network`; what `model.predict` must be given.
         warmup_data: examples with targets; equal to `data` where the run file names no other.
-        eval_data: held-out examples, or the training ones where `eval_is_held_out` is False.
+        eval_data: examples to evaluate on.
+        eval_is_held_out: whether training sees none of them.
     """
 
     config: RunConfig
@@ -72,6 +74,7 @@ def build(config: RunConfig) -> Run:
     _needs_targets(config, warmup)
     _enough_groups(config, derived, data)
     run_dir = RunDir(config, main=engine.is_main)
+    _can_begin(config, run_dir)
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec)
@@ -91,7 +94,7 @@ def build(config: RunConfig) -> Run:
         data=data,
         warmup_data=warmup,
         eval_data=held_out or data,
-        eval_is_held_out=held_out is not None,
+        eval_is_held_out=held_out is not None and not _shares_examples(held_out, data, warmup),
         rewards=rewards,
         dir=run_dir,
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
@@ -110,14 +113,34 @@ def _needs_targets(config: RunConfig, data: Dataset) -> None:
     without = _ids_without_target(data)
     if without:
         section = "warmup_data" if config.warmup_data else "data"
+        remedy = "" if config.algorithm.name == "sft" else "set algorithm.warmup_steps=0, or "
         raise ConfigError(
             f"{section}: example {without[0]} (and {len(without) - 1} more) has no target picture, which supervised "
-            "steps need; set algorithm.warmup_steps=0, or name data with targets under warmup_data"
+            f"steps need; {remedy}name data with targets under warmup_data"
         )
 
 
 def _ids_without_target(data: Dataset) -> Sequence[int]:
     return [item.id for item in data.items if item.target == "none"]
+
+
+def _can_begin(config: RunConfig, run_dir: RunDir) -> None:
+    """Before minutes go into loading a model."""
+    given = config.resume
+    if given is None:
+        run_dir.require_new()
+    elif given != "auto" and not Path(given).expanduser().is_dir():
+        raise ConfigError(f"resume: given {given!r}: no such checkpoint; give a checkpoints/step-... folder, or auto")
+
+
+def _shares_examples(evaluation: Dataset, *training: Dataset) -> bool:
+    """Whether any picture of the evaluation, with its prompt, is trained on."""
+    seen = {_identity(item) for dataset in training for item in dataset.items}
+    return any(_identity(item) in seen for item in evaluation.items)
+
+
+def _identity(item: ItemFiles) -> tuple[str, Path | None]:
+    return item.prompt, item.source_path and item.source_path.resolve()
 
 
 def _enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:

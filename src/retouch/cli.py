@@ -84,13 +84,17 @@ def sample(
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures of each item.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Solver steps; default: the run's.")] = None,
+    resolution: Annotated[
+        str | None, typer.Option(help="Side, or HEIGHTxWIDTH, to repaint at; default: the run's.")
+    ] = None,
     feather: Annotated[float, typer.Option(min=0, help="Soft edge of the paste-back in pixels.")] = 0.0,
 ) -> None:
     """Repaint pictures with trained weights; outside the mask they stay as they are."""
     _logging(False)
     from retouch.use import SampleRequest, sample_to_folder
 
-    request = SampleRequest(data, image, mask, text, prompt, seed, count, steps, feather)
+    size = _size(resolution) if resolution else None
+    request = SampleRequest(data, image, mask, text, prompt, seed, count, steps, size, feather)
     for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
         typer.echo(str(path))
 
@@ -213,11 +217,14 @@ def data_synth(
         bool, typer.Option(help="--no-targets writes bare grounds: prompts without any target picture.")
     ] = True,
     exclude: Annotated[Path | None, typer.Option(help="A self_bench folder whose words are left out.")] = None,
+    caption_noise: Annotated[
+        float, typer.Option(help="Share of letters that the list gets wrong, as lists of scraped pictures do.")
+    ] = 0.0,
 ) -> None:
     """Write signs with words in several fonts and colours, and their masks."""
     from retouch.data.synth import synthesize
 
-    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude)
+    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise)
     typer.echo(f"{out}: {written} items")
 
 
@@ -238,20 +245,38 @@ def tiny_build(
 def main() -> None:
     """Run, and turn errors that people can act on into one message and an exit code."""
     try:
-        app()
+        code = app(standalone_mode=False)  # else typer prints usage errors itself, in a box of several lines
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
     except Exception as error:
-        code = _exit_code(error)
-        if code is None:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        outcome = _outcome(error)
+        if outcome is None:
             raise
-        typer.echo(f"{'stopped' if code in (0, 3) else 'error'}: {error}", err=True)
+        code, message = outcome
+        typer.echo(f"{'stopped' if code in (0, 3) else 'error'}: {message}", err=True)
         sys.exit(code)
-    except KeyboardInterrupt:
+    if code == _INTERRUPTED:
         typer.echo("stopped: interrupted; continue with resume=auto", err=True)
         sys.exit(3)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _exit_code(error: Exception) -> int | None:
-    """Of an error whose message says all; None for one that needs a traceback."""
+_INTERRUPTED = 130
+"""What typer returns after Ctrl-C (newer versions; older ones raise Abort)."""
+
+EXTRAS = {
+    "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
+    "serve": ("fastapi", "uvicorn", "starlette", "python_multipart", "multipart"),
+    "ocr": ("rapidocr", "onnxruntime"),
+}
+"""Extra of the package -> modules that come with it."""
+
+
+def _outcome(error: Exception) -> tuple[int, str] | None:
+    """Exit code and message of an error whose message says all; None for one that needs a traceback."""
     codes = {
         "ConfigError": 2,
         "DataError": 2,
@@ -264,11 +289,20 @@ def _exit_code(error: Exception) -> int | None:
         "Diverged": 1,
     }
     if type(error).__name__ == "Stopped":
-        return error.code  # type: ignore[attr-defined]
+        return error.code, str(error)  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("retouch"):
-        error.args = (f'{error.name} is not installed: pip install "retouch[train,ocr,serve]"',)
-        return 2
-    return codes.get(type(error).__name__) if type(error).__module__.startswith("retouch") else None
+        return 2, _missing_module(error.name.partition(".")[0])
+    if hasattr(error, "format_message"):  # usage errors of click, whichever copy of it typer brings
+        message = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
+        return 2, f"{message}; see --help"
+    if not type(error).__module__.startswith("retouch") or type(error).__name__ not in codes:
+        return None
+    return codes[type(error).__name__], str(error)
+
+
+def _missing_module(module: str) -> str:
+    extras = [extra for extra, modules in EXTRAS.items() if module in modules] or ["train"]
+    return f'{module} is not installed: pip install "retouch[{extras[0]}]"'
 
 
 def _logging(verbose: bool) -> None:

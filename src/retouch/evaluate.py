@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import torch
 from PIL.Image import Image
 from torch import nn
 
@@ -107,7 +106,7 @@ def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation],
         cells: list[tuple[Any, str]] = [(masked_input(example), str(example.metadata.get("text", example.prompt)))]
         for evaluation in columns.values():
             if i < len(evaluation.images):
-                cells.append((evaluation.images[i], str(evaluation.rows[i].get("read", ""))))
+                cells.append((evaluation.images[i], _reading(evaluation.rows[i])))
         rows.append(cells)
     return grid(rows, ["input: text to write", *columns])
 
@@ -137,12 +136,8 @@ def masked_input(example: Example) -> np.ndarray[Any, Any]:
     return pixels
 
 
-def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
-    """Mean difference of paired measures and its 95 % interval (normal approximation)."""
-    difference = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
-    mean = float(difference.mean())
-    half = 1.96 * float(difference.std()) / len(difference) ** 0.5 if len(difference) > 1 else float("inf")
-    return mean, mean - half, mean + half
+def _reading(row: dict[str, Any]) -> str:
+    return str(row["read"] or "(nothing)") if "read" in row else ""
 
 
 def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str, Any]:

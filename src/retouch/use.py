@@ -12,22 +12,25 @@ from typing import Any
 import numpy as np
 import yaml
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from retouch.adapters.export import Base, export
+from retouch.adapters.export import FORMATS, Base, export
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
+from retouch.config.errors import nearest
 from retouch.config.schema import DEFAULT_TEMPLATE, DataSection, SelfBenchData
-from retouch.data import DataError, ItemError, ItemFiles, derive_seed, load_dataset
-from retouch.data.dataset import check_item, list_items, read_item
+from retouch.data import DataError, ItemFiles, derive_seed, load_dataset
+from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
 from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
-from retouch.evaluate import Evaluation, evaluate, evaluation_grid, paired_difference
+from retouch.evaluate import Evaluation, evaluate, evaluation_grid
 from retouch.imaging import open_image, paste_back, read_mask, to_rgb
 from retouch.models import family_class, load_model
 from retouch.models.loading import DTYPES, component_path
 from retouch.observe import Stopwatch
+from retouch.observe.statistics import paired_difference
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import ode_plan, sample, to_uint8
 from retouch.types import DiffusionModel, Example
@@ -35,10 +38,15 @@ from retouch.types import DiffusionModel, Example
 
 @dataclass(frozen=True)
 class Trained:
-    """A run file and where weights for it are, by name ("base" has none)."""
+    """A run file and where weights for it are, by name, oldest first ("base" has none)."""
 
     config: RunConfig
     weights: Mapping[str, Path]
+
+    @property
+    def newest(self) -> Path | None:
+        """The weights to use; None: the base."""
+        return next(reversed(list(self.weights.values())), None)
 
     @classmethod
     def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Trained:
@@ -59,16 +67,20 @@ class Trained:
             return cls(loaded, {"trained": weights_folder(weights, raw=raw)})
         if not folders:
             raise CheckpointError(f"{run} has no complete checkpoint yet")
-        chosen = {"trained": weights_folder(folders[-1], raw=raw)}
-        warmed = [f for f in folders[:-1] if _is_end_of_warmup(f, loaded)]
-        if warmed:
-            chosen = {"warmed up": weights_folder(warmed[0], raw=raw), **chosen}
-        return cls(loaded, chosen)
+        named = {_stage(f, loaded): f for f in folders[:-1]}  # of each stage the newest
+        chosen = {"warmed up": named["warmed up"]} if "warmed up" in named else {}
+        chosen[_stage(folders[-1], loaded)] = folders[-1]
+        return cls(loaded, {name: weights_folder(folder, raw=raw) for name, folder in chosen.items()})
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to repaint: a data set, or one picture."""
+    """What to repaint: a data set, or one picture.
+
+    Attributes:
+        size: (height, width) to repaint at; None: the run's.
+        feather: radius in pixels of a soft edge inside the mask.
+    """
 
     data: Path | None
     image: Path | None
@@ -78,6 +90,7 @@ class SampleRequest:
     seed: int
     count: int
     steps: int | None
+    size: tuple[int, int] | None
     feather: float
 
 
@@ -113,9 +126,10 @@ class Loaded:
 def sample_to_folder(trained: Trained, request: SampleRequest, out: Path) -> list[Path]:
     """Repaint and write PNGs of the sources' own size -> their paths. Outside the mask every pixel stays."""
     section, items = items_to_sample(trained.config, request)
+    _make_folder(out)
     loaded = Loaded(trained.config)
-    loaded.load(trained.weights.get("trained"))
-    out.mkdir(parents=True, exist_ok=True)
+    _fits(section.size, loaded.model)
+    loaded.load(trained.newest)
     steps = request.steps or trained.config.evaluation.num_steps or trained.config.rollout.num_steps
     written: list[Path] = []
     for item in items:
@@ -153,29 +167,26 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
 
     Raises:
         ConfigError: neither or both of a data set and a picture, or a picture without mask and text.
-        DataError: a broken item.
+        DataError: a broken picture or mask, or more broken items than the run allows.
     """
     if (request.data is None) == (request.image is None):
         raise ConfigError("give either --data, or --image with --mask and --text (or --prompt)")
+    size = {} if request.size is None else {"resolution": request.size}
     if request.data is not None:
-        section = _like(config, request.data)
-        items = list_items(section)
-    else:
-        if request.mask is None or (request.text is None and request.prompt is None):
-            raise ConfigError("--image needs --mask and --text (or --prompt)")
-        section = config.data
-        template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
-        prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
-        items = [
-            ItemFiles(0, prompt, request.image, request.mask, metadata={"text": request.text} if request.text else {})
-        ]
-        if request.text is not None and not request.text.strip():
-            raise ConfigError("--text: empty; say what the mask shall read")
-    for item in items:
-        problem = item if isinstance(item, ItemError) else check_item(item, section)
-        if problem:
-            raise DataError(str(problem))
-    return section, [item for item in items if isinstance(item, ItemFiles)]
+        section = _like(config, request.data).model_copy(update=size)
+        return section, load_dataset(section, "--data").items
+    if request.mask is None or (request.text is None and request.prompt is None):
+        raise ConfigError("--image needs --mask and --text (or --prompt)")
+    if request.text is not None and not request.text.strip():
+        raise ConfigError("--text: empty; say what the mask shall read")
+    section = config.data.model_copy(update=size)
+    template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
+    prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
+    item = ItemFiles(0, prompt, request.image, request.mask)
+    problem = check_item(item, section)
+    if problem:
+        raise DataError(problem.problem)
+    return section, [item]
 
 
 def compare(trained: Trained, data: Path | None, images: int | None, out: Path | None) -> dict[str, Any]:
@@ -192,7 +203,9 @@ def compare(trained: Trained, data: Path | None, images: int | None, out: Path |
     section = _like(config, data) if data else config.evaluation.data
     if section is None:
         raise ConfigError("the run names no evaluation.data; give --data")
-    examples = load_dataset(section, "evaluation.data")[: config.evaluation.num_examples]
+    examples = load_dataset(section, "--data" if data else "evaluation.data")[: config.evaluation.num_examples]
+    if out is not None:
+        _make_folder(out)
     loaded = Loaded(config)
     rewards = RewardTable(
         {name: e.model_copy(update={"url": None}) if e.url == "auto" else e for name, e in config.rewards.items()},
@@ -206,7 +219,6 @@ def compare(trained: Trained, data: Path | None, images: int | None, out: Path |
     finally:
         rewards.close()
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         evaluation_grid(examples, results, config.evaluation.grid_examples or 8).save(out / "grid.png")
         for name, result in results.items():
             lines = "".join(json.dumps(row) + "\n" for row in result.rows)
@@ -221,40 +233,54 @@ def compare(trained: Trained, data: Path | None, images: int | None, out: Path |
 
 
 def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
-    """Paired differences of every measure, over the images that both have."""
+    """Paired differences of every measure with their intervals, over the images that both have (two at least)."""
     found: dict[str, list[float]] = {}
     for measure in after.means():
         pairs = [(a[measure], b[measure]) for a, b in zip(after.rows, before.rows, strict=True)]
         valid = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-        if valid:
+        if len(valid) > 1:
             found[measure] = list(paired_difference([a for a, _ in valid], [b for _, b in valid]))
     return found
 
 
 def comparison_table(result: dict[str, Any]) -> str:
     """Measures as rows, weights as columns, the last gain with its interval."""
-    names = list(result["means"])
-    measures = list(result["means"]["base"])
-    last = list(result["gains"].values())[-1] if result["gains"] else {}
-    lines = [f"{'':28}" + "".join(f"{name:>12}" for name in names) + ("   last gain [95 %]" if last else "")]
+    means = result["means"]
+    measures = dict.fromkeys(measure for values in means.values() for measure in values)
+    label, last = next(reversed(result["gains"].items()), ("", {}))
+    lines = [f"{'':28}" + "".join(f"{name:>12}" for name in means) + (f"   {label} [95 %]" if label else "")]
     for measure in measures:
-        values = "".join(f"{result['means'][name].get(measure, float('nan')):12.4f}" for name in names)
+        values = "".join(
+            f"{v:12.4f}" if (v := row.get(measure)) is not None else f"{'–':>12}" for row in means.values()
+        )
         gain = last.get(measure)
         lines.append(f"{measure:28}{values}" + (f"   {gain[0]:+.4f} [{gain[1]:+.4f}, {gain[2]:+.4f}]" if gain else ""))
-    return "\n".join([*lines, f"{result['images']} images of {result['examples']} examples, plain ODE, fixed seeds"])
+    counted = f"{result['images']} images of {result['examples']} example{'s' if result['examples'] > 1 else ''}"
+    return "\n".join([*lines, f"{counted}, plain ODE, fixed seeds"])
 
 
 def export_weights(checkpoint: Path, to: str, out: Path, *, raw: bool) -> Path:
     """Write the weights of a checkpoint in another program's files -> the path written.
 
     Raises:
-        ConfigError: a format that does not exist or does not fit what was trained.
+        ConfigError: a format that does not exist or does not fit what was trained, or an `out` that holds files.
+        CheckpointError: weights that are missing or damaged.
     """
+    if to not in FORMATS:
+        raise ConfigError(f"--to: given {to!r}; {nearest(to, FORMATS)}")
     folder = weights_folder(checkpoint, raw=raw)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out: {out} is not an empty folder; choose another")
     config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
     name = family_class(config.family).network_name
     base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
-    return export(base, folder, to, out)
+    try:
+        return export(base, folder, to, out)
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{checkpoint}: cannot be exported: {reason}") from None
 
 
 def weights_folder(path: Path, *, raw: bool) -> Path:
@@ -292,11 +318,28 @@ def _evaluate(
     )
 
 
-def _is_end_of_warmup(folder: Path, config: RunConfig) -> bool:
-    if config.algorithm.name == "sft":
-        return False
+def _stage(folder: Path, config: RunConfig) -> str:
+    """What the weights of a checkpoint went through: "warmed up", "after RL", or "trained"."""
     progress = read_state(folder)["progress"]
-    return progress["phase"] == "rl" and progress["step"] == config.algorithm.warmup_steps > 0
+    if config.algorithm.name == "sft" or progress["phase"] != "rl":
+        return "trained"
+    return "warmed up" if progress["step"] == config.algorithm.warmup_steps > 0 else "after RL"
+
+
+def _make_folder(out: Path) -> None:
+    """Before minutes go into what is to be written there."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _fits(size: tuple[int, int], model: DiffusionModel) -> None:
+    multiple = model.spec.size_multiple
+    if any(side % multiple for side in size):
+        near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
+        raise ConfigError(
+            f"resolution: given {size[0]}x{size[1]}; {model.spec.family} needs multiples of {multiple}; set {near}"
+        )
 
 
 def _like(config: RunConfig, path: Path) -> Any:

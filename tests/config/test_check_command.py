@@ -71,7 +71,8 @@ def test_no_file() -> None:
 def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     outcome = retouch(*arguments)
     assert outcome.code == 2
-    assert "Usage" in outcome.err
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ") and line.endswith("; see --help")
 
 
 def test_a_process_of_its_own_shows_no_traceback() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retouch.adapters.lora import FILE as LORA_FILE
-from retouch.config.errors import ConfigError, nearest
+from retouch.config.errors import ConfigError
 
 FORMATS = ("diffusers", "diffusers-lora", "safetensors")
 
@@ -42,14 +42,11 @@ def export(base: Base, weights: Path, to: str, out: Path) -> Path:
     - `safetensors`: one file with the trained tensors by parameter name.
 
     Raises:
-        ConfigError: a format that does not exist or does not fit what was trained, or an `out` that holds files.
+        ConfigError: a format that does not fit what was trained.
+        OSError, ValueError: weights that are missing, damaged or incomplete.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"--to: given {to!r}; {nearest(to, FORMATS)}")
     if to == "diffusers-lora" and base.kind != "lora":
         raise ConfigError(f"--to: given 'diffusers-lora', but the run trained {base.kind} weights; use --to diffusers")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} is not empty; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     if to == "diffusers-lora":
         return Path(shutil.copy2(weights / LORA_FILE, out / LORA_FILE))
@@ -66,7 +63,10 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
     trained: dict[str, Any] = {}
     if base.kind == "full":
         kind = getattr(diffusers, json.loads((weights / "config.json").read_text(encoding="utf-8"))["_class_name"])
-        trained[base.network_name] = kind.from_pretrained(str(weights), torch_dtype=base.dtype)
+        network, info = kind.from_pretrained(str(weights), torch_dtype=base.dtype, output_loading_info=True)
+        if info["missing_keys"]:  # diffusers draws them at random and goes on
+            raise ValueError(f"{weights}: {len(info['missing_keys'])} weights are missing")
+        trained[base.network_name] = network
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, torch_dtype=base.dtype, **trained)
     if base.kind == "lora":
         pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from retouch.config.errors import ConfigError
 
 FILE = "pytorch_lora_weights.safetensors"
 ADAPTER = "default"
@@ -20,12 +23,15 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
     There is no dropout option: it would make rollout and training two different policies.
 
     Raises:
-        ValueError: `targets` match no module.
+        ConfigError: `targets` match no module.
     """
     network.requires_grad_(False)
     names = [name for name, _ in network.named_modules() if any(name == t or name.endswith("." + t) for t in targets)]
     if not names:
-        raise ValueError(f"model.train.targets: {', '.join(targets)} match no module of {type(network).__name__}")
+        raise ConfigError(
+            f"model.train.targets: given {', '.join(targets)}; no module of {type(network).__name__} ends like that; "
+            "leave targets out to take those of the family"
+        )
     network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=True))  # type: ignore[operator]
     for parameter in network.parameters():
         if parameter.requires_grad:
@@ -38,8 +44,6 @@ def save_lora(state: Mapping[str, Tensor], folder: Path, alpha: float, rank: int
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{prefix}.{_file_name(name)}": t.detach().cpu().clone().contiguous() for name, t in state.items()}
     modules = sorted({name.rsplit(".lora_", 1)[0] for name in state})
-    import json
-
     adapter = {f"{prefix}.r": rank, f"{prefix}.lora_alpha": alpha, f"{prefix}.target_modules": modules}
     save_file(
         tensors,
@@ -57,14 +61,16 @@ def load_lora(folder: Path, prefix: str = "transformer") -> dict[str, Tensor]:
     tensors = load_file(folder / FILE)
     wrong = [key for key in tensors if not key.startswith(f"{prefix}.") or ".lora_" not in key]
     if wrong:
-        raise ValueError(f"{folder / FILE}: unexpected key {wrong[0]!r}; LoRA of {prefix!r} is expected")
+        raise ValueError(f"{FILE}: unexpected key {wrong[0]!r}; LoRA of {prefix!r} is expected")
     return {_parameter_name(key.removeprefix(f"{prefix}.")): t for key, t in tensors.items()}
 
 
 def lora_shape(folder: Path, prefix: str = "transformer") -> tuple[int, float, list[str]]:
-    """(rank, alpha, module names) of a file, from its metadata."""
-    import json
+    """(rank, alpha, module names) of a file, from its metadata.
 
+    Raises:
+        ValueError: it has none.
+    """
     with safe_open(folder / FILE, "pt") as file:
         metadata = file.metadata() or {}
     adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
@@ -75,9 +81,7 @@ def lora_shape(folder: Path, prefix: str = "transformer") -> tuple[int, float, l
             list(adapter[f"{prefix}.target_modules"]),
         )
     except KeyError as error:
-        raise ValueError(
-            f"{folder / FILE}: no {error} in its metadata; it was not written by retouch or diffusers"
-        ) from None
+        raise ValueError(f"{FILE}: no {error} in its metadata; it was not written by retouch or diffusers") from None
 
 
 def _file_name(parameter: str) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from retouch.adapters.lora import add_lora, load_lora, save_lora
+from retouch.adapters.lora import FILE, add_lora, load_lora, lora_shape, save_lora
 
 if TYPE_CHECKING:
     from retouch.config.schema import Train
@@ -23,7 +24,13 @@ class Trainee(Protocol):
     @property
     def kind(self) -> str: ...
     def save(self, state: Mapping[str, Tensor], folder: Path) -> None: ...
-    def load(self, folder: Path) -> dict[str, Tensor]: ...
+    def load(self, folder: Path) -> dict[str, Tensor]:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: no such files in the folder, damaged ones, or ones of another kind.
+        """
+        ...
 
 
 def make_trainable(network: nn.Module, train: Train, spec: ModelSpec) -> Trainee:
@@ -52,8 +59,11 @@ class FullWeights:
     def load(self, folder: Path) -> dict[str, Tensor]:
         files = sorted(folder.glob("diffusion_pytorch_model*.safetensors"))
         if not files:
-            raise ValueError(f"{folder}: no diffusion_pytorch_model*.safetensors")
-        return {name: t for file in files for name, t in load_file(file).items()}
+            raise ValueError("no diffusion_pytorch_model*.safetensors in it, which model.train.kind=full needs")
+        try:
+            return {name: t for file in files for name, t in load_file(file).items()}
+        except SafetensorError as error:
+            raise ValueError(f"damaged weights ({error})") from None
 
 
 class LoraWeights:
@@ -68,4 +78,15 @@ class LoraWeights:
         save_lora(state, folder, self.alpha, self.rank, self.prefix)
 
     def load(self, folder: Path) -> dict[str, Tensor]:
-        return load_lora(folder, self.prefix)
+        if not (folder / FILE).is_file():
+            raise ValueError(f"no {FILE} in it, which model.train.kind=lora needs")
+        try:
+            state = load_lora(folder, self.prefix)
+            rank, alpha, _ = lora_shape(folder, self.prefix)
+        except SafetensorError as error:
+            raise ValueError(f"damaged weights ({error})") from None
+        if (rank, alpha) != (self.rank, self.alpha):  # another alpha would fit, and scale every update differently
+            raise ValueError(
+                f"rank {rank} and alpha {alpha:g} were trained, but model.train says {self.rank} and {self.alpha:g}"
+            )
+        return state

@@ -116,18 +116,19 @@ def load_dataset(config: Data, purpose: str = "data") -> Dataset:
             good.append(item)
         else:
             bad.append(problem)
-            logger.warning("%s: skipped %s", purpose, problem)
     if len(bad) > config.max_bad_items:
         raise DataError(
             f"{purpose}: {len(bad)} of {len(listed)} items are broken, more than max_bad_items {config.max_bad_items}; "
             f"the first: {bad[0]}. `retouch data validate` lists them all"
         )
+    if not good:
+        raise DataError(f"{purpose}: {config.path} holds no usable item" + (f"; {bad[0]}" if bad else ""))
+    for problem in bad:
+        logger.warning("%s: skipped %s", purpose, problem)
     if bad:
         logger.warning(
             "%s: skipped %d of %d items (max_bad_items %d)", purpose, len(bad), len(listed), config.max_bad_items
         )
-    if not good:
-        raise DataError(f"{purpose}: {config.path} holds no usable item" + (f"; {bad[0]}" if bad else ""))
     twice = repeated_ids(good)
     if twice:
         raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")

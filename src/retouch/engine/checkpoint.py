@@ -15,15 +15,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -119,22 +122,32 @@ class Checkpoints:
         """Restore everything -> (state, rollouts).
 
         Raises:
-            CheckpointError: incomplete, or weights of another model.
+            CheckpointError: incomplete, damaged, or weights of another model.
         """
         if not (folder / "complete.json").is_file():
             raise CheckpointError(f"{folder}: no complete.json, so it is not a complete checkpoint; give another")
+        with _readable(folder):
+            state = read_state(folder)
+            optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+            rng = torch.load(folder / "rng.pt", weights_only=True)
+            rollouts = folder / "rollouts.safetensors"
+            tensors = load_file(rollouts) if rollouts.exists() else None
+            snapshots = {file.stem: load_file(file) for file in sorted((folder / "snapshots").glob("*.safetensors"))}
         try:
-            policy.load(self._load_weights(folder / "weights"))
+            weights = self._load_weights(folder / "weights")
             if (folder / "ema").is_dir():
-                policy.load(self._load_weights(folder / "ema"), "ema")
-            for file in sorted((folder / "snapshots").glob("*.safetensors")):
-                policy.load(load_file(file), file.stem)
+                snapshots["ema"] = dict(self._load_weights(folder / "ema"))
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        try:
+            policy.load(weights)
+            for name, snapshot in snapshots.items():
+                policy.load(snapshot, name)
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}; was model.train changed since?") from None
-        engine.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
-        _set_rng_state(torch.load(folder / "rng.pt", weights_only=True))
-        rollouts = folder / "rollouts.safetensors"
-        return read_state(folder), load_file(rollouts) if rollouts.exists() else None
+        engine.load_state_dict(optimizer)
+        _set_rng_state(rng)
+        return state, tensors
 
     def _prune(self) -> None:
         if self.keep is None:
@@ -151,13 +164,30 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the recipe saved."""
-    return cast("dict[str, Any]", json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    """What the recipe saved.
+
+    Raises:
+        CheckpointError: not there, or damaged.
+    """
+    with _readable(folder):
+        return cast("dict[str, Any]", json.loads((folder / "state.json").read_text(encoding="utf-8")))
 
 
 def is_pinned(folder: Path) -> bool:
     """Whether pruning leaves it: the ends of warm-up and run."""
     return bool(json.loads((folder / "complete.json").read_text(encoding="utf-8")).get("pinned"))
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Files of a checkpoint that are missing or damaged, whatever torch, safetensors or json call it, as one error."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError, json.JSONDecodeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{folder}: damaged ({reason}); copy it anew, or delete it to go on from the one before"
+        ) from None
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

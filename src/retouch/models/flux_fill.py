@@ -20,7 +20,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransf
 from torch import Tensor, nn
 
 from retouch.core.schedule import FlowSchedule, flux_shift
-from retouch.models.loading import DTYPES, component_path, load_component
+from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
 from retouch.models.text import FluxTextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
@@ -94,9 +94,10 @@ class FluxFill:
         )
         expected = 4 * (2 * vae.config.latent_channels + self._factor**2)
         if network.config.in_channels != expected:
-            raise ValueError(
-                f"the transformer takes {network.config.in_channels} channels, a Fill model with this autoencoder "
-                f"takes {expected}; a text-to-image FLUX cannot inpaint: use black-forest-labs/FLUX.1-Fill-dev"
+            raise ModelFilesError(
+                f"model.path: the transformer takes {network.config.in_channels} channels, a Fill model with this "
+                f"autoencoder takes {expected}; a text-to-image FLUX cannot inpaint: use "
+                "black-forest-labs/FLUX.1-Fill-dev"
             )
 
     @classmethod
@@ -107,6 +108,7 @@ class FluxFill:
             ModelFilesError: a component is missing or of another class.
         """
         path = component_path(config.path, config.family)
+        require_pipeline(path, "FluxFillPipeline")
         frozen = DTYPES[config.dtype]
         trained = torch.float32 if config.train.kind == "full" else frozen
         return cls(

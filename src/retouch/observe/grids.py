@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+_NO_CHARACTER = "\uffff"
 _GAP = 6
 _LABEL = 15
 _MIN_SIDE = 96  # small pictures are enlarged to this height, nearest neighbour, to be seen at all
@@ -55,8 +57,16 @@ def _picture(image: NDArray[np.uint8] | Image.Image) -> Image.Image:
 
 
 def _clip(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
+    """One line no wider than `width`; "?" for characters that the font does not have (OCR finds Chinese in noise)."""
+    unknown = _shape(_NO_CHARACTER, font)
+    text = "".join("?" if _shape(c, font) == unknown else c for c in " ".join(text.split()))
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
+
+
+def _shape(character: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> bytes:
+    mask: Any = font.getmask(character)
+    return bytes(mask)

@@ -18,7 +18,10 @@ import yaml
 
 from retouch.config.errors import ConfigError
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.statistics import paired_difference
 from retouch.observe.timing import PARTS
+
+Record = dict[str, Any]
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c1f24;--dim:#667;--line:#d8dce2;--back:#fff;--soft:#f4f6f8;--accent:#2563eb}
@@ -29,6 +32,7 @@ padding:0 1rem}
 h1{font-size:1.6rem;margin-bottom:.2rem}
 h2{font-size:1.15rem;margin-top:2.2rem;border-bottom:1px solid var(--line);padding-bottom:.3rem}
 .dim{color:var(--dim)}
+.verdict b{text-transform:capitalize}
 .verdict{font-size:1.15rem;background:var(--soft);border-left:4px solid var(--accent);padding:.8rem 1rem;margin:1rem 0}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.6rem 0}
 th,td{padding:.25rem .8rem;border-bottom:1px solid var(--line);text-align:right}
@@ -36,6 +40,7 @@ th:first-child,td:first-child{text-align:left}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:1rem}
 figure{margin:0;background:var(--soft);padding:.6rem;border-radius:6px}
 figcaption{font-size:.85rem;color:var(--dim)}
+details{margin:.8rem 0}summary{cursor:pointer;color:var(--accent)}
 svg{width:100%;height:auto}svg text{fill:var(--dim);font-size:10px}
 img{max-width:100%;image-rendering:pixelated;border:1px solid var(--line)}
 pre{background:var(--soft);padding:.8rem;overflow:auto;font-size:.85rem;border-radius:6px}
@@ -55,7 +60,13 @@ _COLOURS = (
     "#94a3b8",
 )
 
-_HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation", "outside_l1")
+_HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation")
+_DRIFT = "outside_l1"
+"""Measures of the verdict, where the run has them; the first one found is judged. Less drift is better, more of the
+others."""
+
+_SHOWN_READINGS = 24
+_DOTTED = 40  # curves of up to so many points show each as a dot
 
 
 def write_report(run: Path) -> Path:
@@ -68,16 +79,19 @@ def write_report(run: Path) -> Path:
         raise ConfigError(f"{run} is not a run directory (no config.yaml)")
     records = read_metrics(run / "metrics.jsonl")
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_kind: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_kind[record["kind"]].append(record)
+    points = milestones(by_kind["eval"])
+    rows = {name: _rows(run, record) for name, record in points.items()}
     body = "".join(
         (
             f"<h1>{html.escape(config['name'])}</h1>",
             f"<p class=dim>{html.escape(_subtitle(config, by_kind))}</p>",
-            _verdict(by_kind["eval"], by_kind["event"]),
-            _evaluations(by_kind["eval"]),
+            _verdict(points, rows, list(config.get("rewards") or {}), records),
+            _evaluations(points, rows),
             _grid(run),
+            _readings(rows),
             _curves(by_kind),
             _time_split(by_kind["train"]),
             _details(run),
@@ -92,9 +106,9 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def milestones(evaluations: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def milestones(evaluations: Sequence[Record]) -> dict[str, Record]:
     """The evaluations that a verdict compares, by name: base, warmed up (where there was a warm-up), last."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Record] = {}
     for record in evaluations:
         if record["moment"] == "start":
             found["base"] = record
@@ -105,7 +119,7 @@ def milestones(evaluations: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any
     return found
 
 
-def _subtitle(config: dict[str, Any], by_kind: dict[str, list[dict[str, Any]]]) -> str:
+def _subtitle(config: Record, by_kind: dict[str, list[Record]]) -> str:
     model, steps = config["model"], len(by_kind["train"])
     seconds = sum(r["time"]["step"] for r in by_kind["train"])
     return (
@@ -114,35 +128,89 @@ def _subtitle(config: dict[str, Any], by_kind: dict[str, list[dict[str, Any]]]) 
     )
 
 
-def _verdict(evaluations: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> str:
-    points = milestones(evaluations)
-    ended = events[-1]["event"] if events else "still running, or killed"
-    if "last" not in points or "base" not in points:
-        return f"<p class=verdict>No evaluation to compare yet. The run is {html.escape(ended)}.</p>"
-    before_name = "warmed up" if "warmed up" in points else "base"
-    before, last = points[before_name], points["last"]
-    measures = [m for m in _HEADLINE if m in last and m in before] or _measures([last])[:3]
-    parts = [f"{m} {before[m]:.3f} → {last[m]:.3f} ({last[m] - before[m]:+.3f})" for m in measures]
+def _verdict(
+    points: dict[str, Record], rows: dict[str, list[Record]], rewards: Sequence[str], records: Sequence[Record]
+) -> str:
+    ended = _ended(records)
+    if len(points) < 2:
+        return f"<p class=verdict>No evaluation to compare yet. {html.escape(ended)}</p>"
+    before_name, last_name = list(points)[-2:]
+    before, last = points[before_name], points[last_name]
+    judged = [m for m in (*_HEADLINE, *rewards, _DRIFT) if _is_number(last.get(m)) and _is_number(before.get(m))]
+    changes = {m: _change(rows[before_name], rows[last_name], m) for m in judged}
+    parts = [f"{m} {before[m]:.3f} → {last[m]:.3f} ({_interval(changes[m]) or 'no interval'})" for m in judged]
+    word = _judgement(judged[0], changes[judged[0]]) if judged else "nothing to judge"
     what = "held-out" if last["examples"] == "held_out" else "training"
     return (
-        f"<p class=verdict>From {before_name} (step {before['step']}) to step {last['step']}, on {last['images']} "
-        f"{what} images: {html.escape('; '.join(parts))}. The run {html.escape(ended)}.</p>"
+        f"<p class=verdict><b>{word}</b>: from {before_name} (step {before['step']}) to step {last['step']}, on "
+        f"{last['images']} {what} images: {html.escape('; '.join(parts))}. {html.escape(ended)}</p>"
     )
 
 
-def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
-    if not evaluations:
+def _judgement(measure: str, change: tuple[float, float, float] | None) -> str:
+    if change is None:
+        return "not judged"
+    low, high = (-change[2], -change[1]) if measure == _DRIFT else change[1:]
+    return "better" if low > 0 else "worse" if high < 0 else "no clear change"
+
+
+def _ended(records: Sequence[Record]) -> str:
+    last = records[-1] if records else {}
+    if last.get("kind") != "event":
+        return "The run has not ended: it is running, or was killed."
+    return f"The run {last['event']}{': ' + last['reason'] if 'reason' in last else ''}."
+
+
+def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> str:
+    if not points:
         return ""
-    points = milestones(evaluations)
-    measures = _measures(evaluations)
+    names = list(points)
+    gains = len(names) > 1
     head = "".join(f"<th>{html.escape(n)} (step {r['step']})</th>" for n, r in points.items())
-    rows = "".join(
-        f"<tr><td>{html.escape(m)}</td>" + "".join(f"<td>{_number(r.get(m))}</td>" for r in points.values()) + "</tr>"
-        for m in measures
-    )
+    head += f"<th>{names[-1]} − {names[-2]} [95 %]</th>" if gains else ""
+    lines: list[str] = []
+    for m in _measures(list(points.values())):
+        values = "".join(f"<td>{_number(r.get(m))}</td>" for r in points.values())
+        change = f"<td>{_interval(_change(rows[names[-2]], rows[names[-1]], m)) or '–'}</td>" if gains else ""
+        lines.append(f"<tr><td>{html.escape(m)}</td>{values}{change}</tr>")
     return (
-        "<h2>Evaluation</h2><p class=dim>Fixed seeds, plain ODE, one kind of weights throughout.</p>"
-        f"<table><tr><th></th>{head}</tr>{rows}</table>"
+        "<h2>Evaluation</h2><p class=dim>Fixed seeds, plain ODE, one kind of weights; differences paired by image.</p>"
+        f"<table><tr><th></th>{head}</tr>{''.join(lines)}</table>"
+    )
+
+
+def _rows(run: Path, evaluation: Record) -> list[Record]:
+    """The images of an evaluation, one row each; nothing where the run kept none."""
+    return read_metrics(run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
+
+
+def _change(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:
+    """Paired difference over the images that both evaluations measured; None for fewer than two."""
+    earlier = {(r["example"], r["index"]): r.get(measure) for r in before}
+    pairs = [(r.get(measure), earlier.get((r["example"], r["index"]))) for r in after]
+    valid = [(float(a), float(b)) for a, b in pairs if _is_number(a) and _is_number(b)]  # type: ignore[arg-type]
+    return paired_difference([a for a, _ in valid], [b for _, b in valid]) if len(valid) > 1 else None
+
+
+def _interval(change: tuple[float, float, float] | None) -> str:
+    return f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]" if change else ""
+
+
+def _readings(rows: dict[str, list[Record]]) -> str:
+    """What OCR read, as text: the pictures cannot be searched."""
+    read = {name: {(r["example"], r["index"]): r for r in part} for name, part in rows.items()}
+    keys = [key for key, r in next(reversed(read.values()), {}).items() if "read" in r][:_SHOWN_READINGS]
+    if not keys:
+        return ""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in read)
+    lines: list[str] = []
+    for key in keys:
+        found = [part.get(key, {}) for part in read.values()]
+        cells = "".join(f"<td>{html.escape(str(r.get('read', '–')))}</td>" for r in found)
+        lines.append(f"<tr><td>{html.escape(str(found[-1].get('text')))}</td>{cells}</tr>")
+    return (
+        f"<details><summary>What OCR read: the first {len(keys)} images</summary>"
+        f"<table><tr><th>text to write</th>{head}</tr>{''.join(lines)}</table></details>"
     )
 
 
@@ -162,16 +230,17 @@ def _grid(run: Path) -> str:
     return "".join(parts)
 
 
-def _curves(by_kind: dict[str, list[dict[str, Any]]]) -> str:
+def _curves(by_kind: dict[str, list[Record]]) -> str:
     plots: list[str] = []
+    rewards = [name for name in _measures(by_kind["rollout"]) if name.startswith("reward/")]
     for kind, names in (
         ("eval", _measures(by_kind["eval"])),
-        ("rollout", ["combined_score", "combined_std", "zero_std_groups", "failed"]),
+        ("rollout", ["combined_score", *rewards, "combined_std", "zero_std_groups", "failed"]),
         ("train", ["loss", "error", "grad_norm", "max_abs_log_ratio", "clip_fraction", "approx_kl", "kl", "lr"]),
     ):
         for name in names:
-            points = [(r["step"], float(r[name])) for r in by_kind[kind] if isinstance(r.get(name), int | float)]
-            if len(points) > 1:
+            points = [(r["step"], float(r[name])) for r in by_kind[kind] if _is_number(r.get(name))]
+            if points:
                 plots.append(
                     f"<figure>{svg_curve(points)}<figcaption>{kind}: {html.escape(name)}</figcaption></figure>"
                 )
@@ -179,7 +248,7 @@ def _curves(by_kind: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def svg_curve(points: Sequence[tuple[float, float]], width: int = 340, height: int = 150) -> str:
-    """A line through (step, value) with its lowest and highest value on the axis."""
+    """A line through (step, value), or a dot, with its lowest and highest value on the axis."""
     steps, values = [p[0] for p in points], [p[1] for p in points]
     low, high = min(values), max(values)
     span_x, span_y = max(steps[-1] - steps[0], 1e-9), high - low or 1.0
@@ -191,11 +260,15 @@ def svg_curve(points: Sequence[tuple[float, float]], width: int = 340, height: i
         return f"{x:.1f},{y:.1f}"
 
     line = " ".join(place(s, v) for s, v in points)
+    dots = "".join(
+        "<circle cx={} cy={} r=2 fill='{}' />".format(*place(s, v).split(","), _COLOURS[0])
+        for s, v in (points if len(points) <= _DOTTED else ())
+    )
     return (
         f"<svg viewBox='0 0 {width} {height}' role=img>"
         f"<polyline points='{left},{top} {left},{bottom} {right},{bottom}' fill=none stroke=currentColor "
         "stroke-opacity=.3 />"
-        f"<polyline points='{line}' fill=none stroke='{_COLOURS[0]}' stroke-width=1.6 />"
+        f"<polyline points='{line}' fill=none stroke='{_COLOURS[0]}' stroke-width=1.6 />{dots}"
         f"<text x={left - 4} y={top + 8} text-anchor=end>{high:.3g}</text>"
         f"<text x={left - 4} y={bottom} text-anchor=end>{low:.3g}</text>"
         f"<text x={left} y={height - 5}>{steps[0]:g}</text>"
@@ -203,7 +276,7 @@ def svg_curve(points: Sequence[tuple[float, float]], width: int = 340, height: i
     )
 
 
-def _time_split(train: Sequence[dict[str, Any]]) -> str:
+def _time_split(train: Sequence[Record]) -> str:
     if not train:
         return ""
     totals = {part: sum(r["time"].get(part, 0.0) for r in train) for part in PARTS}
@@ -236,12 +309,13 @@ def _details(run: Path) -> str:
     return "".join(parts)
 
 
-def _measures(evaluations: Sequence[dict[str, Any]]) -> list[str]:
-    skipped = {"step", "images"}
-    names = dict.fromkeys(
-        n for r in evaluations for n, v in r.items() if isinstance(v, int | float) and n not in skipped
-    )
-    return list(names)
+def _measures(records: Sequence[Record]) -> list[str]:
+    skipped = {"step", "images", "epoch"}
+    return list(dict.fromkeys(n for r in records for n, v in r.items() if _is_number(v) and n not in skipped))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(value: object) -> str:

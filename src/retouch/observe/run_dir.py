@@ -2,8 +2,8 @@
 
     RUN/config.yaml  environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
 
-metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "eval" | "event", ...}. Timings stand under "time"
-and in no other key, so that two runs can be compared with them left out.
+metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings stand
+under "time" and in no other key, so that two runs can be compared with them left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import platform
 import sys
 import time
@@ -67,10 +68,8 @@ class RunDir:
         if not self.main:
             return
         metrics = self.path / "metrics.jsonl"
-        if resume_step is None and metrics.exists() and metrics.stat().st_size:
-            raise ConfigError(
-                f"{self.path} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
-            )
+        if resume_step is None:
+            self.require_new()
         self.path.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             _truncate(metrics, resume_step)
@@ -86,11 +85,25 @@ class RunDir:
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
 
+    def require_new(self) -> None:
+        """Refuse to start where a run already is.
+
+        Raises:
+            ConfigError: it is.
+        """
+        metrics = self.path / "metrics.jsonl"
+        if self.main and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
+            )
+
     def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
-        """Append one line, and its numbers to TensorBoard under `kind/`."""
+        """Append one line, and its numbers to TensorBoard under `kind/`. NaN and infinity (the gradient norm of an fp16
+        overflow) are null: JSON has no word for them."""
         if not self.main:
             return
-        record: dict[str, Any] = {"step": step, "kind": kind, **values}
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+        record: dict[str, Any] = {"step": step, "kind": kind, **finite}
         if seconds is not None:
             record["time"] = {name: round(value, 4) for name, value in seconds.items()}
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")

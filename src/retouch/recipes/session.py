@@ -21,7 +21,7 @@ from rich.progress import Progress as Bar
 from torch import Tensor
 
 from retouch.build import Run, supervised_steps
-from retouch.config import ConfigError, dump_run
+from retouch.config import dump_run
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
@@ -78,6 +78,7 @@ class Session:
         """Rollouts of the epoch under way that a checkpoint brought back; taken once."""
         self._started = time.monotonic()
         self._stop: str | None = None
+        self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._finished = False
@@ -103,8 +104,7 @@ class Session:
             run.rewards.start()
             self._wait_for_rewards()
         self._log_header(folder)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self._bar.start()
         self._bar.update(self._task, completed=self.progress.step)
         if self.progress.step == 0:
@@ -113,8 +113,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._bar.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         if isinstance(error, RewardOutage | FailureRateExceeded):
             self._save_between_epochs()
             self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
@@ -214,6 +214,8 @@ class Session:
         )
         if not run.engine.is_main:
             return
+        means = ", ".join(f"{name} {value:.3f}" for name, value in result.means().items())
+        logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means)
         folder = run.dir.path / "evaluations"
         save_evaluation(result, folder / f"step-{step:06d}", count * self.config.evaluation.images_per_example)
         if not count:
@@ -231,21 +233,15 @@ class Session:
         given, checkpoints = self.config.resume, self.run.checkpoints
         if given is None:
             return None
-        if given == "auto":
-            return checkpoints.newest()
-        folder = Path(given).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(
-                f"resume: given {given!r}: no such checkpoint; give a checkpoints/step-... folder, or auto"
-            )
-        return folder
+        return checkpoints.newest() if given == "auto" else Path(given).expanduser()
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
         _same_run(state["config"], dump_run(self.config))
         self.progress = Progress(**state["progress"])
-        self.run.dir.open(self.progress.step)
+        # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, self.rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        self.run.dir.open(self.progress.step)
         self._evaluated_at, self._saved_at = self.progress.step, self.progress.step
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
         over = self.progress.step >= self.config.training.max_steps
@@ -294,7 +290,7 @@ class Session:
         logger.info("trained parameters: %s (%s)", f"{run.policy.size:,}", run.trainee.kind)
         logger.info("derived: %s", run.derived.as_dict())
         if not run.eval_is_held_out:
-            logger.warning("evaluation.data is not set: evaluating on training examples, which says little")
+            logger.warning("evaluating on training examples, which says little; set evaluation.data to others")
 
 
 def _same_run(saved: str, current: str) -> None:

@@ -1,0 +1,86 @@
+"""What the README says of the demo: committed results hold it, belong to the committed run, and can be had again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.models.loading import tiny_path
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmarks/results"
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+from demo_gain import inputs  # noqa: E402
+
+Row = dict[str, Any]
+
+
+def check_gain(row: Row) -> None:
+    """RL raised what OCR reads by at least .08, surely, and what ink says moved the same way."""
+    assert row["images"] >= 192
+    assert row["gain"]["ocr.ned"][0] >= 0.08 and row["gain"]["ocr.ned"][1] > 0
+    assert row["gain"]["glyph_correlation"][1] > 0
+
+
+def check_long(row: Row) -> None:
+    """Half an hour of the same run: twice the gain, and the end is about as good as the best."""
+    assert row["gain"]["ocr.ned"][0] >= 0.15
+    assert row["gain"]["glyph_correlation"][1] > 0
+    assert row["held_out"]["last"]["ocr.ned"] >= row["highest"] - 0.03
+
+
+def committed(name: str) -> Row:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def measured(tmp_path: Path, *options: str) -> Row:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(REPOSITORY / "benchmarks/demo_gain.py"), *options, "--out", str(out)]
+    subprocess.run([*command, "--work", str(tmp_path / "work")], check=True)
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["demo_gain.json", "demo_gain_30_minutes.json"])
+def test_results_belong_to_the_run_and_the_base(name: str) -> None:
+    assert committed(name)["inputs"] == inputs(), "run benchmarks/demo_gain.py again"
+
+
+def test_three_seeds_gain_and_their_controls_do_not() -> None:
+    rows = {row["run"]: row for row in committed("demo_gain.json")["rows"]}
+    for seed in (0, 1, 2):
+        check_gain(rows[f"grpo-{seed}"])
+        after, control = (rows[f"{kind}-{seed}"]["held_out"]["last"]["ocr.ned"] for kind in ("grpo", "sft"))
+        assert after > control + 0.08
+
+
+def test_half_an_hour_does_not_collapse() -> None:
+    check_long(committed("demo_gain_30_minutes.json")["rows"][0])
+
+
+@pytest.mark.slow
+def test_a_seed_gains_again(tmp_path: Path) -> None:
+    rows = {row["run"]: row for row in measured(tmp_path, "--seeds", "3")["rows"]}
+    check_gain(rows["grpo-3"])
+    assert rows["grpo-3"]["held_out"]["last"]["ocr.ned"] > rows["sft-3"]["held_out"]["last"]["ocr.ned"]
+
+
+@pytest.mark.slow
+def test_half_an_hour_again(tmp_path: Path) -> None:
+    check_long(measured(tmp_path, "--seeds", "0", "--minutes", "30")["rows"][0])
+
+
+@pytest.mark.slow
+def test_the_tiny_base_can_be_built_again(tmp_path: Path) -> None:
+    """From nothing, in less than ten minutes, as good as the committed one within .05."""
+    subprocess.run(
+        [sys.executable, "-m", "retouch", "tiny", "build", "flux_fill", "--out", str(tmp_path / "base")], check=True
+    )
+    ours, again = (json.loads((d / "base.json").read_text()) for d in (tiny_path("flux_fill"), tmp_path / "base"))
+    assert abs(again["held_out"]["ocr.ned"] - ours["held_out"]["ocr.ned"]) <= 0.05
+    assert again["seconds"]["in all"] < 600 and again["megabytes"] <= 8

@@ -1,0 +1,79 @@
+"""Every metric is reduced as declared, whatever the split into micro-batches and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.observe import Metrics
+from retouch.observe.metrics import REDUCTIONS
+
+
+class OneRank:
+    """An engine of one process."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def gather(self, value: Tensor) -> Tensor:
+        return value
+
+
+class TwoAlike(OneRank):
+    """Two ranks that hold the same."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+    def gather(self, value: Tensor) -> Tensor:
+        return torch.cat([value, value])
+
+
+def reduced(engine: Any, *parts: tuple[dict[str, float], float]) -> dict[str, float]:
+    metrics = Metrics()
+    for values, weight in parts:
+        metrics.add({name: torch.tensor(value) for name, value in values.items()}, weight)
+    return metrics.reduce(engine)
+
+
+def test_means_are_weighted_by_rows() -> None:
+    """3 rows of .2 and 1 row of .6 are 4 rows of .3, not .4."""
+    assert reduced(OneRank(), ({"error": 0.2}, 3), ({"error": 0.6}, 1)) == {"error": pytest.approx(0.3)}
+
+
+def test_losses_are_summed_and_extremes_are_kept() -> None:
+    parts = ({"loss": 0.25, "max_abs_log_ratio": 0.1}, 1), ({"loss": 0.5, "max_abs_log_ratio": 0.05}, 9)
+    assert reduced(OneRank(), *parts) == {"loss": 0.75, "max_abs_log_ratio": pytest.approx(0.1)}
+
+
+def test_ranks_add_to_a_sum_and_leave_a_mean() -> None:
+    found = reduced(TwoAlike(), ({"loss": 0.5, "kl": 0.5, "max_abs_log_ratio": 0.5}, 2))
+    assert found == {"loss": 1.0, "kl": 0.5, "max_abs_log_ratio": 0.5}
+
+
+def test_rows_without_weight_do_not_count() -> None:
+    assert reduced(OneRank(), ({"ratio": 1.0}, 2), ({"ratio": 99.0}, 0)) == {"ratio": 1.0}
+    assert reduced(OneRank(), ({"ratio": 99.0}, 0)) == {"ratio": 0.0}  # never NaN
+
+
+def test_a_step_starts_empty() -> None:
+    metrics = Metrics()
+    metrics.add({"error": torch.tensor(1.0)}, 1)
+    metrics.reduce(OneRank())  # type: ignore[arg-type]
+    assert metrics.reduce(OneRank()) == {}  # type: ignore[arg-type]
+
+
+def test_a_metric_without_a_declared_reduction_is_refused() -> None:
+    with pytest.raises(KeyError, match="'accuracy' has no declared reduction"):
+        Metrics().add({"accuracy": torch.tensor(1.0)}, 1)
+    assert set(REDUCTIONS.values()) == {"mean", "sum", "max"}
+
+
+def test_metrics_hold_no_graph() -> None:
+    value = torch.tensor(2.0, requires_grad=True)
+    metrics = Metrics()
+    metrics.add({"error": value * 3}, torch.tensor(1.0))
+    assert metrics.reduce(OneRank()) == {"error": 6.0}  # type: ignore[arg-type]

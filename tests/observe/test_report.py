@@ -1,0 +1,247 @@
+"""The report: one file that needs nothing else, true to the run, for any state that a run can be left in."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from retouch.observe.report import milestones, svg_curve, write_report
+from tests.command_line import retouch
+
+VOID = {"meta", "img", "polyline"}
+
+
+class Page(HTMLParser):
+    """What a browser would see: text, tags, and everything that it would fetch or run."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == [], self.open  # every element is closed
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    def __contains__(self, words: str) -> bool:
+        return words in " ".join(" ".join(self.text).split())
+
+
+def report(run: Path) -> Page:
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(finished: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a finished run, to change."""
+    return shutil.copytree(finished("full"), tmp_path / "full", ignore=shutil.ignore_patterns("checkpoints"))
+
+
+def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Change the records of a run."""
+    metrics = run / "metrics.jsonl"
+    records = change([json.loads(line) for line in metrics.read_text().splitlines()])
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_it_needs_no_network(run: Path) -> None:
+    page = report(run)
+    assert page.fetched and all(value.startswith("data:image/png;base64,") for value in page.fetched)
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    source = (run / "report.html").read_text()
+    assert "@import" not in source and "url(" not in source and "http://" not in source and "https://" not in source
+
+
+def test_it_says_what_the_run_did(run: Path) -> None:
+    page = report(run)
+    for words in (
+        "flux_fill (full), grpo, 4 optimizer steps",
+        "from warmed up (step 2) to step 4, on 2 held-out images",
+        "The run finished.",
+        "base (step 0)",
+        "last − warmed up [95 %]",
+        "rollout: combined_score",
+        "rollout: reward/preservation",
+        "eval: preservation",
+        "Where the time went",
+        "max_sequence_length: 24",
+        '"torch":',
+    ):
+        assert words in page, words
+    assert "svg" in page.tags
+
+
+def test_its_pictures_are_those_of_the_run(run: Path) -> None:
+    pictures = [
+        Image.open(io.BytesIO(base64.b64decode(value.partition("base64,")[2]))).size for value in report(run).fetched
+    ]
+    files = [run / "images" / "step-000004" / "evaluation.png", run / "images" / "step-000003" / "rollouts.png"]
+    assert pictures == [Image.open(file).size for file in files]
+
+
+def test_the_time_split_adds_up(run: Path) -> None:
+    steps = [
+        r["time"]["step"] for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "time" in r
+    ]
+    page = report(run)
+    assert f"of {sum(steps):.1f} s of steps" in page
+
+
+@pytest.mark.parametrize(
+    ("gains", "word"),
+    [
+        ([0.2, 0.3, 0.1, 0.2], "better"),
+        ([-0.2, -0.3, -0.1, -0.2], "worse"),
+        ([0.2, -0.3, 0.1, -0.2], "no clear change"),
+    ],
+)
+def test_the_verdict_is_what_the_interval_says(run: Path, gains: list[float], word: str) -> None:
+    before = [{"example": i, "index": 0, "text": "A", "ocr.ned": 0.5} for i in range(4)]
+    after = [{**row, "ocr.ned": 0.5 + gain} for row, gain in zip(before, gains, strict=True)]
+    for step, rows in ((2, before), (4, after)):
+        file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        mean = sum(row["ocr.ned"] for row in rows) / 4
+        rewrite(
+            run,
+            lambda records, step=step, mean=mean: [
+                {**r, "ocr.ned": mean} if (r["kind"], r["step"]) == ("eval", step) else r for r in records
+            ],
+        )
+    page = report(run)
+    assert f"{word} : from warmed up" in page
+    if word == "better":  # s = .081650; .2 ± 1.96 s / 2
+        assert "ocr.ned 0.500 → 0.700 (+0.200 [+0.120, +0.280])" in page
+
+
+def test_less_drift_is_better(run: Path) -> None:
+    for step, level in ((2, 0.5), (4, 0.1)):
+        file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
+        file.write_text("".join(json.dumps({"example": i, "index": 0, "outside_l1": level}) + "\n" for i in range(3)))
+    keep = ("step", "kind", "moment", "examples", "images", "outside_l1")
+    rewrite(run, lambda records: [{k: r[k] for k in keep} if r["kind"] == "eval" else r for r in records])
+    assert "better : from warmed up" in report(run)
+
+
+def test_what_ocr_read_stands_there_as_text(run: Path) -> None:
+    for step, read in ((0, "MCCN"), (2, "MOCN"), (4, "MOON")):
+        file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
+        file.write_text(json.dumps({"example": 7, "index": 0, "text": "MOON", "read": read}) + "\n")
+    page = report(run)
+    assert "What OCR read: the first 1 images" in page
+    assert "MOON MCCN MOCN MOON" in page
+
+
+def test_words_from_data_are_never_markup(run: Path) -> None:
+    attack = "<script>alert(1)</script><img src=http://x>"
+    rows = [{"example": i, "index": 0, "text": attack, "read": attack, attack: 1.0} for i in range(2)]
+    (run / "evaluations" / "step-000004" / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("The text is '{text}'.", f"{attack} {{text}}"))
+    rewrite(run, lambda records: [{**r, attack: 1.0} if r["kind"] == "eval" else r for r in records])
+    rewrite(run, lambda records: [*records, {"step": 4, "kind": "event", "event": "stopped", "reason": attack}])
+    page = report(run)
+    assert "script" not in page.tags
+    assert all(value.startswith("data:") for value in page.fetched)
+    assert f"stopped: {attack}" in page
+
+
+# --- runs that did not end well ---
+
+
+def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
+    rewrite(run, lambda records: records[:-1])
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "kind": "tra')
+    assert "The run has not ended: it is running, or was killed." in report(run)
+
+
+def test_a_run_that_was_stopped_and_goes_on(run: Path) -> None:
+    """What counts is the last record, not the last event."""
+    stopped = {"step": 2, "kind": "event", "event": "stopped", "reason": "received SIGTERM"}
+    rewrite(run, lambda records: [*records[:4], stopped])
+    assert "The run stopped: received SIGTERM." in report(run)
+    rewrite(run, lambda records: [*records, {"step": 3, "kind": "train", "phase": "rl", "time": {"step": 1.0}}])
+    assert "The run has not ended" in report(run)
+
+
+def test_a_run_that_was_killed_in_its_first_step(run: Path) -> None:
+    rewrite(run, lambda records: records[:1])
+    shutil.rmtree(run / "images")
+    (run / "environment.json").unlink()
+    page = report(run)
+    assert "No evaluation to compare yet." in page
+    assert "base (step 0)" in page
+
+
+def test_an_empty_run(run: Path) -> None:
+    for name in ("images", "evaluations"):
+        shutil.rmtree(run / name)
+    (run / "metrics.jsonl").write_text("")
+    page = report(run)
+    assert "0 optimizer steps" in page and "No evaluation to compare yet." in page
+    (run / "metrics.jsonl").unlink()
+    report(run)
+
+
+def test_a_run_whose_rewards_failed(run: Path) -> None:
+    """Failed rewards are null in rows and leave no mean."""
+
+    def without_rewards(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        dropped = ("preservation", "preservation.outside_l1", "combined_score", "reward/preservation")
+        return [{k: v for k, v in r.items() if k not in dropped} | {"grad_norm": None} for r in records]
+
+    rewrite(run, without_rewards)
+    rows = [{"example": 200, "index": 0, "text": None, "preservation": None}]
+    (run / "evaluations" / "step-000004" / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert "The run finished." in report(run)
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    outcome = retouch("report", run)
+    assert (outcome.code, outcome.out) == (0, f"{run}/report.html\n")
+    outcome = retouch("report", tmp_path)
+    assert (outcome.code, outcome.err) == (2, f"error: {tmp_path} is not a run directory (no config.yaml)\n")
+
+
+def test_milestones() -> None:
+    moments = ["start", "step", "warmup", "step", "end"]
+    records = [{"moment": moment, "step": step} for step, moment in enumerate(moments)]
+    assert {name: r["step"] for name, r in milestones(records).items()} == {"base": 0, "warmed up": 2, "last": 4}
+    assert {name: r["step"] for name, r in milestones(records[:2]).items()} == {"base": 0, "last": 1}
+    assert list(milestones(records[:1])) == ["base"]
+    assert milestones([]) == {}
+
+
+def test_a_curve_goes_from_its_first_to_its_last_point() -> None:
+    curve = svg_curve([(0, 1.0), (5, 3.0), (10, 2.0)])
+    assert "points='46.0,132.0 190.0,8.0 334.0,70.0'" in curve
+    assert ">3<" in curve and ">1<" in curve and ">step 10<" in curve
+    svg_curve([(3, 1.0), (3, 1.0)])  # a flat line of no length is no division by zero

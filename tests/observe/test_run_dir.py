@@ -1,0 +1,122 @@
+"""metrics.jsonl: what stands in it, and that resuming cuts off what will come again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from retouch.config import ConfigError, RunConfig, load_run
+from retouch.observe import RunDir
+from retouch.observe.run_dir import read_metrics
+
+Config = Callable[..., RunConfig]
+
+
+def test_the_records_of_a_run(finished: Callable[[str], Path]) -> None:
+    """One JSON object a line: step, kind, numbers; timings under "time" and nowhere else."""
+    run = finished("full")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["step"]) for r in records] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+        ("rollout", 3),
+        ("train", 3),
+        ("train", 4),
+        ("eval", 4),
+        ("event", 4),
+    ]
+    evaluation, rollout, step = records[0], records[4], records[6]
+    assert (evaluation["moment"], evaluation["examples"], evaluation["images"]) == ("start", "held_out", 2)
+    assert {"epoch", "images", "failed", "combined_score", "combined_std", "reward/preservation"} <= rollout.keys()
+    assert {"phase", "epoch", "loss", "grad_norm", "lr", "ratio", "max_abs_log_ratio", "time"} <= step.keys()
+    assert records[-1]["event"] == "finished"
+    timed = [r["kind"] for r in records if "time" in r]
+    assert timed == ["train"] * 4
+
+
+def test_the_files_of_a_run(finished: Callable[[str], Path]) -> None:
+    run = finished("full")
+    assert load_run(run / "config.yaml").name == "full"
+    environment = json.loads((run / "environment.json").read_text())
+    assert {"python", "packages", "gpus", "command"} <= environment.keys()
+    assert {"torch", "diffusers", "retouch"} <= environment["packages"].keys()
+    assert "new run" in (run / "log.txt").read_text()
+    assert sorted(p.name for p in (run / "images").iterdir()) == [f"step-00000{i}" for i in (0, 2, 3, 4)]
+
+
+def opened(config: RunConfig, resume_step: int | None = None, *, main: bool = True) -> RunDir:
+    directory = RunDir(config, main=main)
+    directory.open(resume_step)
+    return directory
+
+
+def test_resuming_drops_what_will_come_again(config: Config) -> None:
+    """Also the line that a kill cut off; what was logged up to the checkpoint stays."""
+    directory = opened(config())
+    for step in range(1, 6):
+        directory.log("train", step, {"loss": step / 2}, {"step": 1.23456789})
+    directory.close()
+    metrics = directory.path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 6, "ki')
+    again = opened(config(), 3)
+    again.log("train", 4, {"loss": 9.0})
+    again.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(metrics)] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 9.0)]
+    assert read_metrics(metrics)[0]["time"] == {"step": 1.2346}
+
+
+def test_a_new_run_does_not_overwrite_another(config: Config) -> None:
+    directory = opened(config())
+    directory.close()
+    opened(config()).close()  # nothing was logged: nothing is lost
+    directory.open(None)
+    directory.log("event", 0, {"event": "finished"})
+    directory.close()
+    with pytest.raises(ConfigError, match="already holds a run; continue it with resume=auto, choose another name"):
+        opened(config())
+
+
+def test_numbers_that_json_has_no_word_for_are_null(config: Config) -> None:
+    """The gradient norm of an fp16 overflow is infinite; that must not end the run."""
+    directory = opened(config())
+    directory.log("train", 1, {"grad_norm": float("inf"), "loss": float("nan"), "lr": 0.1})
+    directory.close()
+    (line,) = (directory.path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "kind": "train", "grad_norm": None, "loss": None, "lr": 0.1}
+
+
+def test_other_ranks_write_nothing(config: Config) -> None:
+    directory = opened(config(), main=False)
+    directory.log("train", 1, {"loss": 1.0})
+    directory.save_image(1, "grid", Image.new("RGB", (8, 8)))
+    directory.close()
+    assert not directory.path.exists()
+
+
+def test_tensorboard_gets_numbers_times_and_pictures(config: Config) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = opened(config(logging__sinks=["tensorboard"]))
+    directory.log("train", 1, {"loss": 0.5, "phase": "rl"}, {"step": 2.0})
+    directory.save_image(1, "grid", Image.new("RGB", (8, 8), "red"))
+    directory.close()
+    events = EventAccumulator(str(directory.path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "time/step"}
+    assert events.Tags()["images"] == ["grid"]
+    assert events.Scalars("train/loss")[0].value == 0.5
+
+
+def test_the_log_file_ends_with_the_run(config: Config) -> None:
+    directory = opened(config())
+    logging.getLogger("retouch").warning("inside")
+    directory.close()
+    logging.getLogger("retouch").warning("outside")
+    log = (directory.path / "log.txt").read_text()
+    assert "inside" in log and "outside" not in log

@@ -1,0 +1,392 @@
+"""What people get wrong, through the command line: exit code 2 and one line that says what was given, what is allowed
+and what to set. Never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from diffusers import FluxTransformer2DModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from retouch.models.loading import tiny_path
+from tests.command_line import Outcome, retouch
+
+Finished = Callable[[str], Path]
+
+
+def refused(outcome: Outcome) -> str:
+    """The message of a refusal."""
+    assert outcome.code == 2, outcome.err
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.fixture
+def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[..., Path]:
+    """Writes the smallest run with overrides -> its path."""
+
+    def write(**overrides: Any) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(run_file(**overrides)), encoding="utf-8")
+        return path
+
+    return write
+
+
+# --- keys and values ---
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.group_sise=4", "rollout.group_sise: unknown key; did you mean 'group_size'?"),
+        ("algorithm.warmup=4", "algorithm.warmup: unknown key; did you mean 'warmup_steps'?"),
+        ("rollout.group_size=1", "rollout.group_size: given 1, but algorithm.baseline=group compares the images of"),
+        ("rollout.group_size=many", "rollout.group_size: given 'many'; input should be a valid integer"),
+        ("model.family=flux_fil", "model.family: given 'flux_fil'; "),
+        ("algorithm.name=grop", "algorithm.name: given 'grop'; did you mean 'grpo'?"),
+        ("rewards={ocrr: {}}", "rewards.ocrr.scorer: given 'ocrr'; did you mean 'ocr'?"),
+        ("rewards={ocr: {wieght: 1}}", "rewards.ocr.wieght: unknown key; did you mean 'weight'?"),
+        ("rewards={}", "rewards: none given, but algorithm.name is 'grpo', which trains on rewards; set for example"),
+        ("data.resolution=[30,64]", "data.resolution: given (30, 64); flux_fill needs multiples of 8; set [32, 64]"),
+    ],
+)
+def test_wrong_keys_and_values(run_yaml: Callable[..., Path], override: str, message: str) -> None:
+    path = run_yaml()
+    for command in ("check", "train"):
+        assert refused(retouch(command, path, override)).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.group_size", "override 'rollout.group_size': write it as key=value with a dotted key, like"),
+        ("=4", "override '=4': write it as key=value"),
+        ("rollout..size=4", "override 'rollout..size=4': write it as key=value"),
+        ("name.first=x", "override 'name.first=x': 'name' holds 't', which has no keys"),
+        ("rewards={ocr", "override 'rewards={ocr': the value is not valid YAML"),
+    ],
+)
+def test_overrides_that_are_none(run_yaml: Callable[..., Path], override: str, message: str) -> None:
+    assert refused(retouch("train", run_yaml(), override)).startswith(message)
+
+
+def test_run_files_that_are_none(tmp_path: Path) -> None:
+    assert (
+        refused(retouch("train", "nowhere.yaml"))
+        == "nowhere.yaml: no such run file; see configs/ for the published ones"
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text("a: [1")
+    assert refused(retouch("train", path)).startswith(f"{path}: not valid YAML")
+    path.write_text("- a")
+    assert refused(retouch("train", path)) == f"{path}: a run file is a mapping of keys; this one holds list"
+
+
+def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    path = run_yaml(data__path="${DATA_PATH}/prompts")
+    assert refused(retouch("train", path)) == (
+        "data.path: ${DATA_PATH} is not set in the environment; export DATA_PATH=... or pass data.path=..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "Missing argument 'RUN.yaml'; see --help"),
+        (["train", "x.yaml", "--fast"], "No such option: --fast; see --help"),
+        (["trian", "x.yaml"], "No such command 'trian'"),
+        (["sample", "--count", "0", "--out", "x"], "Invalid value for '--count': "),
+    ],
+)
+def test_commands_and_options_that_do_not_exist(arguments: list[str], message: str) -> None:
+    assert refused(retouch(*arguments)).startswith(message)
+
+
+def test_ctrl_c_is_a_stop_not_a_failure(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(run: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("retouch.observe.report.write_report", interrupted)
+    outcome = retouch("report", finished("full"))
+    assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")
+
+
+# --- data ---
+
+
+@pytest.fixture
+def items(signs: Path, tmp_path: Path) -> Path:
+    """A copy of eight prompts, to break."""
+    return shutil.copytree(signs / "prompts", tmp_path / "items")
+
+
+def small_mask(folder: Path) -> None:
+    mask = Image.new("L", (20, 10))
+    mask.paste(255, (5, 2, 15, 8))
+    mask.save(folder / "test103_mask.png")
+
+
+def empty_text(folder: Path) -> None:
+    listing = folder / "self_bench.txt"
+    lines = listing.read_text().splitlines()
+    listing.write_text("\n".join("103-" if line.startswith("103-") else line for line in lines))
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing file": (
+        lambda folder: (folder / "test103_source.png").unlink(),
+        "item 103: {}/test103_source.png: no such file",
+    ),
+    "a mask of another size": (
+        small_mask,
+        "item 103: {}/test103_mask.png: the mask is 20 x 10, its source 64 x 32; both must have one size",
+    ),
+    "an empty text": (
+        empty_text,
+        "self_bench.txt line 4: the text of item 103 is empty; write what the mask shall say",
+    ),
+    "a file that is no image": (
+        lambda folder: (folder / "test103_source.png").write_text("<html>"),
+        "item 103: {}/test103_source.png: not an image that Pillow can read; convert it to PNG or JPEG",
+    ),
+    "an empty mask": (
+        lambda folder: Image.new("L", (64, 32)).save(folder / "test103_mask.png"),
+        (
+            "item 103: {}/test103_mask.png: the mask (luminance channel, values 0 to 0, threshold 128) is empty: "
+            "nothing to repaint; paint the area to repaint white, the rest black (data.invert_mask=false)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_a_broken_item_over_the_limit_is_an_error(run_yaml: Callable[..., Path], items: Path, what: str) -> None:
+    damage, problem = BREAKAGES[what]
+    damage(items)
+    assert refused(retouch("train", run_yaml(data__path=str(items), data__max_bad_items=0))) == (
+        f"data: 1 of 8 items are broken, more than max_bad_items 0; the first: {problem.format(items)}. "
+        "`retouch data validate` lists them all"
+    )
+
+
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_the_table_names_a_broken_item(items: Path, what: str) -> None:
+    damage, problem = BREAKAGES[what]
+    damage(items)
+    outcome = retouch("data", "validate", items, "--resolution", "32x64")
+    assert (outcome.code, outcome.err) == (2, "")
+    line, count = outcome.out.splitlines()
+    where, _, why = problem.format(items).partition(": ")
+    assert line == f"{'data':16} {where:24} {why}"
+    assert count == "7 items can be used; 1 problem"
+
+
+def test_broken_items_under_the_limit_are_skipped_and_counted(run_yaml: Callable[..., Path], items: Path) -> None:
+    small_mask(items)
+    (items / "test105_mask.png").unlink()
+    outcome = retouch("train", run_yaml(data__path=str(items), data__max_bad_items=2, training__max_steps=1))
+    assert outcome.code == 0
+    log = " ".join(outcome.err.split())
+    assert "data: skipped 2 of 8 items (max_bad_items 2)" in log
+    assert log.count("data: skipped item ") == 2
+
+
+def test_paths_that_hold_no_data(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    assert refused(retouch("train", run_yaml(data__path="nowhere"))) == "data.path: nowhere: no such folder"
+    assert refused(retouch("train", run_yaml(data__path=str(tmp_path)))).startswith(
+        f"data.path: {tmp_path} has no self_bench.txt"
+    )
+    assert refused(retouch("train", run_yaml(rollout__global_groups_per_batch=9))).startswith(
+        "rollout: an epoch takes 9 different examples (global_groups_per_batch x batches_per_epoch), but data has 8"
+    )
+
+
+# --- models ---
+
+
+def test_models_that_are_not_there(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    hint = "no such folder; give a folder in the diffusers layout or a hub id"
+    assert refused(retouch("train", run_yaml(model__path="/nowhere/model"))) == f"model.path: /nowhere/model: {hint}"
+    assert refused(retouch("train", run_yaml(model__path=str(tmp_path)))) == (
+        f"model.path: {tmp_path} has no model_index.json; give the top folder of a diffusers model"
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny base, to break."""
+    return shutil.copytree(tiny_path("flux_fill"), tmp_path / "model")
+
+
+def test_a_model_of_another_family(run_yaml: Callable[..., Path], model: Path) -> None:
+    (model / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionInpaintPipeline"}))
+    assert refused(retouch("train", run_yaml(model__path=str(model)))) == (
+        f"model.path: {model} is a StableDiffusionInpaintPipeline; model.family needs a FluxFillPipeline; set another "
+        "path, or the family of it"
+    )
+
+
+def test_a_transformer_that_cannot_inpaint(run_yaml: Callable[..., Path], model: Path) -> None:
+    network: Any = FluxTransformer2DModel.from_pretrained(model / "transformer")
+    text_to_image: Any = FluxTransformer2DModel(**{**network.config, "in_channels": 32})
+    text_to_image.save_pretrained(model / "transformer")
+    assert refused(retouch("train", run_yaml(model__path=str(model)))).startswith(
+        "model.path: the transformer takes 32 channels, a Fill model with this autoencoder takes 128; a text-to-image "
+        "FLUX cannot inpaint"
+    )
+
+
+def test_models_with_missing_weights(run_yaml: Callable[..., Path], model: Path) -> None:
+    """diffusers and transformers would draw them at random and go on."""
+    path = run_yaml(model__path=str(model))
+    file = "diffusion_pytorch_model.safetensors"
+    for part, kind, weights, name in (  # what is loaded last comes first
+        ("text_encoder_2", "T5EncoderModel", "model.safetensors", "encoder.final_layer_norm.weight"),
+        ("vae", "AutoencoderKL", file, "decoder.conv_in.bias"),
+        ("transformer", "FluxTransformer2DModel", file, "proj_out.bias"),
+    ):
+        tensors = load_file(model / part / weights)
+        del tensors[name]
+        save_file(tensors, model / part / weights, metadata={"format": "pt"})
+        assert refused(retouch("train", path)) == (
+            f"model.path: cannot load {part}/ of {model} as {kind}: 1 weights are missing, {name} among them; copy it "
+            "anew"
+        )
+    (model / "transformer" / file).write_bytes(b"cut off")
+    assert refused(retouch("train", path)).startswith(f"model.path: cannot load transformer/ of {model} as Flux")
+    shutil.rmtree(model / "transformer")
+    assert refused(retouch("train", path)).startswith(f"model.path: cannot load transformer/ of {model} as Flux")
+
+
+def test_lora_targets_that_match_nothing(run_yaml: Callable[..., Path]) -> None:
+    assert refused(retouch("train", run_yaml(), "model.train={kind: lora, targets: [to_qkv]}")) == (
+        "model.train.targets: given to_qkv; no module of FluxTransformer2DModel ends like that; leave targets out to "
+        "take those of the family"
+    )
+
+
+# --- run directories and checkpoints ---
+
+
+def test_a_run_directory_that_exists(finished: Finished) -> None:
+    run = finished("full")
+    before = (run / "metrics.jsonl").read_bytes()
+    assert refused(retouch("train", run.parent / "run.yaml")) == (
+        f"{run} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
+    )
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_auto_starts_where_nothing_is(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    outcome = retouch("train", run_yaml(training__max_steps=1), "resume=auto")
+    assert (outcome.code, outcome.out) == (0, f"done: {tmp_path}/runs/t\n")
+    assert "new run" in outcome.err
+
+
+def test_a_checkpoint_that_is_not_there(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    assert refused(retouch("train", run_yaml(), "resume=nowhere/step-000004")) == (
+        "resume: given 'nowhere/step-000004': no such checkpoint; give a checkpoints/step-... folder, or auto"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+WEIGHTS = "weights/diffusion_pytorch_model.safetensors"
+
+
+def damage(file: Path, how: str) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    if how != "gone":
+        file.write_bytes(content[: -len(content) // 3] if how == "cut" else b"")
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, "ema/diffusion_pytorch_model.safetensors", "optimizer.pt", "rng.pt", "state.json"]
+)
+def test_a_damaged_checkpoint_is_named_and_costs_nothing(
+    finished: Finished, tmp_path: Path, name: str, how: str
+) -> None:
+    """No metrics are cut off; and without it the run goes on from the checkpoint before."""
+    run = shutil.copytree(finished("full"), tmp_path / "full")
+    newest = run / "checkpoints" / "step-000004"
+    damage(newest / name, how)
+    before = (run / "metrics.jsonl").read_bytes()
+    arguments = (finished("full").parent / "run.yaml", f"logging.dir={tmp_path}", "resume=auto")
+    outcome = retouch("train", *arguments)
+    assert outcome.code == 2
+    last = outcome.err.splitlines()[-1]  # after warnings of what changed in the run file
+    assert last.startswith(f"error: {newest}: ")
+    assert "damaged" in last or "no diffusion_pytorch_model*.safetensors in it" in last
+    assert (run / "metrics.jsonl").read_bytes() == before
+    if (name, how) == (WEIGHTS, "cut"):
+        shutil.rmtree(newest)  # as the message says
+        assert retouch("train", *arguments).code == 0
+
+
+def test_a_checkpoint_of_other_weights(finished: Finished, run_yaml: Callable[..., Path]) -> None:
+    folder = finished("lora") / "checkpoints" / "step-000004"
+    for command in (("sample", "--data", "{held_out}", "--out", "x"), ("eval",)):
+        data = str(yaml.safe_load(run_yaml().read_text())["evaluation"]["data"]["path"])
+        given = [data if argument == "{held_out}" else argument for argument in command]
+        assert refused(retouch(*given, "--config", run_yaml(), "--weights", folder)).endswith(
+            "/ema: no diffusion_pytorch_model*.safetensors in it, which model.train.kind=full needs"
+        )
+    lora = run_yaml(model__train={"kind": "lora", "rank": 4, "alpha": 16})
+    assert refused(retouch("eval", "--config", lora, "--weights", folder)).endswith(
+        "/ema: rank 4 and alpha 8 were trained, but model.train says 4 and 16"
+    )
+
+
+@pytest.mark.parametrize("to", ["diffusers", "safetensors"])
+def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to: str) -> None:
+    folder = shutil.copytree(finished("full") / "checkpoints" / "step-000004", tmp_path / "step-000004")
+    damage(folder / WEIGHTS, "cut")
+    message = refused(retouch("export", folder, "--raw", "--to", to, "--out", tmp_path / "out"))
+    assert message.startswith(f"{folder}: cannot be exported: ")
+    damage(folder / "state.json", "gone")
+    assert refused(retouch("export", folder, "--to", to, "--out", tmp_path / "out")).startswith(f"{folder}: damaged (")
+
+
+# --- an installation without extras ---
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("torch", ["train", "{run}"], "train"),
+        ("diffusers", ["sample", "--config", "{run}", "--out", "x", "--data", "x"], "train"),
+        ("fastapi", ["reward", "serve", "preservation", "--port", "0"], "serve"),
+        ("uvicorn", ["reward", "serve", "preservation", "--port", "0"], "serve"),
+        ("rapidocr", ["reward", "score", "--reward", "ocr", "--image", "{image}", "--prompt", "'A'"], "ocr"),
+    ],
+)
+def test_a_missing_extra_is_named_with_its_command(
+    run_yaml: Callable[..., Path], signs: Path, tmp_path: Path, module: str, command: list[str], extra: str
+) -> None:
+    """In a process of its own, where the module cannot be imported."""
+    values = {"{run}": str(run_yaml()), "{image}": str(signs / "held_out" / "test200_source.png")}
+    script = f"import sys; sys.modules[{module!r}] = None; from retouch.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(values.get(word, word) for word in command)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and line.endswith(f'pip install "retouch[{extra}]"')
+    assert module in line

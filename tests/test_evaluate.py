@@ -1,0 +1,128 @@
+"""The evaluation: fixed seeds, no dependence on how it is batched, and its numbers by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.config import RunConfig
+from retouch.config.schema import PreservationReward, RewardClientConfig
+from retouch.data import Dataset, load_dataset
+from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, masked_input, save_evaluation
+from retouch.observe import Stopwatch
+from retouch.observe.statistics import paired_difference
+from retouch.rewards.compose import RewardTable
+from retouch.use import Loaded
+
+
+@pytest.fixture
+def loaded(config: Callable[..., RunConfig]) -> Loaded:
+    return Loaded(config())
+
+
+@pytest.fixture
+def examples(loaded: Loaded) -> Dataset:
+    assert loaded.config.evaluation.data is not None
+    return load_dataset(loaded.config.evaluation.data)
+
+
+def run(loaded: Loaded, examples: Any, batch_size: int, images: int = 2) -> Evaluation:
+    rewards = RewardTable({"preservation": PreservationReward()}, RewardClientConfig())
+    rewards.start()
+    try:
+        return evaluate(loaded.model, loaded.network, examples, images, 3, 30.0, batch_size, rewards, Stopwatch())
+    finally:
+        rewards.close()
+
+
+def test_batches_do_not_change_the_result(loaded: Loaded, examples: Dataset) -> None:
+    """Eight images by eight, three and one: the same pictures within a rounding step, the same again bit for bit."""
+    whole, again, thirds, single = (run(loaded, examples, size) for size in (8, 8, 3, 1))
+    assert whole.rows == again.rows
+    assert all(np.array_equal(a, b) for a, b in zip(whole.images, again.images, strict=True))
+    for other in (thirds, single):
+        for a, b in zip(whole.images, other.images, strict=True):
+            assert np.abs(a.astype(int) - b.astype(int)).max() <= 1
+        for measure, value in whole.means().items():
+            assert other.means()[measure] == pytest.approx(value, abs=1e-4)
+
+
+def test_an_image_depends_on_its_example_and_index_alone(loaded: Loaded, examples: Dataset) -> None:
+    together = run(loaded, examples, 4)
+    (last,) = (run(loaded, [examples[3]], 4, images=1).images,)
+    assert np.abs(last[0].astype(int) - together.images[6].astype(int)).max() <= 1
+    assert not np.array_equal(together.images[6], together.images[7])
+
+
+def test_rows_say_what_was_measured(loaded: Loaded, examples: Dataset) -> None:
+    evaluation = run(loaded, examples, 8)
+    assert [(row["example"], row["index"]) for row in evaluation.rows] == [(200 + i // 2, i % 2) for i in range(8)]
+    for row, image, example in zip(
+        evaluation.rows, evaluation.images, [e for e in examples for _ in "ab"], strict=True
+    ):
+        assert row["text"] == example.metadata["text"]
+        assert row["preservation"] == pytest.approx(1 - row["outside_l1"], abs=1e-6)  # scored before paste-back
+        assert row["outside_l1"] > 0
+        outside = np.asarray(example.mask) < 128
+        assert np.array_equal(image[outside], np.asarray(example.source)[outside])  # shown after it
+
+
+def test_means_leave_failed_rewards_out_and_count_them() -> None:
+    rows = [
+        {"example": 1, "index": 0, "text": "A", "ocr": 0.5, "ocr.exact": True, "read": "A"},
+        {"example": 1, "index": 1, "text": "A", "ocr": None},
+        {"example": 2, "index": 0, "text": None, "ocr": 1.0, "ocr.exact": False, "read": ""},
+    ]
+    assert Evaluation(rows, []).means() == {"ocr": 0.75, "ocr.exact": 0.5, "failed": 1.0}
+    assert Evaluation(rows[:1], []).means() == {"ocr": 0.5, "ocr.exact": 1.0}
+
+
+def test_an_evaluation_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
+    picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    rows: list[dict[str, Any]] = [{"example": 1, "index": i, "ocr": None, "read": "é"} for i in range(3)]
+    save_evaluation(Evaluation(rows, [picture, 255 - picture, picture]), tmp_path, 2)
+    back = load_evaluation(tmp_path)
+    assert back.rows == rows
+    assert [image.tolist() for image in back.images] == [picture.tolist(), (255 - picture).tolist()]
+
+
+def test_the_grid_has_a_row_for_each_example_and_a_column_for_each_evaluation(
+    loaded: Loaded, examples: Dataset
+) -> None:
+    evaluation = run(loaded, examples[:2], 4)
+    small = evaluation_grid(examples[:2], {"before": evaluation}, 1)
+    large = evaluation_grid(examples[:2], {"before": evaluation, "after": evaluation}, 2)
+    assert large.width == pytest.approx(small.width * 1.5, abs=10)
+    assert large.height > 1.7 * small.height
+    example = examples[0]
+    seen = masked_input(example)
+    hole = np.asarray(example.mask) >= 128
+    assert (seen[hole] == 127).all()
+    assert np.array_equal(seen[~hole], np.asarray(example.source)[~hole])
+    assert Image.fromarray(seen).size == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "expected"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0], (2.5, 1.2348, 3.7652)),  # s = 1.290994, half = 1.96 s / 2
+        ([0.6, 0.5], [0.5, 0.2], (0.2, 0.004, 0.396)),
+        ([0.7, 0.8], [0.5, 0.6], (0.2, 0.2, 0.2)),  # the same gain everywhere is certain, whatever the level
+        ([0.7], [0.5], (0.2, -np.inf, np.inf)),
+    ],
+)
+def test_the_interval_of_a_paired_difference(
+    after: list[float], before: list[float], expected: tuple[float, float, float]
+) -> None:
+    assert paired_difference(after, before) == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_is_not_paired_has_no_difference() -> None:
+    for after, before in (([], []), ([1.0], [1.0, 2.0])):
+        with pytest.raises(ValueError, match="are no pairs"):
+            paired_difference(after, before)

@@ -1,0 +1,276 @@
+"""`retouch sample` and `retouch eval` as people run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from retouch.evaluate import Evaluation
+from retouch.use import comparison_table, gains
+from tests.command_line import Outcome, retouch
+
+Finished = Callable[[str], Path]
+
+
+def pixels(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def inside(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("L")) >= 128
+
+
+def drawn(out: Path, *arguments: object) -> dict[str, np.ndarray]:
+    """Name -> picture of everything that `retouch sample` wrote."""
+    outcome = retouch("sample", *arguments, "--out", out)
+    assert outcome.code == 0, outcome.err
+    paths = [Path(line) for line in outcome.out.splitlines()]
+    assert paths == sorted(out.glob("*.png"))
+    return {path.name: pixels(path) for path in paths}
+
+
+# --- sample ---
+
+
+def test_a_data_set_from_a_run(finished: Finished, signs: Path, tmp_path: Path) -> None:
+    """Every item, repainted inside its mask and nowhere else; the same again with the same seed alone."""
+    data = signs / "held_out"
+    first = drawn(tmp_path / "a", "--run", finished("full"), "--data", data)
+    assert list(first) == [f"{n:05d}-0.png" for n in range(200, 204)]
+    for name, picture in first.items():
+        number = int(name[:5])
+        source, hole = pixels(data / f"test{number}_source.png"), inside(data / f"test{number}_mask.png")
+        assert np.array_equal(picture[~hole], source[~hole])
+        assert np.abs(picture[hole] - source[hole]).mean() > 1
+    again = drawn(tmp_path / "b", "--run", finished("full"), "--data", data)
+    other = drawn(tmp_path / "c", "--run", finished("full"), "--data", data, "--seed", 1)
+    for name, picture in first.items():
+        assert np.array_equal(again[name], picture)
+        assert not np.array_equal(other[name], picture)
+
+
+def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: Path) -> None:
+    """A run file alone draws the base; a checkpoint with it, what --run draws; --raw, not the average."""
+    run = finished("lora")
+    common = ("--data", signs / "held_out", "--steps", 2)
+    config = ("--config", run / "config.yaml")
+    newest, first = (run / "checkpoints" / step for step in ("step-000004", "step-000002"))
+    from_run = drawn(tmp_path / "run", "--run", run, *common)
+    by_path = drawn(tmp_path / "path", *config, "--weights", newest, *common)
+    assert all(np.array_equal(by_path[name], picture) for name, picture in from_run.items())
+    others = {
+        "base": drawn(tmp_path / "base", *config, *common),
+        "raw": drawn(tmp_path / "raw", "--run", run, "--raw", *common),
+        "warm-up": drawn(tmp_path / "warm-up", "--run", run, "--weights", first, *common),
+    }
+    for name, pictures in others.items():
+        assert any(not np.array_equal(pictures[n], picture) for n, picture in from_run.items()), name
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> tuple[object, ...]:
+    """The arguments of a picture of 301 x 211, which is no multiple of anything, and its mask."""
+    draw = np.random.default_rng(0)
+    Image.fromarray(draw.integers(0, 256, (211, 301, 3), np.uint8)).save(tmp_path / "photo.png")
+    mask = np.zeros((211, 301), np.uint8)
+    mask[120:150, 40:140] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    return "--image", tmp_path / "photo.png", "--mask", tmp_path / "mask.png"
+
+
+def repainted_inside_alone(picture: np.ndarray, photo: Any) -> bool:
+    source, hole = pixels(photo[1]), inside(photo[3])
+    same = picture.shape == source.shape and np.array_equal(picture[~hole], source[~hole])
+    return same and bool(np.abs(picture - source)[hole].mean() > 5)
+
+
+def test_one_picture_of_any_size_keeps_its_size_and_its_outside(
+    finished: Finished, photo: tuple[object, ...], tmp_path: Path
+) -> None:
+    """The run's 64 x 32 window around the mask is repainted, scaled back, and pasted into the mask alone."""
+    run = ("--run", finished("full"))
+    pictures = drawn(tmp_path / "out", *run, *photo, "--text", "MOON", "--count", 3)
+    assert list(pictures) == ["00000-0.png", "00000-1.png", "00000-2.png"]
+    assert all(repainted_inside_alone(picture, photo) for picture in pictures.values())
+    first, second, _ = pictures.values()
+    assert not np.array_equal(first, second)
+    prompted = drawn(tmp_path / "prompt", *run, *photo, "--prompt", "The text is 'MOON'.")
+    assert np.array_equal(prompted["00000-0.png"], first)  # --text makes just this prompt
+
+
+def test_a_soft_edge_lies_inside_the_mask(finished: Finished, signs: Path, tmp_path: Path) -> None:
+    data = signs / "held_out"
+    hard = drawn(tmp_path / "hard", "--run", finished("full"), "--data", data)["00200-0.png"]
+    soft = drawn(tmp_path / "soft", "--run", finished("full"), "--data", data, "--feather", 2)["00200-0.png"]
+    source, hole = pixels(data / "test200_source.png"), inside(data / "test200_mask.png")
+    assert np.array_equal(soft[~hole], source[~hole])
+    assert not np.array_equal(soft, hard)
+    rows, columns = np.flatnonzero(hole.any(1)), np.flatnonzero(hole.any(0))
+    centre = (slice(rows[0] + 6, rows[-1] - 5), slice(columns[0] + 6, columns[-1] - 5))
+    assert np.array_equal(soft[centre], hard[centre])
+
+
+@pytest.mark.parametrize("size", ["32x96", "48x64", "64"])
+def test_any_size_that_the_model_divides_works(
+    finished: Finished, photo: tuple[object, ...], tmp_path: Path, size: str
+) -> None:
+    run = ("--run", finished("full"))
+    (picture,) = drawn(tmp_path / "out", *run, *photo, "--text", "MOON", "--resolution", size).values()
+    assert repainted_inside_alone(picture, photo)
+
+
+def test_a_size_that_it_does_not_divide_is_refused(finished: Finished, signs: Path, tmp_path: Path) -> None:
+    outcome = retouch(
+        "sample", "--run", finished("full"), "--data", signs / "held_out", "--resolution", "36x65", "--out", tmp_path
+    )
+    assert (outcome.code, outcome.err) == (
+        2,
+        "error: resolution: given 36x65; flux_fill needs multiples of 8; set 32x64\n",
+    )
+
+
+# --- eval ---
+
+
+@pytest.fixture(scope="module")
+def evaluated(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """`retouch eval --run … --json`, and its --out folder."""
+    out = tmp_path_factory.mktemp("eval")
+    outcome = retouch("eval", "--run", finished("full"), "--images", 2, "--json", "--out", out)
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out), out
+
+
+def test_base_warm_up_and_rl_are_compared_on_the_same_images(evaluated: tuple[dict[str, Any], Path]) -> None:
+    result, _ = evaluated
+    assert list(result["means"]) == ["base", "warmed up", "after RL"]
+    assert (result["examples"], result["images"]) == (2, 4)
+    assert list(result["gains"]) == ["warmed up - base", "after RL - warmed up"]
+    for measure, (mean, low, high) in result["gains"]["after RL - warmed up"].items():
+        difference = result["means"]["after RL"][measure] - result["means"]["warmed up"][measure]
+        assert mean == pytest.approx(difference, abs=1e-9)
+        assert low <= mean <= high
+    assert {"preservation", "outside_l1", "glyph_correlation"} <= result["means"]["base"].keys()
+
+
+def test_out_holds_a_grid_and_a_row_for_each_image(evaluated: tuple[dict[str, Any], Path]) -> None:
+    result, out = evaluated
+    assert sorted(path.name for path in out.iterdir()) == [
+        "after-RL.jsonl",
+        "base.jsonl",
+        "grid.png",
+        "warmed-up.jsonl",
+    ]
+    rows = [json.loads(line) for line in (out / "after-RL.jsonl").read_text().splitlines()]
+    assert [(row["example"], row["index"]) for row in rows] == [(200, 0), (200, 1), (201, 0), (201, 1)]
+    mean = sum(row["preservation"] for row in rows) / 4
+    assert mean == pytest.approx(result["means"]["after RL"]["preservation"])
+    grid = Image.open(out / "grid.png")
+    assert grid.width > 4 * 192  # the input and three columns, enlarged
+
+
+def test_the_table_shows_what_the_json_holds(evaluated: tuple[dict[str, Any], Path], finished: Finished) -> None:
+    result, _ = evaluated
+    outcome = retouch("eval", "--run", finished("full"), "--images", 2)
+    assert outcome.code == 0
+    assert outcome.out.rstrip("\n") == comparison_table(result)  # and evaluation repeats to the last digit
+
+
+def test_the_table_by_hand() -> None:
+    result = {
+        "examples": 1,
+        "images": 2,
+        "means": {"base": {"ned": 0.5}, "trained": {"ned": 0.75, "failed": 1.0}},
+        "gains": {"trained - base": {"ned": [0.25, 0.15, 0.35]}},
+    }
+    assert comparison_table(result).splitlines() == [
+        f"{'':28}{'base':>12}{'trained':>12}   trained - base [95 %]",
+        f"{'ned':28}{0.5:12.4f}{0.75:12.4f}   +0.2500 [+0.1500, +0.3500]",
+        f"{'failed':28}{'–':>12}{1.0:12.4f}",
+        "2 images of 1 example, plain ODE, fixed seeds",
+    ]
+
+
+def test_gains_pair_the_images_that_both_evaluations_scored() -> None:
+    """Differences .1, .3 (the third failed once): mean .2, standard deviation .141421, interval ± 1.96 · .1."""
+    before = Evaluation([{"ned": 0.5}, {"ned": 0.2}, {"ned": None}], [])
+    after = Evaluation([{"ned": 0.6}, {"ned": 0.5}, {"ned": 0.9}], [])
+    assert gains(after, before) == {"ned": pytest.approx([0.2, 0.004, 0.396])}
+    alone = Evaluation([{"ned": 0.5}], [])
+    assert gains(alone, alone) == {}  # one image has no interval
+
+
+def test_a_run_file_without_weights_evaluates_the_base(finished: Finished, signs: Path) -> None:
+    outcome = retouch("eval", "--config", finished("full") / "config.yaml", "--data", signs / "prompts", "--json")
+    result = json.loads(outcome.out)
+    assert list(result["means"]) == ["base"] and result["gains"] == {}
+    assert result["examples"] == 2  # evaluation.num_examples
+
+
+# --- what cannot work ---
+
+
+def refused(outcome: Outcome) -> str:
+    assert (outcome.code, outcome.out) == (2, "")
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "give either --data, or --image with --mask and --text (or --prompt)"),
+        (
+            ["--data", "{data}", "--image", "x.png"],
+            "give either --data, or --image with --mask and --text (or --prompt)",
+        ),
+        (["--image", "{data}/test200_source.png"], "--image needs --mask and --text (or --prompt)"),
+        (["--image", "x.png", "--mask", "m.png", "--text", " "], "--text: empty; say what the mask shall read"),
+        (["--image", "x.png", "--mask", "{data}/test200_mask.png", "--text", "A"], "x.png: no such file"),
+        (["--data", "nowhere.csv"], "nowhere.csv: give a self_bench folder, a .json or .jsonl manifest, or a run file"),
+        (["--data", "{data}", "--resolution", "axb"], "size: given 'axb'; write a side like 512, or HEIGHTxWIDTH"),
+        (["--data", "{data}", "--weights", "nowhere"], "nowhere: no such checkpoint or weights folder"),
+        (["--data", "{data}", "--weights", "{data}"], "{data}: holds neither a checkpoint nor weights"),
+        (
+            ["--data", "{data}", "--out", "{data}/self_bench.txt"],
+            "--out: {data}/self_bench.txt is a file; give a folder",
+        ),
+    ],
+)
+def test_what_sample_cannot_do(
+    finished: Finished, signs: Path, tmp_path: Path, arguments: list[str], problem: str
+) -> None:
+    data = str(signs / "held_out")
+    given = [argument.replace("{data}", data) for argument in arguments]
+    out = [] if "--out" in given else ["--out", tmp_path]
+    assert refused(retouch("sample", "--run", finished("full"), *given, *out)).startswith(
+        problem.replace("{data}", data)
+    )
+
+
+def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> None:
+    run = finished("full")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["evaluation"]["data"] = None
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    assert refused(retouch("eval", "--config", tmp_path / "run.yaml")) == (
+        "the run names no evaluation.data; give --data"
+    )
+    assert refused(retouch("eval")) == "give either --run RUN_DIR or --config RUN.yaml"
+    assert refused(retouch("eval", "--run", tmp_path)).startswith(f"--run: {tmp_path} is not a run directory")
+    export = ("export", run / "checkpoints" / "step-000004", "--out", tmp_path / "x", "--to")
+    assert refused(retouch(*export, "difusers")) == "--to: given 'difusers'; did you mean 'diffusers'?"
+    assert refused(retouch(*export, "diffusers-lora")) == (
+        "--to: given 'diffusers-lora', but the run trained full weights; use --to diffusers"
+    )
+    assert refused(retouch(*export[:3], tmp_path, "--to", "diffusers")) == (
+        f"--out: {tmp_path} is not an empty folder; choose another"
+    )
