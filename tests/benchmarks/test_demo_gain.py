@@ -1,4 +1,4 @@
-"""What the README says of the demo: committed results hold it, belong to the committed run, and can be had again."""
+"""What the demo promises: RL gains what supervision does not, half an hour does not collapse, the base can be rebuilt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ import pytest
 from retouch.models.loading import tiny_path
 
 REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmarks/results"
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-
-from demo_gain import inputs  # noqa: E402
-
 Row = dict[str, Any]
 
 
@@ -35,32 +30,11 @@ def check_long(row: Row) -> None:
     assert row["held_out"]["last"]["ocr.ned"] >= row["highest"] - 0.03
 
 
-def committed(name: str) -> Row:
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
 def measured(tmp_path: Path, *options: str) -> Row:
     out = tmp_path / "result.json"
     command = [sys.executable, str(REPOSITORY / "benchmarks/demo_gain.py"), *options, "--out", str(out)]
     subprocess.run([*command, "--work", str(tmp_path / "work")], check=True)
     return json.loads(out.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("name", ["demo_gain.json", "demo_gain_30_minutes.json"])
-def test_results_belong_to_the_run_and_the_base(name: str) -> None:
-    assert committed(name)["inputs"] == inputs(), "run benchmarks/demo_gain.py again"
-
-
-def test_three_seeds_gain_and_their_controls_do_not() -> None:
-    rows = {row["run"]: row for row in committed("demo_gain.json")["rows"]}
-    for seed in (0, 1, 2):
-        check_gain(rows[f"grpo-{seed}"])
-        after, control = (rows[f"{kind}-{seed}"]["held_out"]["last"]["ocr.ned"] for kind in ("grpo", "sft"))
-        assert after > control + 0.08
-
-
-def test_half_an_hour_does_not_collapse() -> None:
-    check_long(committed("demo_gain_30_minutes.json")["rows"][0])
 
 
 @pytest.mark.slow
