@@ -1,4 +1,4 @@
-"""What the demo promises: RL gains what supervision does not, half an hour does not collapse, the base can be rebuilt."""
+"""What the demo promises: RL gains what supervision does not, half an hour does not collapse, the base is rebuilt."""
 
 from __future__ import annotations
 
