@@ -27,7 +27,7 @@ test-slow: .venv/.installed ## The tests that take minutes
 lint: .venv/.installed ## Format, lint, types, import contracts
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/ruff check $(wildcard $(SOURCES))
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 mutants: .venv/.installed ## Break the code on purpose: every named fault must be caught by its test
