@@ -24,7 +24,7 @@ SHAPE = (
 def test_the_tiny_run_on_one_process() -> None:
     assert derive(load_run(TINY)).as_dict() == {
         "world_size": 1,
-        "warmup_steps": 40,
+        "warmup_steps": 20,
         "global_images_per_rollout_batch": 96,  # 12 groups of 8
         "global_groups_per_epoch": 12,
         "global_images_per_epoch": 96,
@@ -32,10 +32,10 @@ def test_the_tiny_run_on_one_process() -> None:
         "padded_images_per_epoch": 0,
         "global_rows_per_step": 96,  # 48 x 2
         "optimizer_steps_per_epoch": 1,
-        "epochs": 100,  # 140 - 40
+        "epochs": 60,  # 80 - 20
         "stochastic_steps": 2,
         "trained_steps": 2,
-        "forwards_per_image": 12,  # 6 steps + 2 x 3
+        "forwards_per_image": 12,  # 4 steps + 2 of the reference + 2 x 3
     }
 
 
