@@ -252,20 +252,21 @@ def test_ppo_works_without_groups(config: Config) -> None:
 
 def test_kl_to_the_reference(config: Config) -> None:
     """0 before the first update, above after; and a heavy weight holds the policy back."""
-    free, _ = train(config(name="free", optimizer__lr=1e-3))
+    free, _ = train(config(name="free", optimizer__lr=1e-3, algorithm__inner_epochs=2))
     held, records = train(config(name="held", optimizer__lr=1e-3, algorithm__kl_weight=1e4, algorithm__inner_epochs=2))
     kl = [r["kl"] for r in of_kind(records, "train")]
     assert kl[0] <= 1e-9 and kl[-1] > 0
     assert set(held.policy.snapshots) == {"reference"}
     drift = {k: _distance(weights(r), held.policy.state("reference")) for k, r in (("free", free), ("held", held))}
-    assert drift["held"] != drift["free"]
+    assert drift["held"] < drift["free"]
 
 
 def _distance(a: dict[str, Tensor], b: Any) -> float:
     return sum(float((a[n] - b[n]).square().sum()) for n in a) ** 0.5
 
 
-def test_region_mask_trains_on_the_hole_only(config: Config) -> None:
+def test_region_mask_reaches_the_log_probabilities(config: Config) -> None:
+    """Other weights than over all latents; over what exactly is in tests/core and tests/rollout."""
     everywhere, _ = train(config(name="a", training__max_steps=1))
     hole, _ = train(config(name="b", training__max_steps=1, algorithm__region="mask"))
     assert any(not torch.equal(t, weights(hole)[n]) for n, t in weights(everywhere).items())
