@@ -56,8 +56,8 @@ def main() -> None:
 
 
 def inputs() -> dict[str, str]:
-    """Digests of what the numbers depend on: the sections of the run file that say how it trains, and the tiny base."""
-    run = load_run(CONFIG).model_dump_json(include=set(SECTIONS))
+    """Digests of what the numbers depend on: what the run file says of how it trains, and the tiny base."""
+    run = load_run(CONFIG).model_dump_json(include=set(SECTIONS), exclude_unset=True)
     base = (tiny_path("flux_fill") / "transformer/diffusion_pytorch_model.safetensors").read_bytes()
     return {"run": hashlib.sha256(run.encode()).hexdigest()[:16], "base": hashlib.sha256(base).hexdigest()[:16]}
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
+from retouch.config.families import FACTS
+from retouch.config.rules import needed_pictures
 from retouch.data import Dataset, ItemFiles, load_dataset
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.models import load_model
@@ -50,9 +52,15 @@ class Run:
 
     @property
     def guidance_scale(self) -> float:
-        """Of rollouts, evaluation and supervised steps alike."""
+        """Of rollouts, of the log-probabilities taken on them, and of evaluation."""
         given = self.config.rollout.guidance_scale
         return self.model.spec.guidance_scale if given is None else given
+
+    @property
+    def denoising_guidance_scale(self) -> float:
+        """Of losses on noised pictures (SFT, DPO, NFT): that of rollouts where the network is told of it; 1 where
+        guidance is two forwards, because it is the conditional prediction that learns to denoise."""
+        return 1.0 if FACTS[self.config.model.family].doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:
         self.rewards.close()
@@ -68,9 +76,10 @@ def build(config: RunConfig) -> Run:
     """
     engine = Engine(config.training, config.optimizer, config.seed)
     derived = derive(config, engine.world_size)
-    data = load_dataset(config.data)
-    warmup = load_dataset(config.warmup_data, "warmup_data") if config.warmup_data else data
-    held_out = load_dataset(config.evaluation.data, "evaluation.data") if config.evaluation.data else None
+    needs = needed_pictures(config, training=False)
+    data = load_dataset(config.data, "data", needed_pictures(config, training=True))
+    warmup = load_dataset(config.warmup_data, "warmup_data", needs) if config.warmup_data else data
+    held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
     _needs_targets(config, warmup)
     _enough_groups(config, derived, data)
     run_dir = RunDir(config, main=engine.is_main)
@@ -144,7 +153,7 @@ def _identity(item: ItemFiles) -> tuple[str, Path | None]:
 
 
 def _enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
-    if config.algorithm.name != "sft" and derived.global_groups_per_epoch > len(data):
+    if derived.global_groups_per_epoch > len(data):
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
             f"batches_per_epoch), but data has {len(data)}; lower them, or add data"

@@ -32,6 +32,7 @@ class Example:
         target: RGB ground truth; None where there is none (RL needs none).
         reference: RGB style picture of any size.
         metadata: further fields of the item; `text` is the text to write.
+        win, lose: RGB pictures of which the first is preferred; pairs of offline DPO.
     """
 
     id: int
@@ -41,6 +42,8 @@ class Example:
     target: Image | None = None
     reference: Image | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    win: Image | None = None
+    lose: Image | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,9 @@ class Trajectory:
         final: [B, C, H, W] clean latents.
         times: [T + 1] of the schedule.
         first_step: index of the first trained step; the S trained steps are consecutive.
-        latents: [B, S + 1, C, H, W], the states around the trained steps; S = 0 keeps none.
+        latents: [B, S + 1, C, H, W], the states around the trained steps; with S = 0 the clean latents alone.
         log_probs: [B, S] as the sampler drew them.
+        means: [B, S, C, H, W] of the trained steps, where an objective asks for them.
     """
 
     final: Tensor
@@ -166,6 +170,7 @@ class Trajectory:
     first_step: int
     latents: Tensor
     log_probs: Tensor
+    means: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from retouch.adapters.export import FORMATS, Base, export
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.errors import nearest
+from retouch.config.rules import needed_pictures
 from retouch.config.schema import DEFAULT_TEMPLATE, DataSection, SelfBenchData
 from retouch.data import DataError, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
@@ -174,7 +175,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     size = {} if request.size is None else {"resolution": request.size}
     if request.data is not None:
         section = _like(config, request.data).model_copy(update=size)
-        return section, load_dataset(section, "--data").items
+        return section, load_dataset(section, "--data", needed_pictures(config, training=False)).items
     if request.mask is None or (request.text is None and request.prompt is None):
         raise ConfigError("--image needs --mask and --text (or --prompt)")
     if request.text is not None and not request.text.strip():
@@ -183,7 +184,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
     prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
     item = ItemFiles(0, prompt, request.image, request.mask)
-    problem = check_item(item, section)
+    problem = check_item(item, section, needed_pictures(config, training=False))
     if problem:
         raise DataError(problem.problem)
     return section, [item]
@@ -203,7 +204,8 @@ def compare(trained: Trained, data: Path | None, images: int | None, out: Path |
     section = _like(config, data) if data else config.evaluation.data
     if section is None:
         raise ConfigError("the run names no evaluation.data; give --data")
-    examples = load_dataset(section, "--data" if data else "evaluation.data")[: config.evaluation.num_examples]
+    needs = needed_pictures(config, training=False)
+    examples = load_dataset(section, "--data" if data else "evaluation.data", needs)[: config.evaluation.num_examples]
     if out is not None:
         _make_folder(out)
     loaded = Loaded(config)

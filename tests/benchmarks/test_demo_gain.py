@@ -30,6 +30,31 @@ def check_long(row: Row) -> None:
     assert row["held_out"]["last"]["ocr.ned"] >= row["highest"] - 0.03
 
 
+def committed(name: str) -> Row:
+    return json.loads((REPOSITORY / "benchmarks/results" / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["demo_gain.json", "demo_gain_30_minutes.json"])
+def test_the_committed_results_are_of_this_run_file_and_base(name: str) -> None:
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    import demo_gain
+
+    assert committed(name)["inputs"] == demo_gain.inputs()
+
+
+def test_three_seeds_gained_more_than_their_controls() -> None:
+    rows = {row["run"]: row for row in committed("demo_gain.json")["rows"]}
+    for seed in range(3):
+        check_gain(rows[f"grpo-{seed}"])
+        assert rows[f"grpo-{seed}"]["held_out"]["last"]["ocr.ned"] > rows[f"sft-{seed}"]["held_out"]["last"]["ocr.ned"]
+
+
+def test_half_an_hour_did_not_collapse() -> None:
+    [row] = committed("demo_gain_30_minutes.json")["rows"]
+    check_long(row)
+    assert row["train_seconds"] > 1500
+
+
 def measured(tmp_path: Path, *options: str) -> Row:
     out = tmp_path / "result.json"
     command = [sys.executable, str(REPOSITORY / "benchmarks/demo_gain.py"), *options, "--out", str(out)]

@@ -22,7 +22,7 @@ def test_a_good_run() -> None:
     first, *rest = outcome.out.splitlines()
     assert first == f"{TINY}: ok (tiny_flux_fill_grpo: flux_fill, full, grpo)"
     assert "  global images per epoch          96" in rest
-    assert "  forwards per image               12" in rest
+    assert "  forwards per image               11.5625" in rest
 
 
 def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import ConfigError, RunConfig, derive, load_run
+from retouch.config.derived import stochastic_steps, trained_steps, window_starts
 from retouch.data import rank_slots
 
 from .conftest import TINY
@@ -35,7 +36,8 @@ def test_the_tiny_run_on_one_process() -> None:
         "epochs": 60,  # 80 - 20
         "stochastic_steps": 2,
         "trained_steps": 2,
-        "forwards_per_image": 12,  # 4 steps + 2 of the reference + 2 x 3
+        # of 4 steps 0 or 1 before the window, once for 8 images: 4 - .5 x 7/8; 2 of the reference; 2 x 3
+        "forwards_per_image": 3.5625 + 2 + 6,
     }
 
 
@@ -114,6 +116,121 @@ def test_forwards_of_an_image(
     derived = derive(run_with(*SHAPE, *overrides))
     assert (derived.stochastic_steps, derived.trained_steps) == (stochastic, trained)
     assert derived.forwards_per_image == forwards
+
+
+SD = "model={family: sd_inpaint, path: tiny}"
+PAIRS = ("data={format: manifest, path: pairs.json, resolution: 64}", "rewards={}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_device", "steps", "epochs"),
+    [(1, 128, 4, 225), (2, 64, 2, 450), (3, 44, 2, 450), (16, 8, 2, 450), (20, 8, 2, 450)],
+)
+def test_dpo_counts_pairs(world_size: int, per_device: int, steps: int, epochs: int, run_with: RunWith) -> None:
+    """16 groups are 16 pairs at most: in steps of 8 a process they take 2 on one, 1 on more; twice over."""
+    derived = derive(run_with(*SHAPE, "algorithm={name: dpo, warmup_steps: 100, inner_epochs: 2}"), world_size)
+    assert (derived.global_images_per_epoch, derived.global_groups_per_epoch) == (128, 16)
+    assert derived.images_per_epoch_per_device == per_device
+    assert derived.global_rows_per_step == 8 * world_size
+    assert (derived.optimizer_steps_per_epoch, derived.epochs) == (steps, epochs)
+    assert (derived.stochastic_steps, derived.trained_steps) == (0, 0)
+
+
+def test_nft_counts_images(run_with: RunWith) -> None:
+    derived = derive(run_with(*SHAPE, "algorithm={name: nft, warmup_steps: 100, inner_epochs: 2}"), 2)
+    assert (derived.images_per_epoch_per_device, derived.optimizer_steps_per_epoch) == (64, 16)
+    assert (derived.epochs, derived.stochastic_steps, derived.trained_steps) == (57, 0, 0)
+
+
+def test_given_pairs_have_no_rollouts(run_with: RunWith) -> None:
+    algorithm = "algorithm={name: dpo, pairs: offline, warmup_steps: 7, timesteps_per_pair: 3}"
+    derived = derive(run_with(*SHAPE[1:2], SHAPE[3], algorithm, *PAIRS), 3)
+    assert (derived.warmup_steps, derived.global_rows_per_step) == (7, 24)
+    assert derived.forwards_per_image == 3 * (1 + 3)
+    zero = {"global_images_per_epoch", "optimizer_steps_per_epoch", "epochs", "stochastic_steps", "trained_steps"}
+    assert {name for name, value in derived.as_dict().items() if value == 0} >= zero
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "forwards"),
+    [
+        # the 2 of 8 images that make the pair: each copy under the reference, then forward and backward; twice over
+        ("{name: dpo, inner_epochs: 2, timesteps_per_pair: 3}", 10 + 2 / 8 * 2 * 3 * (1 + 3)),
+        ("{name: dpo}", 10 + 2 / 8 * (1 + 3)),
+        # each copy under the old policy and the reference, then forward and backward
+        ("{name: nft}", 10 + 2 * (2 + 3)),
+        ("{name: nft, kl_weight: 0}", 10 + 2 * (1 + 3)),
+        ("{name: nft, timesteps_per_image: 5, inner_epochs: 2}", 10 + 2 * 5 * (2 + 3)),
+    ],
+)
+def test_forwards_of_an_image_that_is_noised_anew(algorithm: str, forwards: float, run_with: RunWith) -> None:
+    assert derive(run_with(*SHAPE, f"algorithm={algorithm}")).forwards_per_image == forwards
+
+
+@pytest.mark.parametrize(
+    ("overrides", "forwards"),
+    [
+        ((), 2 * (10 + 9 * 3)),  # the model's 7.5; ddim ends without noise
+        (("rollout.guidance_scale=1.01",), 2 * (10 + 9 * 3)),
+        (("rollout.guidance_scale=1",), 10 + 9 * 3),
+        (("rollout.guidance_scale=0",), 10 + 9 * 3),
+        (("algorithm={name: grpo, kl_weight: 0.1}",), 2 * (10 + 9 + 9 * 3)),
+        # pictures noised anew are learned without guidance
+        (("algorithm={name: nft}",), 2 * 10 + 2 * (2 + 3)),
+        (("algorithm={name: dpo}",), 2 * 10 + 2 / 8 * (1 + 3)),
+        (("algorithm={name: dpo, pairs: offline}", *PAIRS), 1 + 3),
+        (("algorithm={name: sft}", "rewards={}"), 3),
+        (("model={family: flux_fill, path: tiny}",), 10 + 10 * 3),  # its guidance is embedded
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_guidance_without_an_embedding_doubles_what_goes_through_the_solver(
+    overrides: tuple[str, ...], forwards: float, run_with: RunWith
+) -> None:
+    shape = ("rollout.num_steps=10", "training.gradient_checkpointing=false")
+    assert derive(run_with(SD, *shape, *overrides)).forwards_per_image == forwards
+
+
+@pytest.mark.parametrize(
+    ("window", "starts"),
+    [
+        ("{size: 2, range: [0.2, 0.7]}", [2, 3, 4, 5]),
+        ("{size: 2, range: [0, 1]}", [0, 1, 2, 3, 4, 5, 6, 7]),  # never step 9
+        ("{size: 3, range: [0.5, 1]}", [5, 6]),
+        ("{size: 1, range: [0.8, 0.9]}", [8]),
+    ],
+)
+def test_windows_of_ddim_leave_its_last_step_out(window: str, starts: list[int], run_with: RunWith) -> None:
+    run = run_with(SD, "rollout.num_steps=10", f"rollout.window={window}")
+    assert list(window_starts(run)) == starts
+    assert stochastic_steps(run) == trained_steps(run) == run.rollout.window.size  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sampling"),
+    [
+        # windows of 2 in [.2, .7] of 10 steps begin at 2, 3, 4 or 5: 3.5 steps before it, taken once for 8 images
+        ((), 10 - 3.5 * 7 / 8),
+        (("rollout.window.position=fixed",), 10 - 2 * 7 / 8),
+        (("rollout.window.position=sliding",), 10 - 3.5 * 7 / 8),
+        (("rollout.batch_size_per_device=4",), 10 - 3.5 * 3 / 4),  # half a group in a forward
+        (("rollout.batch_size_per_device=16",), 10 - 3.5 * 7 / 8),
+        (("rollout.batch_size_per_device=1",), 10),
+        (("rollout.shared_noise=false",), 10),
+        (("rollout.window=",), 10),  # nothing before the first stochastic step
+        (
+            ("rollout.window={size: 2, range: [0.2, 0.7], position: sliding, stride: 2}",),
+            10 - 11 / 3 * 7 / 8,
+        ),  # 2, 4, 5
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_steps_before_the_window_are_shared_with_the_noise(
+    overrides: tuple[str, ...], sampling: float, run_with: RunWith
+) -> None:
+    shared = "rollout={group_size: 8, num_steps: 10, shared_noise: true, window: {size: 2, range: [0.2, 0.7]}}"
+    derived = derive(run_with(shared, "training.gradient_checkpointing=false", *overrides))
+    assert derived.forwards_per_image == pytest.approx(sampling + 3 * derived.trained_steps, abs=1e-12)
 
 
 def test_a_run_that_ends_with_its_warm_up_has_no_epoch(run_with: RunWith) -> None:

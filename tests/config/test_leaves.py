@@ -26,6 +26,7 @@ RECEIVERS = {
     "data": {"data", "config", "section"},
     "model": {"model", "config"},
     "optimizer": {"optimizer", "c", "config"},
+    "algorithm": {"algorithm", "objective"},
     "evaluation": {"evaluation", "c"},
     "rewards": {"entry", "e"},
     "reward_client": {"reward_client", "client", "config"},
@@ -33,8 +34,10 @@ RECEIVERS = {
 """Names under which the code holds a section; a section that is not here is held under its own."""
 
 READ_ELSEWHERE = {
+    "DpoConfig.reference_refresh_every": "through the property DpoConfig.refresh_every",
     "SelfBenchData.resolution": "through the property DataSection.size",
     "ManifestData.resolution": "through the property DataSection.size",
+    "RolloutConfig.step_rule": "through rules.step_rule, which fills in the default of the family",
 }
 """Option -> why no attribute access outside schema.py shows it. Keep it short."""
 
@@ -105,6 +108,7 @@ def test_the_walk_reaches_every_kind_of_place() -> None:
         "rollout.window.size",  # optional section
         "rewards.*.crop_margin",  # table of unions
         "algorithm.shifted_times",
+        "algorithm.old_policy",
         "ema.decay",
     } <= keys
     assert not keys & {"model", "rollout.window", "rewards", "rewards.*"}  # sections hold no value

@@ -47,6 +47,9 @@ def test_there_are_published_runs() -> None:
             "data.resolution=[64, 128]",
             "model.train={kind: lora, targets: [to_q]}",
         ),
+        ("model={family: sd_inpaint, path: tiny}", "rollout={step_rule: ddim, eta: 0.5}"),
+        ("algorithm={name: nft, old_policy: 2, region: mask, region_dilation: 1, seam_weight: 0.5}",),
+        ("algorithm={name: dpo, pairs: offline}", "data={format: manifest, path: x, resolution: 64}", "rewards={}"),
         ("evaluation.data={format: manifest, path: ü.json, image_root: /x}", "ema={}", "evaluation.weights=ema"),
     ],
     ids=lambda overrides: " ".join(overrides) or "defaults",
@@ -111,6 +114,88 @@ def test_files_that_hold_no_run(content: bytes | None, message: str, tmp_path: P
 def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such run file"):
         load_run(tmp_path)
+
+
+# --- extends ---
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """Write run files beside each other; the path of the last."""
+
+    def write(**files: str) -> Path:
+        path = tmp_path
+        for name, text in files.items():
+            path = tmp_path / f"{name}.yaml"
+            path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+BELOW = """
+name: below
+seed: 3
+model: {family: flux_fill, path: tiny, train: {kind: lora, rank: 4, alpha: 8}}
+data: {format: self_bench, path: a, target: none, resolution: [32, 64]}
+rollout: {group_size: 4, window: {size: 3, position: fixed}}
+algorithm: {name: grpo, clip_range: 1e-3, kl_weight: 0.5}
+rewards: {ocr: {weight: 2, detect: false}, preservation: {}}
+optimizer: {betas: [0.8, 0.9]}
+"""
+
+
+def test_a_run_file_lies_over_the_one_it_extends(written: Callable[..., Path]) -> None:
+    path = written(
+        below=BELOW,
+        above="extends: below.yaml\nname: above\nrollout: {window: {size: 2}}\nrewards: {ocr: {weight: 1}}\n"
+        "optimizer: {betas: [0.5, 0.6]}\nmodel: {train: {rank: 8}}",
+    )
+    run, below = load_run(path), load_run(path.parent / "below.yaml")
+    assert (run.name, run.seed, below.name) == ("above", 3, "below")
+    assert run.rollout.window is not None
+    assert (run.rollout.group_size, run.rollout.window.size, run.rollout.window.position) == (4, 2, "fixed")
+    assert {k: (r.weight, getattr(r, "detect", None)) for k, r in run.rewards.items()} == {
+        "ocr": (1, False),
+        "preservation": (1, None),
+    }
+    assert run.optimizer.betas == (0.5, 0.6)  # lists are replaced
+    assert run.model.train.model_dump() == {"kind": "lora", "rank": 8, "alpha": 8, "targets": None}
+    assert read_yaml(path).keys() == read_yaml(path.parent / "below.yaml").keys()
+    assert load_run(path, ["seed=9"]).seed == 9
+
+
+def test_another_kind_of_section_starts_afresh(written: Callable[..., Path]) -> None:
+    path = written(
+        below=BELOW,
+        above="extends: below.yaml\nmodel: {train: {kind: full}}\nalgorithm: {name: nft}\n"
+        "data: {format: manifest, path: b, resolution: 64}\nrollout: {window: null}",
+    )
+    run = load_run(path)
+    assert run.model.train.model_dump() == {"kind": "full"} and run.model.path == "tiny"
+    assert run.data == parse_run(BASE, ["data={format: manifest, path: b, resolution: 64}"]).data
+    assert run.algorithm == parse_run(BASE, ["algorithm={name: nft}"]).algorithm  # the kl_weight of below is GRPO's
+    assert run.rollout.window is None and run.rollout.group_size == 4
+
+
+def test_a_run_file_may_extend_one_that_extends(written: Callable[..., Path]) -> None:
+    path = written(below=BELOW, middle="extends: below.yaml\nseed: 4", top="extends: middle.yaml\nname: top")
+    assert (load_run(path).name, load_run(path).seed, load_run(path).rollout.group_size) == ("top", 4, 4)
+
+
+def test_what_cannot_be_extended(written: Callable[..., Path]) -> None:
+    circle = written(a="extends: b.yaml", b="extends: a.yaml")
+    with pytest.raises(ConfigError, match=r"b\.yaml: extends itself by way of b\.yaml, a\.yaml$"):
+        load_run(circle)
+    with pytest.raises(ConfigError, match=r"extends: given \['x'\]; name one run file, relative to this one"):
+        load_run(written(c="extends: [x]"))
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such run file"):
+        load_run(written(d="extends: nowhere.yaml"))
+
+
+def test_only_files_extend(problems: Callable[..., list[str]]) -> None:
+    (line,) = problems("extends=other.yaml")
+    assert line.startswith("small.yaml: extends: unknown key")
 
 
 # --- environment ---

@@ -28,6 +28,17 @@ TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
             "evaluation.data.imageroot: unknown key; did you mean 'image_root'?",
         ),
         ("algorithm.cliprange=1e-3", "algorithm.cliprange: unknown key; did you mean 'clip_range'?"),
+        (
+            "algorithm={name: nft, timestep_per_image: 2}",
+            "algorithm.timestep_per_image: unknown key; did you mean 'timesteps_per_image'?",
+        ),
+        (
+            "model={family: sd_inpaint, max_sequence_length: 77}",
+            (
+                "model.max_sequence_length: unknown key; known: dtype, family, free_text_encoders, "
+                "offload_text_encoders, path, train"
+            ),
+        ),
         ("rewards.ocr.wieght=2", "rewards.ocr.wieght: unknown key; did you mean 'weight'?"),
         (
             "rewards.read={scorer: ocr, crop_margn: 0.1}",
@@ -52,7 +63,9 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("evaluation.data={format: foo, path: x}", "evaluation.data.format: given 'foo'; known: manifest, self_bench"),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
         ("rewards.legible={}", "rewards.legible.scorer: given 'legible'; known: ocr, preservation"),
-        ("model.family=flux_fil", "model.family: given 'flux_fil'; input should be 'flux_fill'"),
+        ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
+        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, sd_inpaint"),
+        ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft"),
     ],
 )
 def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Problems) -> None:

@@ -50,7 +50,7 @@ BOUNDS = [
     ("rollout.num_steps", "0", "0", POSITIVE),
     ("rollout.guidance_scale", "-1", "-1", NOT_NEGATIVE),
     ("rollout.guidance_scale", ".inf", "inf", FINITE),
-    ("rollout.step_rule", "ddim", "'ddim'", "input should be 'flow_sde', 'dance_sde' or 'cps'"),
+    ("rollout.step_rule", "ddpm", "'ddpm'", "input should be 'flow_sde', 'dance_sde', 'cps' or 'ddim'"),
     ("rollout.noise_level", "0", "0", POSITIVE),
     ("rollout.eta", "0", "0", POSITIVE),
     ("algorithm.warmup_steps", "-1", "-1", NOT_NEGATIVE),
@@ -65,6 +65,10 @@ BOUNDS = [
     ("algorithm.timestep_fraction", "0", "0", POSITIVE),
     ("algorithm.timestep_fraction", "1.5", "1.5", AT_MOST_1),
     ("algorithm.region", "hole", "'hole'", "input should be 'all' or 'mask'"),
+    ("algorithm.region_dilation", "-1", "-1", NOT_NEGATIVE),
+    ("algorithm.seam_weight", "0", "0", POSITIVE),
+    ("algorithm.resample_rounds", "-1", "-1", NOT_NEGATIVE),
+    ("algorithm.log_prob_mode", "sum", "'sum'", "input should be 'exact' or 'published'"),
     ("rewards.ocr.weight", ".nan", "nan", FINITE),
     ("rewards.ocr.score", "cer", "'cer'", "input should be 'ned' or 'confidence'"),
     ("rewards.ocr.crop_margin", "-0.1", "-0.1", NOT_NEGATIVE),
@@ -115,8 +119,47 @@ ELEMENTS = [
     (
         "rollout.window",
         "{position: last}",
-        "rollout.window.position: given 'last'; input should be 'random' or 'fixed'",
+        "rollout.window.position: given 'last'; input should be 'random', 'fixed' or 'sliding'",
     ),
+    ("rollout.window", "{stride: 0}", f"rollout.window.stride: given 0; {POSITIVE}"),
+    ("rollout.window", "{batches_per_position: 0}", f"rollout.window.batches_per_position: given 0; {POSITIVE}"),
+    ("algorithm", "{name: dpo, beta: 0}", f"algorithm.beta: given 0; {POSITIVE}"),
+    (
+        "algorithm",
+        "{name: dpo, pairs: both}",
+        "algorithm.pairs: given 'both'; input should be 'online' or 'offline'",
+    ),
+    (
+        "algorithm",
+        "{name: dpo, rollout_policy: old}",
+        "algorithm.rollout_policy: given 'old'; input should be 'current' or 'reference'",
+    ),
+    (
+        "algorithm",
+        "{name: dpo, reference_refresh_every: -1}",
+        f"algorithm.reference_refresh_every: given -1; {NOT_NEGATIVE}",
+    ),
+    ("algorithm", "{name: dpo, timesteps_per_pair: 0}", f"algorithm.timesteps_per_pair: given 0; {POSITIVE}"),
+    ("algorithm", "{name: nft, mix: 0}", f"algorithm.mix: given 0; {POSITIVE}"),
+    ("algorithm", "{name: nft, mix: 1.5}", f"algorithm.mix: given 1.5; {AT_MOST_1}"),
+    (
+        "algorithm",
+        "{name: nft, mode: sign}",
+        (
+            "algorithm.mode: given 'sign'; input should be 'normal', 'positive_only', 'negative_only', 'one_only' or "
+            "'binary'"
+        ),
+    ),
+    *(
+        (
+            "algorithm",
+            f"{{name: nft, old_policy: {written}}}",
+            f"algorithm.old_policy: given {shown}; input should be 'copy', 'frozen', 'ramp_half' or 'ramp_full'",
+        )
+        # 0, 1 and 2 have a name; true is not 1, nor is 1.0 or '1'
+        for written, shown in (("3", "3"), ("-1", "-1"), ("true", "True"), ("1.0", "1.0"), ("'1'", "'1'"))
+    ),
+    ("algorithm", "{name: nft, timesteps_per_image: 0}", f"algorithm.timesteps_per_image: given 0; {POSITIVE}"),
     ("model.train", "{kind: lora, rank: 0}", f"model.train.rank: given 0; {POSITIVE}"),
     ("model.train", "{kind: lora, alpha: 0}", f"model.train.alpha: given 0; {POSITIVE}"),
     (

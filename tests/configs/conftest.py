@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
+from retouch.config.load import read_yaml
 from retouch.data.synth import draw_words, write_signs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,7 +24,7 @@ def name_of(path: Path) -> str:
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the published files take from the environment."""
-    monkeypatch.setenv("MODEL_PATH", "somebody/FLUX.1-Fill-dev")
+    monkeypatch.setenv("MODEL_PATH", "somebody/model")
     monkeypatch.setenv("DATA_PATH", "a/folder")
     monkeypatch.setenv("DATA_JSON_PATH", "a/manifest.json")
 
@@ -54,9 +54,11 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
 
     Everything else stays as published.
     """
-    published = yaml.safe_load(path.read_text(encoding="utf-8"))
+    published = read_yaml(path)
     algorithm, rollout = published["algorithm"], published["rollout"]
-    overrides = ["model.path=tiny", "model.dtype=fp32", "model.max_sequence_length=24", f"logging.dir={out}"]
+    overrides = ["model.path=tiny", "model.dtype=fp32", f"logging.dir={out}"]
+    if published["model"]["family"] == "flux_fill":
+        overrides += ["model.max_sequence_length=24"]
     sections = {
         "data": published["data"],
         "warmup_data": published.get("warmup_data"),
@@ -72,6 +74,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         overrides += ["evaluation.num_steps=4"]
     if algorithm["name"] == "sft":
         return [*overrides, "rollout.num_steps=4", "training.max_steps=1", "training.mixed_precision=no"]
+    if rollout.get("window"):
+        overrides += [f"rollout.window.size={min(2, rollout['window']['size'])}"]
     warmup = min(1, algorithm.get("warmup_steps", 0))
     group = min(4, rollout["group_size"])
     return [

@@ -24,16 +24,30 @@ from .conftest import CONFIGS, RUNS, name_of, shrink
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
-PARAMETERS = {"flux_fill": 11.9e9}
+PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9}
 """Of the released networks."""
 
-LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3}
-"""Adapted weights: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones."""
+LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8}
+"""Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
+SD1.5: self- and cross-attention of 16 blocks."""
+
+HUB = {
+    "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
+    "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+}
 
 
-def test_something_is_published() -> None:
-    assert {"flux_fill_sft.yaml", "flux_fill_grpo.yaml", "flux_fill_ppo.yaml"} <= {p.name for p in RELEASED}
-    assert {p.name for p in TINY} >= {"flux_fill_sft.yaml", "flux_fill_grpo.yaml", "flux_fill_ppo.yaml"}
+ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_every_algorithm_on_full_weights_and_on_adapters(family: str) -> None:
+    """Released models train adapters unless the file says full, tiny ones the other way round."""
+    for paths, plain, other in ((RELEASED, "lora", "full"), (TINY, "full", "lora")):
+        kinds = {p.stem: load_run(p).model.train.kind for p in paths}
+        for algorithm in ALGORITHMS:
+            assert kinds[f"{family}_{algorithm}"] == plain
+            assert kinds[f"{family}_{algorithm}_{other}"] == other
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
@@ -53,10 +67,10 @@ def test_it_is_named_after_its_file(path: Path) -> None:
 @pytest.mark.parametrize("path", RELEASED, ids=name_of)
 def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_run(path)
-    assert run.model.path == "somebody/FLUX.1-Fill-dev"
+    assert run.model.path == "somebody/model"
     assert run.data.path in ("a/folder", "a/manifest.json")
     monkeypatch.delenv("MODEL_PATH")
-    assert load_run(path).model.path == "black-forest-labs/FLUX.1-Fill-dev"
+    assert load_run(path).model.path == HUB[run.model.family]
     monkeypatch.delenv("DATA_PATH")
     with pytest.raises(ConfigError, match=r"\$\{DATA_PATH\} is not set in the environment"):
         load_run(path)
@@ -86,7 +100,9 @@ def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path) -> None:
         assert record["lr"] > 0
     if "rl" in phases:
         assert steps[-1]["skipped"] == 0
-        assert steps[-1]["max_abs_log_ratio"] <= 1e-5  # before the first update, rollout and training are one policy
+        # before the first update: rollout and training, policy and reference, policy and old policy are one
+        assert steps[-1].get("max_abs_log_ratio", 0) <= 1e-5
+        assert steps[-1].get("logit", 0) == 0 and steps[-1].get("old_velocity_distance", 0) == 0
         [rollouts] = [record for record in records if record["kind"] == "rollout"]
         assert rollouts["images"] == derive(run).global_images_per_epoch
         assert {f"reward/{name}" for name in run.rewards} <= rollouts.keys()

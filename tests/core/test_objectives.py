@@ -61,10 +61,22 @@ def test_rows_of_weight_0_are_inert_whatever_they_hold() -> None:
     old = rows(0.0, 0.0)
     loss, metrics = grpo_loss(log_prob, old, rows(1.0, float("nan")), 10.0, weight=rows(1.0, 0.0))
     alone, alone_metrics = grpo_loss(log_prob[:1], old[:1], rows(1.0), 10.0)
-    assert float(loss) == float(alone)
+    assert float(loss.detach()) == float(alone.detach())
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in alone_metrics.items()}
     loss.backward()
     assert log_prob.grad is not None and float(log_prob.grad[1]) == 0.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 800.0])
+def test_nor_has_it_a_gradient_where_its_ratio_is_not_finite(bad: float) -> None:
+    log_prob = rows(0.1, bad, grad=True)
+    grpo_loss(log_prob, rows(0.0, 0.0), rows(1.0, 1.0), 10.0, weight=rows(1.0, 0.0))[0].backward()
+    assert log_prob.grad is not None and float(log_prob.grad[1]) == 0.0
+
+
+def test_nor_a_place_in_the_metrics() -> None:
+    _, metrics = grpo_loss(rows(0.1, float("nan")), rows(0.0, 0.0), rows(1.0, 1.0), 10.0, weight=rows(1.0, 0.0))
+    assert float(metrics["max_abs_log_ratio"]) == pytest.approx(0.1)
 
 
 def test_a_normalizer_makes_micro_batches_add_up() -> None:
@@ -79,7 +91,7 @@ def test_no_weight_at_all_gives_zero_and_zero_gradient() -> None:
     log_prob = rows(0.1, 0.2, grad=True)
     loss, _ = grpo_loss(log_prob, rows(0.0, 0.0), rows(1.0, 1.0), 0.1, weight=rows(0.0, 0.0))
     loss.backward()
-    assert float(loss) == 0.0 and log_prob.grad is not None and log_prob.grad.tolist() == [0.0, 0.0]
+    assert float(loss.detach()) == 0.0 and log_prob.grad is not None and log_prob.grad.tolist() == [0.0, 0.0]
 
 
 def test_grpo_refuses_shapes() -> None:
@@ -87,6 +99,11 @@ def test_grpo_refuses_shapes() -> None:
         grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), 0.1)
     with pytest.raises(ValueError, match="advantages"):
         grpo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3), 0.1)
+
+
+def test_weights_are_one_a_row() -> None:
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
+        grpo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.1, weight=torch.ones(3))
 
 
 def test_kl_equals_torch_distributions() -> None:
@@ -123,7 +140,7 @@ def test_flow_matching_by_hand() -> None:
     """Target noise - x0 = 2; prediction 1.5 and 4: errors .25 and 4."""
     prediction = torch.tensor([[1.5], [4.0]], requires_grad=True)
     loss, metrics = flow_matching_loss(prediction, torch.full((2, 1), 1.0), torch.full((2, 1), 3.0))
-    assert float(loss) == pytest.approx(2.125) and float(metrics["error"]) == pytest.approx(2.125)
+    assert float(loss.detach()) == pytest.approx(2.125) and float(metrics["error"]) == pytest.approx(2.125)
     loss.backward()
     assert prediction.grad is not None and prediction.grad.flatten().tolist() == pytest.approx([-0.5, 2.0])
 

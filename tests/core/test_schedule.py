@@ -79,6 +79,78 @@ def test_alpha_bar_levels() -> None:
     assert float(s.level(torch.tensor([981.0]))[0]) == pytest.approx(float(ALPHA_BARS[981]), rel=1e-6)
 
 
+# --- as a flow ---
+
+
+def test_a_flow_model_is_one_already() -> None:
+    s, (x, v) = FlowSchedule.make(10, 3.0), pair()
+    time = s.times[[0, 1, 5, 9]]
+    state, velocity, sigma = s.as_flow(x, v, time)
+    assert state is x and velocity is v and torch.equal(sigma, time)
+    assert torch.equal(s.sigma(time), time)
+
+
+def test_as_flow_by_hand() -> None:
+    """alpha_bar .64: a = .8, b = .6. x = 7, eps = 5: x0^ = (7 - 3) / .8 = 5, v = 0; x / 1.4 = 5, sigma = .6 / 1.4."""
+    s = AlphaBarSchedule.make(torch.tensor([0.9, 0.64]), 2, steps_offset=0)
+    x, eps, time = torch.tensor([[7.0]]), torch.tensor([[5.0]]), torch.tensor([1.0])
+    state, velocity, sigma = s.as_flow(x, eps, time)
+    assert [float(state), float(velocity), float(sigma)] == pytest.approx([5, 0, 3 / 7], abs=1e-5)
+    _, velocity, _ = s.as_flow(x, eps + 1, time)
+    assert float(velocity) == pytest.approx(1 + 0.6 / 0.8, abs=1e-5)
+
+
+@pytest.mark.parametrize("timestep", [1, 101, 500, 981, 999])
+def test_an_epsilon_model_as_a_flow(timestep: int) -> None:
+    """Its state is the same mixture with weights that add up to 1, its velocity obeys the flow identities."""
+    s, (x0, noise) = AlphaBarSchedule.make(ALPHA_BARS, 10), pair()
+    time = torch.full((4,), float(timestep))
+    x, eps = s.add_noise(x0, noise, time), noise + 0.1 * x0
+    state, velocity, sigma = s.as_flow(x, eps, time)
+    sigma = sigma.double()[:, None, None, None]
+    torch.testing.assert_close(state, (1 - sigma) * x0 + sigma * noise, atol=1e-6, rtol=0)
+    torch.testing.assert_close(state - sigma * velocity, s.to_x0(x, eps, time), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(state + (1 - sigma) * velocity, eps, atol=1e-5, rtol=1e-6)
+    # the exact prediction is the exact velocity: what a flow model would be trained to say
+    _, exact, _ = s.as_flow(x, noise, time)
+    torch.testing.assert_close(exact, FlowSchedule.make(1).target(x0, noise), atol=1e-4, rtol=0)
+
+
+def test_sigma_of_an_epsilon_model_rises_with_time_from_0_to_1() -> None:
+    s = AlphaBarSchedule.make(ALPHA_BARS, 10)
+    sigma = s.sigma(torch.arange(1000).float())
+    assert bool((sigma.diff() > 0).all())
+    assert 0 < float(sigma[0]) < 0.03 and 0.93 < float(sigma[-1]) < 1
+    assert float(s.sigma(torch.tensor(-1.0))) == 0  # the clean image
+    kept = AlphaBarSchedule.make(ALPHA_BARS, 10, final_alpha_bar=float(ALPHA_BARS[0]))
+    assert float(kept.sigma(torch.tensor(-1.0))) == float(sigma[0])  # released SD1.5: as clean as its first timestep
+    assert s.sigma(s.times).shape == s.times.shape == (11,)
+    a, b = ALPHA_BARS.sqrt(), (1 - ALPHA_BARS).sqrt()
+    torch.testing.assert_close(sigma.double(), b / (a + b), atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_go_through_as_flow() -> None:
+    """d v / d eps = (a + b) / a, in every element alone: 15 at the noisiest timestep, 1 at the cleanest."""
+    s, (x, eps) = AlphaBarSchedule.make(ALPHA_BARS, 10), pair()
+    time = torch.tensor([0.0, 300.0, 700.0, 999.0])
+    eps.requires_grad_()
+    pull = torch.randn(eps.shape, generator=torch.Generator().manual_seed(3)).double()
+    (s.as_flow(x, eps, time)[1] * pull).sum().backward()
+    ab = ALPHA_BARS[time.long()][:, None, None, None]
+    gain = (ab.sqrt() + (1 - ab).sqrt()) / ab.sqrt()
+    assert eps.grad is not None
+    torch.testing.assert_close(eps.grad, pull * gain, atol=1e-5, rtol=1e-5)
+    assert gain.flatten().tolist()[::3] == pytest.approx([1, 15.6], abs=0.05)
+
+
+def test_as_flow_refuses_shapes() -> None:
+    s, (x, eps) = AlphaBarSchedule.make(ALPHA_BARS, 10), pair()
+    with pytest.raises(ValueError, match="one shape"):
+        s.as_flow(x, eps[:, :1], torch.zeros(4))
+    with pytest.raises(ValueError, match="time has shape"):
+        s.as_flow(x, eps, torch.zeros(3))
+
+
 def test_bad_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 step"):
         FlowSchedule.make(0)

@@ -252,6 +252,24 @@ def test_log_prob_of_a_region_ignores_the_outside(x: Tensor, v: Tensor) -> None:
         steps.gaussian_log_prob(x, v, 0.5, torch.zeros_like(region))
 
 
+def test_published_log_prob_is_the_squared_distance_alone(x: Tensor, v: Tensor) -> None:
+    """The CPS code's: without 1 / (2 std²) and constants, so that a step of any std weighs the same."""
+    std = torch.tensor([0.3, 0.7, 1.4], dtype=torch.float64)
+    published = steps.gaussian_log_prob(x, v, std, mode="published")
+    torch.testing.assert_close(published, -((x - v) ** 2).mean(dim=(1, 2, 3)), atol=1e-12, rtol=0)
+    assert torch.equal(published, steps.gaussian_log_prob(x, v, 10 * std, mode="published"))
+    exact = steps.gaussian_log_prob(x, v, std)
+    torch.testing.assert_close(
+        exact, published / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi), atol=1e-12, rtol=0
+    )
+    region = torch.zeros(B, 1, H, W, dtype=torch.float64)
+    region[:, :, 1:3, 2:4] = 1
+    inside = -((x - v) ** 2)[:, :, 1:3, 2:4].mean(dim=(1, 2, 3))
+    torch.testing.assert_close(steps.gaussian_log_prob(x, v, std, region, "published"), inside, atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match="std is 0"):
+        steps.gaussian_log_prob(x, v, 0.0, mode="published")
+
+
 @pytest.mark.parametrize("std", [0.0, torch.tensor([0.5, 0.0, 0.5])])
 def test_deterministic_steps_have_no_density(x: Tensor, v: Tensor, std: Tensor | float) -> None:
     with pytest.raises(ValueError, match="std is 0"):

@@ -266,6 +266,60 @@ def test_all_sections_of_a_run(bench: Bench, tmp_path: Path) -> None:
     ]
 
 
+def offline_run(bench: Bench, tmp_path: Path) -> Path:
+    """Pairs: item 0 is whole, 1 has no mask, 2 has no rejected picture, 3 a target beside its mask."""
+    whole = {"image_path": "test1_source.png", "mask_path": "test1_mask.png", "prompt": "x"}
+    pair = {"win_path": "test1_source.png", "lose_path": "test1_source.png"}
+    entries = [
+        {**whole, **pair},
+        {**whole, **pair, "mask_path": None},
+        {**whole, "win_path": "test1_source.png"},
+        {**whole, "target_path": "test1_source.png"},
+    ]
+    (bench.add(1).folder / "data.json").write_text(json.dumps(entries))
+    section = {"format": "manifest", "path": str(bench.folder / "data.json"), "resolution": [32, 48]}
+    run = {
+        "name": "r",
+        "model": {"family": "flux_fill", "path": "tiny"},
+        "data": section,
+        "warmup_data": section,
+        "algorithm": {"name": "dpo", "pairs": "offline"},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run), encoding="utf-8")
+    return path
+
+
+def test_pairs_are_asked_of_the_data_of_offline_dpo_and_masks_of_every_section(bench: Bench, tmp_path: Path) -> None:
+    findings = validate(offline_run(bench, tmp_path), (1, 1))
+    assert [(f.section, f.item, f.problem) for f in findings if f.problem] == [
+        ("data", "item 1", "mask_path missing, which the run needs"),
+        ("data", "item 2", "lose_path missing, which the run needs"),
+        ("data", "item 3", "lose_path, win_path missing, which the run needs"),
+        ("warmup_data", "item 1", "mask_path missing, which the run needs"),
+    ]
+    assert [f.note for f in findings if not f.problem] == [
+        "source, mask, win, lose; mask in luminance",
+        "source, mask, win, lose; mask in luminance",
+        "source, mask, win; mask in luminance",
+        "source, mask, target; mask in luminance",
+    ]
+
+
+def test_a_manifest_alone_asks_for_nothing_it_does_not_name(bench: Bench) -> None:
+    path = bench.add(1).folder / "data.json"
+    path.write_text(json.dumps([{"image_path": "test1_source.png", "prompt": "x"}]))
+    outcome = retouch("data", "validate", path, "--resolution", "32x48")
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[1] == "1 items can be used"
+
+
+def test_an_item_without_a_mask_has_no_channel(bench: Bench) -> None:
+    path = bench.add(1).folder / "data.json"
+    path.write_text(json.dumps([{"image_path": "test1_source.png", "prompt": "x"}]))
+    assert [f.note for f in validate(path, (32, 48))] == ["source"]
+
+
 def test_a_path_that_is_no_data(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         validate(tmp_path / "data.csv", (32, 32))

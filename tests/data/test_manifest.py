@@ -97,12 +97,15 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ([], "entry 1: [] is not an object"),
         (
             {"image_path": "a.png"},
-            "entry 1: mask_path, prompt missing or empty; each entry needs image_path, mask_path and prompt",
+            "entry 1: prompt missing or empty; each entry needs image_path and prompt",
         ),
         (
             {**ENTRY, "prompt": ""},
-            "entry 1: prompt missing or empty; each entry needs image_path, mask_path and prompt",
+            "entry 1: prompt missing or empty; each entry needs image_path and prompt",
         ),
+        ({}, "entry 1: image_path, prompt missing or empty; each entry needs image_path and prompt"),
+        ({**ENTRY, "win_path": 3}, "entry 1: win_path is 3; it must be a string"),
+        ({**ENTRY, "mask_path": ["m.png"]}, "entry 1: mask_path is ['m.png']; it must be a string"),
         ({**ENTRY, "image_path": 3}, "entry 1: image_path is 3; it must be a string"),
         ({**ENTRY, "prompt": ["a"]}, "entry 1: prompt is ['a']; it must be a string"),
         ({**ENTRY, "reference_path": {"a": 1}}, "entry 1: reference_path is {'a': 1}; it must be a string"),
@@ -116,6 +119,73 @@ def test_an_entry_that_cannot_be_used(entry: Any, problem: str, folder: Path) ->
     listed = list_items(manifest(folder, [ENTRY, entry, ENTRY]))
     assert [str(item) for item in listed if isinstance(item, ItemError)] == [problem]
     assert [item.id for item in listed if isinstance(item, ItemFiles)] == [0, 2]  # an id is a position, broken or not
+
+
+# --- what a run needs ---
+
+
+@pytest.mark.parametrize("mask", [{}, {"mask_path": None}, {"mask_path": ""}])
+def test_a_mask_is_needed_only_by_those_who_repaint_inside_one(mask: dict[str, Any], folder: Path) -> None:
+    config = manifest(folder, [{"image_path": "a.png", "prompt": "a sign", **mask}])
+    (example,) = load_dataset(config)
+    assert example.mask is None and pixels(example.source) == pixels(picture(blue=1))
+    assert str(check_item(items(config)[0], config, {"source", "mask"})) == (
+        "item 0: mask_path missing, which the run needs"
+    )
+    with pytest.raises(DataError) as caught:
+        load_dataset(config, "data", {"source", "mask"})
+    assert str(caught.value) == (
+        f"data: {folder}/data.json holds no usable item; item 0: mask_path missing, which the run needs"
+    )
+
+
+def test_an_item_without_what_is_needed_is_one_broken_item(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bare = {"image_path": "a.png", "prompt": "a sign"}
+    config = manifest(folder, [ENTRY, bare, ENTRY])
+    assert [example.id for example in load_dataset(config, needs={"mask"})] == [0, 2]
+    assert caplog.messages[0] == "data: skipped item 1: mask_path missing, which the run needs"
+    assert [example.id for example in load_dataset(config)] == [0, 1, 2]
+
+
+def test_a_pair_finds_its_place(folder: Path) -> None:
+    picture(blue=4).save(folder / "w.png")
+    picture(blue=5).save(folder / "l.png")
+    entry = {**ENTRY, "win_path": "w.png", "lose_path": "l.png"}
+    (example,) = load_dataset(manifest(folder, [entry]), needs={"source", "mask", "win", "lose"})
+    assert pixels(example.win) == pixels(picture(blue=4))
+    assert pixels(example.lose) == pixels(picture(blue=5))
+    assert example.target is None and dict(example.metadata) == {}
+
+
+def test_a_pair_is_cut_like_its_source(folder: Path) -> None:
+    """48 x 32 to a square of 32 around the hole, whose middle is at 24: columns 8 to 40."""
+    entry = {**ENTRY, "win_path": "b.png", "lose_path": "a.png"}
+    (example,) = load_dataset(manifest(folder, [entry], resolution=32))
+    assert pixels(example.win) == pixels(picture(blue=2).crop((8, 0, 40, 32)))
+    assert pixels(example.lose) == pixels(example.source) == pixels(picture(blue=1).crop((8, 0, 40, 32)))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({}, "lose_path, win_path missing, which the run needs"),
+        ({"win_path": "b.png"}, "lose_path missing, which the run needs"),
+        ({"win_path": "b.png", "lose_path": None}, "lose_path missing, which the run needs"),
+        (
+            {"win_path": "r.png", "lose_path": "b.png"},
+            "{folder}/r.png: the preferred picture is 16 x 16, its source 48 x 32; both must have one size",
+        ),
+        (
+            {"win_path": "b.png", "lose_path": "r.png"},
+            "{folder}/r.png: the rejected picture is 16 x 16, its source 48 x 32; both must have one size",
+        ),
+        ({"win_path": "b.png", "lose_path": "nowhere.png"}, "{folder}/nowhere.png: no such file"),
+    ],
+)
+def test_a_pair_that_is_none(given: dict[str, Any], problem: str, folder: Path) -> None:
+    config = manifest(folder, [{**ENTRY, **given}])
+    found = check_item(items(config)[0], config, {"source", "mask", "win", "lose"})
+    assert str(found) == f"item 0: {problem.format(folder=folder)}"
 
 
 def test_a_blank_prompt(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retouch.data import DataError, Slot, batch_examples, derive_seed, epoch_examples, rank_slots
+from retouch.data import DataError, Slot, batch_examples, derive_seed, epoch_examples, other_examples, rank_slots
 
 # --- slots ---
 
@@ -77,6 +77,46 @@ def test_an_epoch_needs_that_many_examples() -> None:
         "an epoch takes 5 groups, but the data set has 4 examples; lower rollout.global_groups_per_batch x "
         "rollout.batches_per_epoch to at most 4, or add data"
     )
+
+
+# --- new groups for those that carry no signal ---
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 30),
+    groups=st.integers(1, 30),
+    count=st.integers(0, 30),
+    epoch=st.integers(0, 20),
+    again=st.integers(0, 3),
+)
+def test_other_examples_are_new_ones_as_many_as_there_are(
+    size: int, groups: int, count: int, epoch: int, again: int
+) -> None:
+    taken = epoch_examples(size, min(groups, size), 0, epoch)
+    more = other_examples(size, taken, count, 0, epoch, again)
+    assert len(more) == min(count, size - len(taken))  # a short supply gives what it has
+    assert len(set(more)) == len(more)
+    assert set(more).isdisjoint(taken) and set(more) <= set(range(size))
+
+
+def test_rounds_of_resampling_never_take_an_example_twice() -> None:
+    taken = epoch_examples(40, 8, 0, 3)
+    for again in range(6):
+        taken = taken + other_examples(40, taken, 6, 0, 3, again)
+    assert sorted(taken) == list(range(40))
+    assert other_examples(40, taken, 1, 0, 3, 6) == []
+
+
+def test_other_examples_follow_from_seed_epoch_and_round() -> None:
+    taken = list(range(10))
+    first = other_examples(100, taken, 8, 0, 3, 0)
+    assert first == other_examples(100, set(taken), 8, 0, 3, 0)
+    others = [other_examples(100, taken, 8, *parts) for parts in ((1, 3, 0), (0, 4, 0), (0, 3, 1))]
+    assert len({tuple(more) for more in (first, *others)}) == 4
+    assert first != sorted(first)  # drawn, not the next ones in line
+    drawn = Counter(i for epoch in range(300) for i in other_examples(20, range(10), 5, 0, epoch, 0))
+    assert set(drawn) == set(range(10, 20)) and 110 < min(drawn.values()) <= max(drawn.values()) < 190
 
 
 # --- supervised steps ---

@@ -71,9 +71,9 @@ def test_ema_by_hand() -> None:
     start = policy.state("ema")["1.bias"].clone()
     with torch.no_grad():
         policy.parameters["1.bias"].add_(2.0)
-    policy.update_ema("ema", 0.75)
+    policy.blend("ema", 0.75)
     torch.testing.assert_close(policy.state("ema")["1.bias"], start + 0.5)
-    policy.update_ema("ema", 0.75)
+    policy.blend("ema", 0.75)
     torch.testing.assert_close(policy.state("ema")["1.bias"], start + 0.875)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.models.flux_fill import FluxFill
 from retouch.models.tiny import TEXT_TOKENS, tiny_pipeline
-from retouch.recipes.tiny_base import family_model
 from retouch.types import Example
 
 
@@ -26,20 +26,24 @@ def random_example(number: int, height: int, width: int) -> Example:
 
 @pytest.fixture(scope="session")
 def pipeline() -> Any:
-    """`FluxFillPipeline` whose posterior is a point, so that its sampled masked image is the mode."""
-    made = tiny_pipeline("flux_fill", seed=3)
-    channels = made.vae.config.latent_channels
-    with torch.no_grad():
-        made.vae.encoder.conv_out.weight[channels:] = 0
-        made.vae.encoder.conv_out.bias[channels:] = -30
+    made = with_point_posterior(tiny_pipeline("flux_fill", seed=3))
     made.vae.register_to_config(shift_factor=0.3, scaling_factor=0.7)
-    made.set_progress_bar_config(disable=True)
     return made
+
+
+def with_point_posterior(pipeline: Any) -> Any:
+    """Every sample of the autoencoder's posterior is its mode, so that the pipeline's masked image is ours."""
+    channels = pipeline.vae.config.latent_channels
+    with torch.no_grad():
+        pipeline.vae.encoder.conv_out.weight[channels:] = 0
+        pipeline.vae.encoder.conv_out.bias[channels:] = -30
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 @pytest.fixture(scope="session")
 def model(pipeline: Any) -> Any:
-    return family_model(pipeline)
+    return FluxFill.from_pipeline(pipeline)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from retouch.models import load_model
 from retouch.models.flux_fill import FluxFill, pack, unpack
 from retouch.models.loading import ModelFilesError, component_path
 from retouch.models.tiny import TEXT_TOKENS, byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
-from retouch.recipes.tiny_base import family_model
 from retouch.rollout import ode_plan, sample, to_uint8
 from tests.models.conftest import random_example
 
@@ -119,10 +118,10 @@ def test_rows_do_not_see_each_other(model: FluxFill) -> None:
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_condition_depends_on_its_example_alone(model: FluxFill) -> None:
+def test_condition_depends_on_its_example_alone(model: FluxFill, pipeline: Any) -> None:
     examples = [random_example(i, 32, 64) for i in range(3)]
     whole = model.encode(examples, 30.0)
-    fresh = family_model(_parts(model))
+    fresh = FluxFill.from_pipeline(pipeline)
     backwards = fresh.encode(examples[::-1], 30.0).select([2, 1, 0])
     assert torch.equal(whole.tensors["text"], backwards.tensors["text"])
     assert torch.equal(whole.tensors["pooled"], backwards.tensors["pooled"])
@@ -141,7 +140,7 @@ def test_errors_say_what_to_do(model: FluxFill, pipeline: Any) -> None:
     with pytest.raises(ValueError, match="text-to-image FLUX cannot inpaint"):
         wrong = tiny_pipeline("flux_fill", 0)
         wrong.transformer.register_to_config(in_channels=32)
-        family_model(wrong)
+        FluxFill.from_pipeline(wrong)
 
 
 # --- loading ---
@@ -223,12 +222,3 @@ def test_committed_base_loads_in_plain_diffusers() -> None:
 def test_decoded_pictures_are_bytes(model: FluxFill) -> None:
     pictures = to_uint8(model.decode(torch.randn(2, 8, 8, 16)))
     assert pictures.shape == (2, 32, 64, 3) and pictures.dtype == torch.uint8
-
-
-def _parts(model: FluxFill) -> Any:
-    class Parts:
-        transformer, vae, scheduler = model.network, model.vae, model.scheduler
-        text_encoder, tokenizer = model.text.clip, model.text.clip_tokenizer
-        text_encoder_2, tokenizer_2 = model.text.t5, model.text.t5_tokenizer
-
-    return Parts

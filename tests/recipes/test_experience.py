@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.config import RunConfig
 from retouch.data import Slot, rank_slots
-from retouch.recipes import experience
-from retouch.rewards.protocol import RewardItem
+from retouch.recipes import rollouts
 from retouch.types import Failure, Score
-from tests.recipes.test_grpo import brightness, of_kind, scripted, train, weights
 
-__all__ = ["scripted"]
-
-Config = Callable[..., RunConfig]
-Rule = Callable[[Callable[[RewardItem], Any]], None]
+from .runs import Config, Use, brightness, of_kind, train, weights
 
 SIX = {"rollout__batch_size_per_device": 6, "rollout__group_size": 3, "optimizer__batch_size_per_device": 6}
 """Two groups of three in one forward."""
@@ -38,13 +31,13 @@ def moved(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int] | None]]:
     """Seeds and noise seeds of every batch that was sampled for rewards."""
     seeds: list[tuple[list[int], list[int] | None]] = []
-    real = experience.sample
+    real = rollouts.sample
 
-    def watch(*arguments: Any) -> Any:
+    def watch(*arguments: Any, **options: Any) -> Any:
         seeds.append((list(arguments[4]), arguments[5]))
-        return real(*arguments)
+        return real(*arguments, **options)
 
-    monkeypatch.setattr(experience, "sample", watch)
+    monkeypatch.setattr(rollouts, "sample", watch)
     return seeds
 
 
@@ -65,7 +58,7 @@ def test_shared_noise_is_shared_within_the_group_only(config: Config, drawn: lis
 # --- groups and weights ---
 
 
-def test_only_differences_within_a_group_count(config: Config, scripted: Rule) -> None:
+def test_only_differences_within_a_group_count(config: Config, scripted: Use) -> None:
     """Whole groups that are better than others teach nothing; compared with strangers their rows would train."""
     scripted(lambda item: Score(float((item.group or 0) % 7)))
     _, records = train(config(training__max_steps=2))
@@ -73,7 +66,7 @@ def test_only_differences_within_a_group_count(config: Config, scripted: Rule) -
     assert of_kind(records, "rollout")[0]["combined_std"] > 0
 
 
-def test_a_padded_row_weighs_nothing(config: Config, scripted: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padded_row_weighs_nothing(config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another rank would have it: the last slot once more, to keep ranks in step."""
     scripted(brightness)
     plain, _ = train(config(name="plain", training__max_steps=1, **SIX))
@@ -82,7 +75,7 @@ def test_a_padded_row_weighs_nothing(config: Config, scripted: Rule, monkeypatch
         slots = rank_slots(chosen, group_size, rank, world_size)
         return [*slots, replace(slots[-1], padding=True)]
 
-    monkeypatch.setattr(experience, "rank_slots", padded)
+    monkeypatch.setattr(rollouts, "rank_slots", padded)
     more, records = train(config(name="more", training__max_steps=1, **{**SIX, "rollout__batch_size_per_device": 7}))
     (step,), (rollout,) = of_kind(records, "train"), of_kind(records, "rollout")
     assert step["rows"] == 6.0 and rollout["images"] == 6.0 and rollout["failed"] == 0.0
@@ -90,7 +83,7 @@ def test_a_padded_row_weighs_nothing(config: Config, scripted: Rule, monkeypatch
         torch.testing.assert_close(weights(more)[name], t, atol=2e-5, rtol=0)
 
 
-def test_every_image_of_a_step_counts_the_same_however_it_is_split(config: Config, scripted: Rule) -> None:
+def test_every_image_of_a_step_counts_the_same_however_it_is_split(config: Config, scripted: Use) -> None:
     """AdamW would hide a wrong scale, the gradient's norm does not: in forwards of 6, 4 + 2 and 1 each, with one row of
     weight 0 that makes the forwards unequal."""
     scripted(lambda item: Failure("bad_item", "no") if item.id == 2 else brightness(item))
@@ -107,7 +100,7 @@ def test_every_image_of_a_step_counts_the_same_however_it_is_split(config: Confi
 KL = {"optimizer__lr": 1e-3, "algorithm__inner_epochs": 2, "optimizer__batch_size_per_device": 4}
 
 
-def test_the_kl_pulls_back_to_the_reference(config: Config, scripted: Rule) -> None:
+def test_the_kl_pulls_back_to_the_reference(config: Config, scripted: Use) -> None:
     scripted(brightness)
     free, _ = train(config(name="free", **KL))
     held, _ = train(config(name="held", algorithm__kl_weight=1e4, **KL))
@@ -115,7 +108,7 @@ def test_the_kl_pulls_back_to_the_reference(config: Config, scripted: Rule) -> N
     assert moved(weights(held), start) < 0.8 * moved(weights(free), start)
 
 
-def test_the_reference_is_the_policy_at_the_start_not_that_of_the_epoch(config: Config, scripted: Rule) -> None:
+def test_the_reference_is_the_policy_at_the_start_not_that_of_the_epoch(config: Config, scripted: Use) -> None:
     scripted(brightness)
     _, records = train(config(algorithm__kl_weight=1e-3, **KL))
     first, _, third, _ = (r["kl"] for r in of_kind(records, "train"))
@@ -125,7 +118,7 @@ def test_the_reference_is_the_policy_at_the_start_not_that_of_the_epoch(config: 
 # --- averages ---
 
 
-def test_the_average_follows_the_weights(config: Config, scripted: Rule) -> None:
+def test_the_average_follows_the_weights(config: Config, scripted: Use) -> None:
     """decay_t = min((1 + t) / (10 + t), decay): 2/11, then 3/12."""
     scripted(brightness)
     states: list[dict[str, Tensor]] = []
@@ -139,7 +132,7 @@ def test_the_average_follows_the_weights(config: Config, scripted: Rule) -> None
     assert moved(states[0], states[1]) > 1e-3
 
 
-def test_the_ceiling_of_the_decay_holds(config: Config, scripted: Rule) -> None:
+def test_the_ceiling_of_the_decay_holds(config: Config, scripted: Use) -> None:
     scripted(brightness)
     run, _ = train(config(training__max_steps=1, ema={"decay": 0.1}))
     start, _ = train(config(name="start", training__max_steps=1, optimizer__lr=1e-30))

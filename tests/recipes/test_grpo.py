@@ -12,61 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.build import Run, build
+from retouch.build import build
 from retouch.config import ConfigError, RunConfig
 from retouch.data import derive_seed
-from retouch.observe.run_dir import read_metrics
 from retouch.recipes import recipe
 from retouch.recipes.grpo import step_spans
 from retouch.recipes.session import Stopped
-from retouch.rewards.protocol import RewardItem, ScorerSpec
-from retouch.rewards.scorers import ocr, preservation
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import ocr
 from retouch.types import Failure, Outcome, Score
 
-Config = Callable[..., RunConfig]
-
-
-def train(config: RunConfig) -> tuple[Run, list[dict[str, Any]]]:
-    run = build(config)
-    try:
-        recipe(config.algorithm.name)(run)
-    finally:
-        run.close()
-    return run, read_metrics(run.dir.path / "metrics.jsonl")
-
-
-def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [r for r in records if r["kind"] == kind]
-
-
-def weights(run: Run) -> dict[str, Tensor]:
-    return {n: t.clone() for n, t in run.policy.state().items()}
-
-
-class Scripted:
-    """Stands in for the preservation scorer: outcomes by a function of the item."""
-
-    def __init__(self, rule: Callable[[RewardItem], Outcome]) -> None:
-        self.spec = ScorerSpec("preservation", (0, 1), frozenset(), "test", "-")
-        self.rule = rule
-
-    def load(self, device: str) -> None: ...
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self.rule(item) for item in items]
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RewardItem], Outcome]], None]:
-    def use(rule: Callable[[RewardItem], Outcome]) -> None:
-        monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(rule))
-
-    return use
-
-
-def brightness(item: RewardItem) -> Outcome:
-    return Score(float(item.image.mean()) / 255)
-
+from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, train, weights
 
 # --- on policy ---
 
@@ -122,7 +78,7 @@ def test_micro_batches_change_memory_not_gradients(config: Config) -> None:
 # --- what trains, and what does not ---
 
 
-def test_constant_rewards_leave_the_weights_bit_unchanged(config: Config, scripted: Callable[..., None]) -> None:
+def test_constant_rewards_leave_the_weights_bit_unchanged(config: Config, scripted: Use) -> None:
     scripted(lambda item: Score(0.5))
     before = build(config(name="before"))
     initial = weights(before)
@@ -135,7 +91,7 @@ def test_constant_rewards_leave_the_weights_bit_unchanged(config: Config, script
 
 
 def test_constant_rewards_leave_the_weights_unchanged_even_if_their_groups_are_kept(
-    config: Config, scripted: Callable[..., None]
+    config: Config, scripted: Use
 ) -> None:
     """Advantage 0 has no gradient; AdamW then only decays, and that is off here."""
     scripted(lambda item: Score(0.5))
@@ -145,9 +101,7 @@ def test_constant_rewards_leave_the_weights_unchanged_even_if_their_groups_are_k
     fresh.close()
 
 
-def test_all_rewards_failing_stops_the_run_with_the_weights_unchanged(
-    config: Config, scripted: Callable[..., None]
-) -> None:
+def test_all_rewards_failing_stops_the_run_with_the_weights_unchanged(config: Config, scripted: Use) -> None:
     scripted(lambda item: Failure("scorer_error", "no"))
     run = build(config(reward_client__max_failure_rate=1.0, training__max_steps=2))
     initial = weights(run)
@@ -162,7 +116,7 @@ def test_all_rewards_failing_stops_the_run_with_the_weights_unchanged(
     assert all(torch.equal(t, initial[n]) for n, t in weights(run).items())
 
 
-def test_a_failed_reward_is_as_if_the_row_were_not_there(config: Config, scripted: Callable[..., None]) -> None:
+def test_a_failed_reward_is_as_if_the_row_were_not_there(config: Config, scripted: Use) -> None:
     """Groups of three whose third row failed train like groups of two; a careless zero would train differently."""
     shape = {
         "rollout__batch_size_per_device": 6,
@@ -188,30 +142,26 @@ def _third(item: RewardItem) -> bool:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_reward_moves_the_policy_its_way(config: Config, scripted: Callable[..., None], name: str) -> None:
+def test_the_reward_moves_the_policy_its_way(config: Config, scripted: Use, name: str) -> None:
     """Rewarding brightness makes rollouts brighter; rewarding darkness, darker. 12 steps, no OCR."""
-    ends: dict[float, float] = {}
-    for sign in (1.0, -1.0):
-        scripted(lambda item, sign=sign: Score(sign * float(item.image.mean()) / 255))
-        _, records = train(
-            config(
-                name=f"{name}{sign}",
-                algorithm__name=name,
-                rollout__group_size=8,
-                rollout__batch_size_per_device=16,
-                rollout__shared_noise=True,
-                optimizer__batch_size_per_device=16,
-                optimizer__lr=3e-4,
-                training__max_steps=12,
-            )
+
+    def make(run: str) -> RunConfig:
+        return config(
+            name=run,
+            algorithm__name=name,
+            rollout__group_size=8,
+            rollout__batch_size_per_device=16,
+            rollout__shared_noise=True,
+            optimizer__batch_size_per_device=16,
+            optimizer__lr=3e-4,
+            training__max_steps=12,
         )
-        scores = [r["combined_score"] * sign for r in of_kind(records, "rollout")]
-        ends[sign] = sum(scores[-3:]) / 3
-    assert ends[1.0] - ends[-1.0] > 0.02
+
+    assert gap_between_light_and_dark(make, scripted) > 0.02
 
 
 def test_rewards_dealt_at_random_within_groups_do_not_help(
-    config: Config, scripted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same rewards, each given to another image of its group: the policy stays as bright as it was."""
     shape: dict[str, Any] = {
@@ -273,7 +223,7 @@ def test_region_mask_reaches_the_log_probabilities(config: Config) -> None:
 
 
 def test_two_rewards_are_normalised_before_they_are_summed(
-    config: Config, scripted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A narrow reward for brightness beside one a thousand times wider that prefers odd rows at random: normalised
     first, both count; summed first, the narrow one is as if it were not there."""

@@ -26,7 +26,7 @@ CHILD = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-import retouch.recipes.experience as module
+import retouch.recipes.rollouts as module
 sample, seen, server = module.sample, 0, int(os.environ["SERVER"])
 
 def fatal(*args, **kwargs):

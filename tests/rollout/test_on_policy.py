@@ -48,6 +48,20 @@ def test_replay_with_the_samplers_batches_is_exact(model: Any, rule: str) -> Non
     assert torch.equal(replayed.detach(), trajectory.log_probs)
 
 
+@pytest.mark.parametrize("guidance", [7.5, 1.0])
+def test_replay_of_an_epsilon_network_is_exact(sd_model: Any, guidance: float) -> None:
+    """DDIM steps of Stable Diffusion, its classifier-free guidance in sampling and replay alike."""
+    plan = StepPlan(sd_model.schedule(5, SIZE), STEP_RULES["ddim"], 1.0, 1, 3, 3)
+    condition = condition_for(sd_model, guidance=guidance)
+    trajectory = sample(sd_model, sd_model.network, plan, condition, SEEDS)
+    with torch.enable_grad():
+        replayed = replay(sd_model, plan, trajectory, condition)
+    assert replayed.requires_grad
+    assert torch.equal(replayed.detach(), trajectory.log_probs)
+    other = replay(sd_model, plan, trajectory, condition_for(sd_model, guidance=guidance + 2))
+    assert float((other - trajectory.log_probs).detach().abs().max()) > 1e-4
+
+
 def test_replay_in_other_batches_is_within_rounding(model: Any) -> None:
     plan, condition = plan_for(model), condition_for(model)
     trajectory = sample(model, model.network, plan, condition, SEEDS)

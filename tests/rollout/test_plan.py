@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from retouch.config import parse_run
-from retouch.core.schedule import FlowSchedule
+from retouch.config.schema import RolloutConfig
+from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
+from retouch.core.steps import STEP_RULES
 from retouch.rollout import StepPlan, make_plan, ode_plan
 
 SCHEDULE = FlowSchedule.make(10, 3.0)
+EPSILON = AlphaBarSchedule.make(torch.linspace(0.99, 0.01, 100), 10)
+RUN = {"name": "t", "data": {"format": "self_bench", "path": "."}, "rewards": {"preservation": {}}}
 
 
 def plan(batch: int = 0, seed: int = 0, **rollout: Any) -> StepPlan:
-    data = {"format": "self_bench", "path": "."}
-    run = {"name": "t", "seed": seed, "model": {"family": "flux_fill"}, "data": data, "rewards": {"preservation": {}}}
+    run = {**RUN, "seed": seed, "model": {"family": "flux_fill"}}
     given = {"num_steps": 10, "step_rule": "flow_sde", **rollout}
     return make_plan(parse_run({**run, "rollout": given, "algorithm": {"name": "grpo"}}), SCHEDULE, batch)
 
@@ -58,17 +62,77 @@ def test_a_window_never_holds_the_last_step_of_cps_which_is_deterministic() -> N
     [("flow_sde", 1.0, 10, 10), ("flow_sde", 0.6, 10, 6), ("cps", 1.0, 9, 9), ("dance_sde", 0.5, 10, 5)],
 )
 def test_without_a_window_the_first_steps_are_trained(rule: str, fraction: float, stochastic: int, count: int) -> None:
-    data = {"format": "self_bench", "path": "."}
-    run = {"name": "t", "model": {"family": "flux_fill"}, "data": data, "rewards": {"preservation": {}}}
-    run |= {"algorithm": {"name": "grpo", "timestep_fraction": fraction}}
-    run |= {"rollout": {"num_steps": 10, "step_rule": rule, "noise_level": 0.5}}
+    run = {**RUN, "model": {"family": "flux_fill"}, "algorithm": {"name": "grpo", "timestep_fraction": fraction}}
+    run |= {"rollout": {"num_steps": 10, "step_rule": rule}}
     made = make_plan(parse_run(run), SCHEDULE, 0)
     assert (made.first, made.stochastic, made.trained) == (0, stochastic, count)
 
 
 def test_strength_is_that_of_the_rule() -> None:
-    given = {"noise_level": 0.6, "eta": 0.2}
-    assert [plan(step_rule=rule, **given).strength for rule in ("flow_sde", "dance_sde", "cps")] == [0.6, 0.2, 0.6]
+    given = {"flow_sde": {"noise_level": 0.6}, "dance_sde": {"eta": 0.2}, "cps": {"noise_level": 0.7}}
+    assert [plan(step_rule=rule, **option).strength for rule, option in given.items()] == [0.6, 0.2, 0.7]
+    assert [plan(step_rule=rule).strength for rule in given] == [0.9, 0.3, 0.8]
+
+
+def test_a_rule_with_eta_has_a_published_one() -> None:
+    assert [plan(step_rule=rule).strength for rule in ("dance_sde", "flow_sde")] == [0.3, 0.9]
+    run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": "grpo"}})
+    assert make_plan(run, EPSILON, 0).strength == 1.0
+    assert make_plan(run.model_copy(update={"rollout": RolloutConfig(eta=0.4)}), EPSILON, 0).strength == 0.4
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_an_epsilon_model_is_sampled_by_ddim_up_to_its_last_step(algorithm: str) -> None:
+    run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": algorithm}})
+    made = make_plan(run, EPSILON, 0)
+    assert made.rule is STEP_RULES["ddim"] and (made.first, made.stochastic, made.trained) == (0, 9, 9)
+    assert not made.is_stochastic(9)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "nft"])
+@pytest.mark.parametrize(("family", "schedule"), [("flux_fill", SCHEDULE), ("sd_inpaint", EPSILON)])
+def test_algorithms_that_train_on_clean_images_follow_the_ode(algorithm: str, family: str, schedule: Schedule) -> None:
+    run = parse_run({**RUN, "model": {"family": family}, "algorithm": {"name": algorithm}})
+    assert make_plan(run, schedule, 3) == ode_plan(schedule)
+
+
+# --- a sliding window (MixGRPO) ---
+
+
+def starts(batches: int, **window: Any) -> list[int]:
+    window = {"size": 2, "range": [0.2, 0.7], "position": "sliding", **window}  # 2, 3, 4 or 5
+    return [plan(batch, window=window).first for batch in range(batches)]
+
+
+def test_a_sliding_window_stays_then_moves_on_and_starts_over() -> None:
+    assert starts(14, batches_per_position=3) == [2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 2, 2]
+    assert starts(5, batches_per_position=1) == [2, 3, 4, 5, 2]
+    published = starts(101)  # 25 batches at a place
+    assert [published[batch] for batch in (0, 24, 25, 49, 50, 75, 99, 100)] == [2, 2, 3, 3, 4, 5, 5, 2]
+
+
+def test_it_moves_by_its_stride() -> None:
+    """And always once at the end of its range."""
+    assert starts(5, batches_per_position=1, stride=2) == [2, 4, 5, 2, 4]
+    assert starts(4, batches_per_position=1, stride=3) == [2, 5, 2, 5]
+    assert starts(3, batches_per_position=1, stride=9) == [2, 5, 2]
+
+
+def test_it_needs_no_seed() -> None:
+    window = {"size": 2, "range": [0, 1], "position": "sliding", "batches_per_position": 2}
+    assert all(plan(batch, 0, window=window) == plan(batch, 7, window=window) for batch in range(9))
+
+
+def test_a_sliding_window_of_ddim_never_reaches_the_last_step() -> None:
+    window = {"size": 3, "range": [0.5, 1], "position": "sliding", "batches_per_position": 1}
+    rollout = {"num_steps": 10, "window": window}
+    run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": "grpo"}, "rollout": rollout})
+    assert [trained(make_plan(run, EPSILON, batch)) for batch in range(4)] == [
+        range(5, 8),
+        range(6, 9),
+        range(5, 8),
+        range(6, 9),
+    ]
 
 
 def test_the_ode_draws_nothing() -> None:

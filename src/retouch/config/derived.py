@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from retouch.config.errors import ConfigError
-from retouch.config.schema import RunConfig
+from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
+from retouch.config.rules import step_rule, trains_on_rewards
+from retouch.config.schema import DpoConfig, GrpoConfig, NftConfig, RlConfig, RunConfig, SftConfig
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,12 @@ class Derived:
 
     Attributes:
         images_per_epoch_per_device, padded_images_per_epoch: every rollout batch is padded by itself until it divides.
-        global_rows_per_step: images that one optimizer step sees at most; an epoch is dealt evenly into its steps.
-        forwards_per_image: forward-equivalents of the network that one trained image costs: sampling steps, 1 for each
-            trained step of the reference, then 3 for each trained step of each inner epoch (a backward counts as 2; 1
-            more with gradient checkpointing).
+        global_rows_per_step: images (DPO: pairs) that one optimizer step sees at most; an epoch is dealt evenly into
+            its steps.
+        forwards_per_image: forward-equivalents of the network that one image costs, sampled and trained: solver steps,
+            1 for each noised copy or trained step under each snapshot (old, reference), then 3 for each of them in each
+            inner epoch (a backward counts as 2; 1 more with gradient checkpointing). Classifier-free guidance
+            doubles what goes through the solver: sampling, and the trained steps of GRPO and PPO.
     """
 
     world_size: int
@@ -40,20 +45,37 @@ class Derived:
 
 
 def stochastic_steps(run: RunConfig) -> int:
-    """Steps of a rollout that draw noise and have a density: the window, or all (but the last one of cps)."""
-    if run.algorithm.name == "sft":
+    """Steps of a rollout that draw noise and have a density: the window, or all (but the last one of some rules)."""
+    rule = step_rule(run)
+    if rule is None:
         return 0
     if run.rollout.window:
         return run.rollout.window.size
-    return run.rollout.num_steps - (1 if run.rollout.step_rule == "cps" else 0)  # cps ends with std 0
+    return run.rollout.num_steps - (1 if rule in ENDS_WITHOUT_NOISE else 0)
 
 
 def trained_steps(run: RunConfig) -> int:
     """Steps of a rollout that enter the loss."""
-    if run.algorithm.name == "sft":
+    if not isinstance(run.algorithm, GrpoConfig):
         return 0
     share = stochastic_steps(run) * run.algorithm.timestep_fraction
     return max(1, math.ceil(share - 1e-9))  # 25 x 0.28 is 7.000000000000001
+
+
+def window_starts(run: RunConfig) -> range:
+    """First steps that the window may have, in order."""
+    rollout, rule = run.rollout, step_rule(run)
+    assert rollout.window is not None
+    low, high = (round(share * rollout.num_steps) for share in rollout.window.range)
+    high = min(high, rollout.num_steps - 1) if rule in ENDS_WITHOUT_NOISE else high
+    return range(low, high - rollout.window.size + 1)
+
+
+def sliding_places(run: RunConfig) -> list[int]:
+    """First steps of a sliding window in turn; the last one ends at the end of its range, whatever the stride."""
+    assert run.rollout.window is not None
+    starts = window_starts(run)
+    return sorted({*starts[:: run.rollout.window.stride], starts[-1]})
 
 
 def derive(run: RunConfig, world_size: int = 1) -> Derived:
@@ -64,13 +86,12 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     """
     if world_size < 1:
         raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
-    optimizer, training = run.optimizer, run.training
+    optimizer, training, algorithm = run.optimizer, run.training, run.algorithm
     rows_per_step = optimizer.batch_size_per_device * optimizer.gradient_accumulation * world_size
-    backward = 3 + (1 if training.gradient_checkpointing else 0)
-    if run.algorithm.name == "sft":
+    if not trains_on_rewards(run):
         return Derived(
             world_size=world_size,
-            warmup_steps=training.max_steps,
+            warmup_steps=training.max_steps if isinstance(algorithm, SftConfig) else algorithm.warmup_steps,
             global_images_per_rollout_batch=0,
             global_groups_per_epoch=0,
             global_images_per_epoch=0,
@@ -81,17 +102,19 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
             epochs=0,
             stochastic_steps=0,
             trained_steps=0,
-            forwards_per_image=float(backward),
+            forwards_per_image=forwards_per_image(run),
         )
-    rollout, algorithm = run.rollout, run.algorithm
+    assert isinstance(algorithm, RlConfig)
+    rollout = run.rollout
     groups = rollout.global_groups_per_batch * rollout.batches_per_epoch
     images_per_batch = rollout.global_groups_per_batch * rollout.group_size
     images = images_per_batch * rollout.batches_per_epoch
     per_device = math.ceil(images_per_batch / world_size) * rollout.batches_per_epoch
-    steps_per_inner_epoch = math.ceil(per_device / (optimizer.batch_size_per_device * optimizer.gradient_accumulation))
+    rows_per_device = math.ceil(groups / world_size) if isinstance(algorithm, DpoConfig) else per_device
+    steps_per_inner_epoch = math.ceil(
+        rows_per_device / (optimizer.batch_size_per_device * optimizer.gradient_accumulation)
+    )
     per_epoch = steps_per_inner_epoch * algorithm.inner_epochs
-    trained = trained_steps(run)
-    reference = trained if algorithm.kl_weight else 0
     return Derived(
         world_size=world_size,
         warmup_steps=algorithm.warmup_steps,
@@ -104,6 +127,41 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         optimizer_steps_per_epoch=per_epoch,
         epochs=math.ceil((training.max_steps - algorithm.warmup_steps) / per_epoch),
         stochastic_steps=stochastic_steps(run),
-        trained_steps=trained,
-        forwards_per_image=rollout.num_steps + reference + algorithm.inner_epochs * trained * backward,
+        trained_steps=trained_steps(run),
+        forwards_per_image=forwards_per_image(run),
     )
+
+
+def forwards_per_image(run: RunConfig) -> float:
+    """Forward-equivalents of one image; see `Derived`."""
+    algorithm, rollout, facts = run.algorithm, run.rollout, FACTS[run.model.family]
+    scale = facts.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
+    guided = 2 if facts.doubles_for_guidance and scale > 1 else 1
+    backward = 3 + (1 if run.training.gradient_checkpointing else 0)
+    if isinstance(algorithm, SftConfig):
+        return float(backward)
+    if isinstance(algorithm, DpoConfig):
+        per_member = algorithm.timesteps_per_pair * (1 + backward)
+        if algorithm.pairs == "offline":
+            return float(per_member)
+        return guided * rollout.num_steps + per_member * algorithm.inner_epochs * 2 / rollout.group_size
+    if isinstance(algorithm, NftConfig):
+        snapshots = 2 if algorithm.kl_weight else 1
+        noised = algorithm.timesteps_per_image * algorithm.inner_epochs * (snapshots + backward)
+        return float(guided * rollout.num_steps + noised)
+    trained = trained_steps(run)
+    reference = trained if algorithm.kl_weight else 0
+    return guided * (_sampling_steps(run) + reference + algorithm.inner_epochs * trained * backward)
+
+
+def _sampling_steps(run: RunConfig) -> float:
+    """Forwards that sampling one image takes; steps before the window are taken once a group where noise is shared."""
+    rollout = run.rollout
+    if not (rollout.window and rollout.shared_noise):
+        return float(rollout.num_steps)
+    starts: Sequence[int] = window_starts(run)
+    if rollout.window.position == "sliding":
+        starts = sliding_places(run)
+    first = starts[0] if rollout.window.position == "fixed" else sum(starts) / len(starts)
+    together = min(rollout.group_size, rollout.batch_size_per_device)
+    return rollout.num_steps - first * (1 - 1 / together)

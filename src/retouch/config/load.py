@@ -64,12 +64,18 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_run(read_yaml(Path(path)), overrides, source=str(path))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds.
+def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
+    """The mapping a YAML file holds, laid over the one it `extends`.
+
+    `extends: other.yaml`, beside the file, takes everything that the other says and this one does not. Sections are
+    merged key by key, unless they name another kind (`train: {kind: full}` over a `lora`): then the new one replaces
+    the old.
 
     Raises:
-        ConfigError: no such file, not YAML, or not a mapping.
+        ConfigError: no such file, not YAML, not a mapping, or files that extend each other.
     """
+    if path.resolve() in chain:
+        raise ConfigError(f"{path}: extends itself by way of {', '.join(p.name for p in chain)}")
     if not path.is_file():
         raise ConfigError(f"{path}: no such run file; see configs/ for the published ones")
     try:
@@ -78,7 +84,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a run file is a mapping of keys; this one holds {type(data).__name__}")
-    return cast("dict[str, Any]", data)
+    own = cast("dict[str, Any]", data)
+    if "extends" not in own:
+        return own
+    base = own.pop("extends")
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: given {base!r}; name one run file, relative to this one")
+    return _overlay(read_yaml(path.parent / base, [*chain, path.resolve()]), own)
+
+
+_TAGS = ("family", "kind", "format", "scorer")
+"""Keys that say which kind of section it is. `name` is one only under `algorithm`."""
+
+
+def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """Keys of both, those of `above` first where both have one."""
+    tags = (*_TAGS, "name") if key == "algorithm" else _TAGS
+    if any(tag in above and tag in below and above[tag] != below[tag] for tag in tags):
+        return dict(above)
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[name] = _overlay(cast("dict[str, Any]", old), cast("dict[str, Any]", value), name) if both else value
+    return merged
 
 
 def parse_run(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run") -> RunConfig:

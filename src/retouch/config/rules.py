@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from retouch.config.schema import RunConfig
-
-SIZE_MULTIPLE = {"flux_fill": 16}
-"""Pixels that image sides must be multiples of, by family, at the released sizes of the networks."""
-
-TINY_SIZE_MULTIPLE = 8
-"""The same for the tiny bases, whose autoencoder shrinks 4 x."""
+from retouch.config.families import ENDS_WITHOUT_NOISE, ETA, FACTS, NOISE_LEVEL, RULES_OF, TINY_SIZE_MULTIPLE
+from retouch.config.schema import AdvantageConfig, DpoConfig, GrpoConfig, RunConfig, SftConfig
 
 
 def check(run: RunConfig) -> None:
@@ -20,8 +12,32 @@ def check(run: RunConfig) -> None:
     _rewards(run)
     _groups(run)
     _steps(run)
+    _sampling(run)
+    _objective(run)
     _sizes(run)
     _weights(run)
+
+
+def trains_on_rewards(run: RunConfig) -> bool:
+    """Whether it samples images and has them scored."""
+    return not isinstance(run.algorithm, SftConfig) and not _takes_given_pairs(run.algorithm)
+
+
+def step_rule(run: RunConfig) -> str | None:
+    """The stochastic rule of the rollouts, defaults filled in; None where they follow the ODE."""
+    if not isinstance(run.algorithm, GrpoConfig):
+        return None
+    return run.rollout.step_rule or RULES_OF[FACTS[run.model.family].prediction][0]
+
+
+def needed_pictures(run: RunConfig, *, training: bool) -> frozenset[str]:
+    """Pictures that every example of the run must have; `training`: those of `data`."""
+    needs = FACTS[run.model.family].needs
+    return needs | {"win", "lose"} if training and _takes_given_pairs(run.algorithm) else needs
+
+
+def _takes_given_pairs(algorithm: object) -> bool:
+    return isinstance(algorithm, DpoConfig) and algorithm.pairs == "offline"
 
 
 def _model(run: RunConfig) -> None:
@@ -30,7 +46,7 @@ def _model(run: RunConfig) -> None:
 
 
 def _rewards(run: RunConfig) -> None:
-    if run.algorithm.name == "sft":
+    if not trains_on_rewards(run):
         return
     if not run.rewards:
         raise ValueError(
@@ -42,33 +58,185 @@ def _rewards(run: RunConfig) -> None:
 
 
 def _groups(run: RunConfig) -> None:
-    if run.algorithm.name == "sft" or run.rollout.group_size > 1:
+    algorithm, k = run.algorithm, run.rollout.group_size
+    if not trains_on_rewards(run):
         return
-    for key, value in (("baseline", run.algorithm.baseline), ("scale", run.algorithm.scale)):
-        if value == "group":
+    if isinstance(algorithm, DpoConfig) and k == 1:
+        raise ValueError(
+            "rollout.group_size: given 1, but dpo pairs the best with the worst image of a group; set group_size to 2 "
+            "or more (4-16 is usual)"
+        )
+    if not isinstance(algorithm, AdvantageConfig):
+        return
+    for key, value in (("baseline", algorithm.baseline), ("scale", algorithm.scale)):
+        if value == "group" and k == 1:
             raise ValueError(
-                f"rollout.group_size: given {run.rollout.group_size}, but algorithm.{key}=group compares the images of "
+                f"rollout.group_size: given {k}, but algorithm.{key}=group compares the images of "
                 f"one example with each other; set group_size to 2 or more (4-16 is usual), or algorithm.{key}=batch"
             )
+    if algorithm.resample_rounds and not (algorithm.baseline == "group" and algorithm.skip_zero_std_groups):
+        raise ValueError(
+            f"algorithm.resample_rounds: given {algorithm.resample_rounds}, which replaces groups that are left out; "
+            "set algorithm.baseline=group and algorithm.skip_zero_std_groups=true, or resample_rounds=0"
+        )
 
 
 def _steps(run: RunConfig) -> None:
-    if run.algorithm.name == "sft":
+    if isinstance(run.algorithm, SftConfig):
         return
     if run.algorithm.warmup_steps > run.training.max_steps:
         raise ValueError(
             f"algorithm.warmup_steps: given {run.algorithm.warmup_steps}, more than training.max_steps "
             f"{run.training.max_steps}; max_steps counts the warm-up too"
         )
-    if run.rollout.window and run.algorithm.timestep_fraction < 1:
+
+
+def _sampling(run: RunConfig) -> None:
+    """Rollout options that the algorithm reads, and stochastic steps that the model has."""
+    rollout, algorithm, rule = run.rollout, run.algorithm, step_rule(run)
+    if rule is None or not isinstance(algorithm, GrpoConfig):
+        _deterministic(run)
+        return
+    prediction = FACTS[run.model.family].prediction
+    if rule not in RULES_OF[prediction]:
         raise ValueError(
-            f"algorithm.timestep_fraction: given {run.algorithm.timestep_fraction} beside rollout.window; the window "
-            "already says which steps are trained; leave timestep_fraction at 1.0"
+            f"rollout.step_rule: given {rule!r}, but {run.model.family} predicts "
+            f"{'a velocity' if prediction == 'flow' else 'the noise'}; set one of {', '.join(RULES_OF[prediction])}"
+        )
+    for key, rules in (("noise_level", NOISE_LEVEL), ("eta", ETA)):
+        value = getattr(rollout, key)
+        if value is not None and rule not in rules:
+            raise ValueError(
+                f"rollout.{key}: given {value}, which scales the noise of {' and '.join(rules)}, but "
+                f"rollout.step_rule is {rule}; leave {key} out"
+            )
+    if rule == "cps" and (rollout.noise_level or 0) > 1:
+        raise ValueError(
+            f"rollout.noise_level: given {rollout.noise_level}, but for step_rule cps it is a share in (0, 1]; set "
+            "0.8, as published, or another step_rule"
+        )
+    if rule == "ddim" and rollout.eta is not None and rollout.eta > 1:
+        raise ValueError(
+            f"rollout.eta: given {rollout.eta}, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published"
+        )
+    last = rollout.num_steps - (1 if rule in ENDS_WITHOUT_NOISE else 0)
+    if last < 1:
+        raise ValueError(
+            f"rollout.num_steps: given 1, but step_rule {rule} draws no noise in the last step; set num_steps to 2 or "
+            "more, or another step_rule"
+        )
+    if rollout.window:
+        low, high = (round(share * rollout.num_steps) for share in rollout.window.range)
+        held = max(0, min(high, last) - low)
+        if held < rollout.window.size:
+            raise ValueError(
+                f"rollout.window.size: given {rollout.window.size}, but window.range {list(rollout.window.range)} of "
+                f"num_steps {rollout.num_steps} holds {held} stochastic steps of {rule}; widen the range or lower the "
+                "size"
+            )
+        if rollout.window.position != "sliding" and (rollout.window.stride, rollout.window.batches_per_position) != (
+            1,
+            25,
+        ):
+            raise ValueError(
+                f"rollout.window: stride and batches_per_position are of a sliding window, but position is "
+                f"{rollout.window.position!r}; set position=sliding, or leave them out"
+            )
+        if algorithm.timestep_fraction < 1:
+            raise ValueError(
+                f"algorithm.timestep_fraction: given {algorithm.timestep_fraction} beside rollout.window; the window "
+                "already says which steps are trained; leave timestep_fraction at 1.0"
+            )
+    if algorithm.kl_mode == "published" and not algorithm.kl_weight:
+        raise ValueError(
+            "algorithm.kl_mode: given 'published', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
+            "(Flow-GRPO: 0.04), or leave kl_mode out"
+        )
+    if algorithm.kl_mode == "published" and prediction != "flow":
+        raise ValueError(
+            f"algorithm.kl_mode: given 'published', which is Flow-GRPO's; {run.model.family} is no flow model; set "
+            "kl_mode=exact"
+        )
+    if algorithm.log_prob_mode == "published" and rule != "cps":
+        raise ValueError(
+            f"algorithm.log_prob_mode: given 'published', which is that of the cps code, but rollout.step_rule is "
+            f"{rule}; set log_prob_mode=exact, or step_rule=cps"
+        )
+    if algorithm.log_prob_mode == "published" and algorithm.guard:
+        raise ValueError(
+            "algorithm.guard: given true beside log_prob_mode 'published', which has no std to correct for; set "
+            "log_prob_mode=exact"
         )
 
 
+def _deterministic(run: RunConfig) -> None:
+    name, rollout = run.algorithm.name, run.rollout
+    if name == "sft":  # a run file with another algorithm in it stays one of its rollouts
+        return
+    if run.optimizer.steps_per_forward is not None:
+        raise ValueError(
+            f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {name} trains no solver steps; "
+            "leave it out"
+        )
+    for key in ("noise_level", "eta"):
+        if getattr(rollout, key) is not None:
+            raise ValueError(
+                f"rollout.{key}: given {getattr(rollout, key)}, but {name} samples by the ODE; leave {key} out"
+            )
+    if run.rollout.step_rule is not None:
+        raise ValueError(
+            f"rollout.step_rule: given {run.rollout.step_rule!r}, but {name} samples by the ODE; leave step_rule out"
+        )
+    if run.rollout.window is not None:
+        raise ValueError(
+            f"rollout.window: given, but {name} samples by the ODE and trains no steps of it; leave it out"
+        )
+    if run.rollout.shared_noise:
+        raise ValueError(
+            f"rollout.shared_noise: given true, but {name} samples by the ODE: all images of a group would be one; set "
+            "shared_noise=false"
+        )
+
+
+def _objective(run: RunConfig) -> None:
+    algorithm = run.algorithm
+    key = "shifted_times" if isinstance(algorithm, SftConfig) else "warmup_shifted_times"
+    if not getattr(algorithm, key) and FACTS[run.model.family].prediction == "epsilon":
+        raise ValueError(
+            f"algorithm.{key}: given false, but {run.model.family} samples without a shift; leave {key} out"
+        )
+    if algorithm.region == "all" and algorithm.region_dilation:
+        raise ValueError(
+            f"algorithm.region_dilation: given {algorithm.region_dilation}, but algorithm.region is 'all'; set "
+            "region=mask, or region_dilation=0"
+        )
+    if algorithm.seam_weight != 1 and not algorithm.region_dilation:
+        raise ValueError(
+            f"algorithm.seam_weight: given {algorithm.seam_weight}, but it weighs the cells that region_dilation adds, "
+            "and that is 0; set region_dilation, or seam_weight=1"
+        )
+    if _takes_given_pairs(algorithm):
+        if run.data.format != "manifest":
+            raise ValueError(
+                f"data.format: given {run.data.format!r}, but algorithm.pairs=offline takes win_path and lose_path "
+                "of a manifest; set data.format=manifest, or algorithm.pairs=online"
+            )
+        unread = {
+            "rollout_policy": "current",
+            "resample_rounds": 0,
+            "inner_epochs": 1,
+            "combine": "normalize_then_sum",
+        }
+        for key, default in unread.items():
+            if getattr(algorithm, key) != default:
+                raise ValueError(
+                    f"algorithm.{key}: given {getattr(algorithm, key)!r}, but algorithm.pairs=offline samples no "
+                    f"images; leave {key} out"
+                )
+
+
 def _sizes(run: RunConfig) -> None:
-    multiple = TINY_SIZE_MULTIPLE if run.model.path == "tiny" else SIZE_MULTIPLE[run.model.family]
+    multiple = TINY_SIZE_MULTIPLE if run.model.path == "tiny" else FACTS[run.model.family].size_multiple
     sections = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
     for name, data in sections.items():
         if data and any(side % multiple for side in data.size):

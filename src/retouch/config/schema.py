@@ -72,7 +72,23 @@ class FluxFillModel(Section):
     """What of the network is trained, and how it is saved."""
 
 
-Model = FluxFillModel
+class SdInpaintModel(Section):
+    """Stable Diffusion 1.5 inpainting (`UNet2DConditionModel` with 9 input channels, epsilon prediction)."""
+
+    family: Literal["sd_inpaint"] = "sd_inpaint"
+    path: str = "stable-diffusion-v1-5/stable-diffusion-inpainting"
+    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of frozen weights (network under LoRA, VAE, text encoder). Trained weights are fp32."""
+    offload_text_encoders: bool = True
+    """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+
+Model = Annotated[FluxFillModel | SdInpaintModel, Field(discriminator="family")]
 
 
 # --- data ---
@@ -133,7 +149,8 @@ class SelfBenchData(DataSection):
 
 
 class ManifestData(DataSection):
-    """A JSON list or JSONL file of `{"image_path", "mask_path", "prompt", "target_path"?, "reference_path"?, ...}`."""
+    """A JSON list or JSONL file of `{"image_path", "mask_path"?, "prompt", "target_path"?, "reference_path"?,
+    "win_path"? and "lose_path"?, ...}`."""
 
     format: Literal["manifest"] = "manifest"
     image_root: str | None = None
@@ -153,12 +170,17 @@ class Window(Section):
     """Steps in the window."""
     range: tuple[Unit, Unit] = (0.0, 0.5)
     """Share of the run in which the window may lie: [0, 0.5] keeps it in the first half."""
-    position: Literal["random", "fixed"] = "random"
-    """"random" draws a new place for each rollout batch from the run's seed; "fixed" starts at the range's start."""
+    position: Literal["random", "fixed", "sliding"] = "random"
+    """"random" draws a new place for each rollout batch from the run's seed; "fixed" starts at the range's start;
+    "sliding" moves on through the range as training goes (MixGRPO), and starts over at its end."""
+    stride: PositiveInt = 1
+    """Steps that a sliding window moves at a time."""
+    batches_per_position: PositiveInt = 25
+    """Rollout batches that a sliding window stays at a place."""
 
 
 class RolloutConfig(Section):
-    """How images are sampled for the rewards."""
+    """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
 
     group_size: PositiveInt = 8
     """K: images of one example that are compared with each other."""
@@ -171,87 +193,89 @@ class RolloutConfig(Section):
     num_steps: PositiveInt = 10
     """T: solver steps."""
     guidance_scale: NonNegative | None = None
-    """Null takes the model's own (30 for FLUX.1-Fill)."""
-    step_rule: Literal["flow_sde", "dance_sde", "cps"] = "flow_sde"
-    """Stochastic step; the paper is named in retouch.core.steps."""
-    noise_level: Positive = 0.9
-    """Of flow_sde and cps. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
-    eta: Positive = 0.3
-    """Of dance_sde. Published: 0.3."""
+    """Null takes the model's own (30 for FLUX.1-Fill, 7.5 for SD1.5, whose forwards it doubles above 1)."""
+    step_rule: Literal["flow_sde", "dance_sde", "cps", "ddim"] | None = None
+    """Stochastic step of GRPO and PPO; null is flow_sde, or ddim for an epsilon model. The papers are named in
+    retouch.core.steps."""
+    noise_level: Positive | None = None
+    """Of flow_sde and cps; null is 0.9 and 0.8. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
+    eta: Positive | None = None
+    """Of dance_sde and ddim; null is as published, 0.3 and 1.0."""
     window: Window | None = None
     """Null makes every step stochastic; see also algorithm.timestep_fraction."""
     shared_noise: bool = False
-    """All images of a group start from one noise (their SDE noise still differs)."""
-
-    @model_validator(mode="after")
-    def _noise_is_drawn(self) -> RolloutConfig:
-        cps = self.step_rule == "cps"
-        if cps and self.noise_level > 1:
-            raise ValueError(
-                f"noise_level: given {self.noise_level}, but for step_rule cps it is a share in (0, 1]; set 0.8, as "
-                "published, or another step_rule"
-            )
-        last = self.num_steps - 1 if cps else self.num_steps
-        if last < 1:
-            raise ValueError(
-                "num_steps: given 1, but step_rule cps draws no noise in the last step; set num_steps to 2 or more, or "
-                "another step_rule"
-            )
-        if self.window:
-            low, high = (round(share * self.num_steps) for share in self.window.range)
-            held = max(0, min(high, last) - low)
-            if held < self.window.size:
-                raise ValueError(
-                    f"window.size: given {self.window.size}, but window.range {list(self.window.range)} of num_steps "
-                    f"{self.num_steps} holds {held} stochastic steps of {self.step_rule}; widen the range or lower the "
-                    "size"
-                )
-        return self
+    """All images of a group start from one noise (their SDE noise still differs). The ODE steps before a window are
+    then the same for all, and computed once a group."""
 
 
 # --- algorithm ---
 
 
-class SftConfig(Section):
+class Objective(Section):
+    """Where in the picture a loss is taken."""
+
+    region: Literal["all", "mask"] = "all"
+    """"mask" takes errors, log-probabilities and KL over the repainted latents only."""
+    region_dilation: Annotated[int, Field(ge=0)] = 0
+    """Latent cells by which the region of "mask" reaches beyond the mask."""
+    seam_weight: Positive = 1.0
+    """Weight of the cells that region_dilation adds, beside 1 within the mask."""
+
+
+class SftConfig(Objective):
     """Supervised fine-tuning on examples with a target."""
 
     name: Literal["sft"] = "sft"
     shifted_times: bool = True
     """Draw training times through the same shift as sampling."""
-    region: Literal["all", "mask"] = "all"
-    """"mask" takes the loss over the repainted latents only."""
 
 
-class GrpoConfig(Section):
-    """Group relative policy optimisation over denoising steps (Flow-GRPO, arXiv 2505.05470)."""
+class RlConfig(Objective):
+    """What every algorithm that trains on rewards has."""
 
-    name: Literal["grpo"] = "grpo"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of SFT before the first rollout; they count towards training.max_steps."""
+    warmup_shifted_times: bool = True
+    """Draw the warm-up's times through the same shift as sampling."""
     inner_epochs: PositiveInt = 1
     """Passes over the rollouts of an epoch."""
-    clip_range: Positive = 1e-4
-    """c of the ratio clip. Log-probabilities are means over dims, so that 0.2 would never clip."""
+    combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
+    """Several rewards: advantages of each, weighted, so that the widest does not win; or of their weighted sum."""
+    resample_rounds: Annotated[int, Field(ge=0)] = 0
+    """Rounds of new groups for those whose rewards are all alike (DAPO's dynamic sampling, arXiv 2503.14476)."""
+
+
+class AdvantageConfig(RlConfig):
+    """From rewards to advantages."""
+
     advantage_clip: Positive = 5.0
     """Advantages are clipped to plus and minus this."""
     baseline: Literal["group", "batch"] = "group"
     """What an image is compared with: its group (per-prompt statistics) or the whole batch (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation divides the advantage; "batch" is Flow-GRPO's global std."""
-    combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
-    """Several rewards: advantages of each, weighted, so that the widest does not win; or of their weighted sum."""
+    skip_zero_std_groups: bool = True
+    """Leave out groups whose rewards are all alike: with a group baseline they carry no signal."""
+
+
+class GrpoConfig(AdvantageConfig):
+    """Group relative policy optimisation over denoising steps (Flow-GRPO, arXiv 2505.05470)."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_range: Positive = 1e-4
+    """c of the ratio clip. Log-probabilities are means over dims, so that 0.2 would never clip."""
     kl_weight: NonNegative = 0.0
     """Of the KL to the policy at the start of RL; 0 keeps no reference."""
     kl_mode: Literal["exact", "published"] = "exact"
     """"published" is Flow-GRPO's KL, smaller by the step size; its weights (.04, .01) are for it."""
+    log_prob_mode: Literal["exact", "published"] = "exact"
+    """"published" is the log-probability of the CPS code, -mean (x' - mean)² without the std; its clip ranges are for
+    it."""
+    guard: bool = False
+    """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled by the step's std, gradients balanced over the steps.
+    Published clip range: 2e-6."""
     timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of the stochastic steps that are trained, first ones first (the last, low-noise ones are spiky)."""
-    region: Literal["all", "mask"] = "all"
-    """"mask" takes log-probabilities and KL over the repainted latents only."""
-    skip_zero_std_groups: bool = True
-    """Leave out groups whose rewards are all alike: with a group baseline they carry no signal."""
-    warmup_shifted_times: bool = True
-    """Draw the warm-up's times through the same shift as sampling."""
 
 
 class PpoConfig(GrpoConfig):
@@ -264,7 +288,55 @@ class PpoConfig(GrpoConfig):
     """Whose standard deviation divides the advantage."""
 
 
-Algorithm = Annotated[SftConfig | GrpoConfig | PpoConfig, Field(discriminator="name")]
+class DpoConfig(RlConfig):
+    """Direct preference optimisation (Diffusion-DPO, arXiv 2311.12908), online or on given pairs."""
+
+    name: Literal["dpo"] = "dpo"
+    pairs: Literal["online", "offline"] = "online"
+    """"online": the best and the worst rollout of each group; "offline": win_path and lose_path of the manifest."""
+    beta: Positive = 2000.0
+    """Of the implicit reward, for errors that are means over dims. Published: 2000-5000 (Diffusion-DPO), 100
+    (flow_grpo)."""
+    rollout_policy: Literal["current", "reference"] = "current"
+    """Whose images are compared."""
+    reference_refresh_every: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps after which the reference becomes the policy again; 0 keeps that of the start of RL. Null is 50
+    online and 0 offline, as published."""
+    timesteps_per_pair: PositiveInt = 1
+    """Noised copies of a pair in one step, their times spread over the schedule."""
+
+    @property
+    def refresh_every(self) -> int:
+        """`reference_refresh_every`, its default filled in."""
+        if self.reference_refresh_every is None:
+            return 50 if self.pairs == "online" else 0
+        return self.reference_refresh_every
+
+
+class NftConfig(AdvantageConfig):
+    """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
+
+    name: Literal["nft"] = "nft"
+    mix: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Share of the policy in the implicit positive policy; the paper's beta. Published: .1 (OCR), 1 (GenEval)."""
+    mode: Literal["normal", "positive_only", "negative_only", "one_only", "binary"] = "normal"
+    """Which advantages train: all, those above 0, those below 0, those above 0 as 1 (else 0), or their signs."""
+    old_policy: Literal["copy", "frozen", "ramp_half", "ramp_full"] = "ramp_half"
+    """How the policy that samples follows the trained one after an epoch: at once, never, or with a decay that grows
+    with the optimizer steps, to .5 or to .999. 0, 1 and 2 stand for frozen, ramp_half and ramp_full."""
+    kl_weight: NonNegative = 0.01
+    """Of mean |v - v_reference|², the reference being the policy at the start of RL; 0 keeps no reference."""
+    timesteps_per_image: PositiveInt = 2
+    """Noised copies of an image in one step, their times spread over the schedule."""
+
+    @field_validator("old_policy", mode="before")
+    @classmethod
+    def _aliases(cls, value: object) -> object:
+        """Decay types of the Calligrapher guide; its 0 is frozen, where 0 of the paper's code is copy."""
+        return {0: "frozen", 1: "ramp_half", 2: "ramp_full"}.get(value, value) if type(value) is int else value
+
+
+Algorithm = Annotated[SftConfig | GrpoConfig | PpoConfig | DpoConfig | NftConfig, Field(discriminator="name")]
 
 
 # --- rewards ---
@@ -457,6 +529,12 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _family_has_a_default(cls, value: object) -> object:
+        """A section without `family` is one of flux_fill."""
+        return {"family": "flux_fill", **value} if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType]
 
     @field_validator("rewards", mode="before")
     @classmethod

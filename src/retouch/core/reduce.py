@@ -36,6 +36,27 @@ def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
     return (inside * weights).flatten(1).sum(1) / total
 
 
+def within(values: Tensor, region: Tensor | None) -> Tensor:
+    """`values` [B, ...] with 0 where `region` is 0, so that what lies there has no gradient either, NaN or not.
+
+    To be applied to differences before they are squared: 0 times the derivative of NaN² would be NaN.
+    """
+    return values if region is None else torch.where(region > 0, values, torch.zeros_like(values))
+
+
+def row_weights(weight: Tensor | None, rows: Tensor) -> Tensor:
+    """`weight` [B] beside `rows` [B, ...]; ones where there is none.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if weight is None:
+        return torch.ones(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    if weight.shape != rows.shape[:1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [B] = [{len(rows)}]")
+    return weight
+
+
 def weighted_mean(rows: Tensor, weight: Tensor | None = None, normalizer: Tensor | float | None = None) -> Tensor:
     """sum(weight * rows) / normalizer -> scalar; rows [B] or [B, W], weight [B].
 
@@ -47,11 +68,7 @@ def weighted_mean(rows: Tensor, weight: Tensor | None = None, normalizer: Tensor
         rows = rows.mean(1)
     if rows.ndim != 1:
         raise ValueError(f"rows have shape {tuple(rows.shape)}; they must be [B] or [B, W]")
-    if weight is None:
-        weight = torch.ones_like(rows)
-    if weight.shape != rows.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [B] = [{rows.shape[0]}]")
-    weight = weight.to(rows.dtype)
+    weight = row_weights(weight, rows).to(rows.dtype)
     total = weight.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=rows.dtype, device=rows.device)
     kept = torch.where(weight != 0, rows, torch.zeros_like(rows))
     return torch.where(

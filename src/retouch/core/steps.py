@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retouch.core._shapes import per_row, require_same_shape, working
-from retouch.core.reduce import row_mean
+from retouch.core.reduce import row_mean, within
 from retouch.core.schedule import Prediction
 
 Level = Tensor | float
@@ -79,13 +79,21 @@ def ddim(x: Tensor, epsilon: Tensor, alpha_bar: Level, alpha_bar_next: Level, et
     return ab_next.sqrt() * x0 + (1 - ab_next - std**2).clamp(min=0).sqrt() * eps, _flat(std)
 
 
-def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Level, region: Tensor | None = None) -> Tensor:
+def gaussian_log_prob(
+    x_next: Tensor,
+    mean: Tensor,
+    std: Level,
+    region: Tensor | None = None,
+    mode: Literal["exact", "published"] = "exact",
+) -> Tensor:
     """log N(x_next; mean, std² I), **averaged** over the non-batch dims or over `region` -> [B].
 
     The mean, not the sum, keeps clip ranges and KL weights independent of the image size (Flow-GRPO). Computed in fp32.
 
     Args:
         region: [B, 1, H, W] non-negative weights beside [B, C, H, W]; what lies outside does not count.
+        mode: "published" is what the CPS code calls a log-probability, -mean (x_next - mean)²: no density, but what its
+            published clip ranges are for.
 
     Raises:
         ValueError: a std of 0. Such a step is deterministic and has no density; it must not be trained.
@@ -95,8 +103,10 @@ def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Level, region: Tensor |
     s = per_row(std, mean, "std")
     if bool((s <= 0).any()):
         raise ValueError("std is 0: a deterministic step has no log-probability and cannot be trained")
-    log_prob = -((x_next - mean) ** 2) / (2 * s**2) - s.log() - 0.5 * math.log(2 * math.pi)
-    return row_mean(log_prob, region)
+    square = within(x_next - mean, region) ** 2
+    if mode == "published":
+        return -row_mean(square, region)
+    return row_mean(-square / (2 * s**2) - s.log() - 0.5 * math.log(2 * math.pi), region)
 
 
 @dataclass(frozen=True)

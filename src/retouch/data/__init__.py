@@ -1,7 +1,7 @@
 """Examples from files: formats, the group sampler, synthetic data. No torch."""
 
 from retouch.data.dataset import DataError, Dataset, ItemError, ItemFiles, load_dataset
-from retouch.data.sampler import Slot, batch_examples, derive_seed, epoch_examples, rank_slots
+from retouch.data.sampler import Slot, batch_examples, derive_seed, epoch_examples, other_examples, rank_slots
 
 __all__ = [
     "DataError",
@@ -13,5 +13,6 @@ __all__ = [
     "derive_seed",
     "epoch_examples",
     "load_dataset",
+    "other_examples",
     "rank_slots",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -54,6 +54,8 @@ class ItemFiles:
     mask_path: Path | None = None
     reference_path: Path | None = None
     target_path: Path | None = None
+    win_path: Path | None = None
+    lose_path: Path | None = None
     target: TargetRole = "none"
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -97,11 +99,12 @@ class Dataset(Sequence[Example]):
         return list(dict.fromkeys(item.prompt for item in self.items))
 
 
-def load_dataset(config: Data, purpose: str = "data") -> Dataset:
+def load_dataset(config: Data, purpose: str = "data", needs: Collection[str] = ()) -> Dataset:
     """List and check every item; skip up to `max_bad_items` broken ones, each with a warning.
 
     Args:
         purpose: names the section in messages.
+        needs: pictures that every item must have: of source, mask, win, lose.
 
     Raises:
         DataError: nothing there, too many broken items, or two items with one id.
@@ -110,7 +113,7 @@ def load_dataset(config: Data, purpose: str = "data") -> Dataset:
     good: list[ItemFiles] = []
     bad: list[ItemError] = []
     for item in listed:
-        problem = item if isinstance(item, ItemError) else check_item(item, config)
+        problem = item if isinstance(item, ItemError) else check_item(item, config, needs)
         if problem is None:
             assert isinstance(item, ItemFiles)
             good.append(item)
@@ -151,10 +154,13 @@ def repeated_ids(items: Sequence[ItemFiles]) -> list[int]:
     return [i for i, count in Counter(item.id for item in items).items() if count > 1]
 
 
-def check_item(item: ItemFiles, config: DataSection) -> ItemError | None:
-    """Open everything the item names; None where all of it is usable."""
+def check_item(item: ItemFiles, config: DataSection, needs: Collection[str] = ()) -> ItemError | None:
+    """Open everything the item names; None where all of it is usable and there."""
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
+    missing = [f"{name}_path" for name in needs if getattr(item, f"{name}_path") is None]
+    if missing:
+        return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
     try:
         read_item(item, config)
     except (ImageProblem, DataError) as error:
@@ -173,12 +179,15 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
     source = to_rgb(open_image(item.source_path)) if item.source_path else None
     reference = to_rgb(open_image(item.reference_path)) if item.reference_path else None
     target = to_rgb(open_image(item.target_path)) if item.target_path else None
+    win = to_rgb(open_image(item.win_path)) if item.win_path else None
+    lose = to_rgb(open_image(item.lose_path)) if item.lose_path else None
     mask, channel = None, None
     if item.mask_path:
         mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=config.invert_mask)
         _same_size(mask, source, str(item.mask_path), "mask")
-    if target is not None and source is not None:
-        _same_size(target, source, str(item.target_path), "target")
+    _same_size(target, source, str(item.target_path), "target")
+    _same_size(win, source, str(item.win_path), "preferred picture")
+    _same_size(lose, source, str(item.lose_path), "rejected picture")
     if item.target in ("auto", "source"):
         target = source
         if reference is not None and source is not None and reference.size == source.size:
@@ -190,7 +199,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
     if source is not None:
         scaled, window = fit_size(source.size, (width, height), config.fit, box)
         source = resize(source, scaled, window)
-        target = resize(target, scaled, window) if target is not None else None
+        target, win, lose = (None if i is None else resize(i, scaled, window) for i in (target, win, lose))
         if mask is not None:
             whole = mask_area(mask.resize(scaled, Image.Resampling.BOX))
             mask = resize(mask, scaled, window)
@@ -208,7 +217,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
                 raise ImageProblem(
                     f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
                 )
-    example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata)
+    example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose)
     return example, {"mask_channel": channel, "scaled": scaled, "window": window}
 
 
@@ -217,8 +226,8 @@ def mask_area(mask: Image.Image) -> int:
     return int(sum(mask.histogram()[128:]))
 
 
-def _same_size(image: Image.Image, source: Image.Image | None, name: str, what: str) -> None:
-    if source is not None and image.size != source.size:
+def _same_size(image: Image.Image | None, source: Image.Image | None, name: str, what: str) -> None:
+    if image is not None and source is not None and image.size != source.size:
         raise ImageProblem(
             f"{name}: the {what} is {image.width} x {image.height}, its source {source.width} x {source.height}; "
             "both must have one size"

@@ -8,6 +8,7 @@ slices of them; the last slots are padded, with weight 0, where they do not divi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 
@@ -61,6 +62,12 @@ def epoch_examples(size: int, groups: int, seed: int, epoch: int) -> list[int]:
         )
     number, part = divmod(epoch, size // groups)
     return shuffled(size, seed, number)[part * groups : (part + 1) * groups]
+
+
+def other_examples(size: int, taken: Collection[int], count: int, seed: int, epoch: int, again: int) -> list[int]:
+    """Up to `count` examples of an epoch besides those `taken`, for round `again` of resampling."""
+    free = [i for i in range(size) if i not in taken]
+    return Random(derive_seed(seed, "resample", epoch, again)).sample(free, min(count, len(free)))
 
 
 def rank_slots(examples: list[int], group_size: int, rank: int, world_size: int) -> list[Slot]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retouch.config import load_run
+from retouch.config.rules import needed_pictures
 from retouch.config.schema import ManifestData, SelfBenchData
 from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
 
@@ -33,7 +35,8 @@ def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
     if path.suffix in (".yaml", ".yml"):
         run = load_run(path)
         sections = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
-        return [f for name, data in sections.items() if data is not None for f in validate_section(name, data)]
+        needs = {name: needed_pictures(run, training=name == "data") for name in sections}
+        return [f for name, data in sections.items() if data for f in validate_section(name, data, needs[name])]
     return validate_section("data", data_at(path, size))
 
 
@@ -50,10 +53,10 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
     raise DataError(f"{path}: give a self_bench folder, a .json or .jsonl manifest, or a run file")
 
 
-def validate_section(section: str, data: Data) -> list[Finding]:
+def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> list[Finding]:
     """Check every item of one section."""
     listed = list_items(data)
-    findings = [_finding(section, item, data) for item in listed]
+    findings = [_finding(section, item, data, needs) for item in listed]
     for twice in repeated_ids([item for item in listed if isinstance(item, ItemFiles)]):
         findings.append(Finding(section, f"item {twice}", "the id appears more than once; ids must differ"))
     if not listed:
@@ -61,14 +64,16 @@ def validate_section(section: str, data: Data) -> list[Finding]:
     return findings
 
 
-def _finding(section: str, item: ItemFiles | ItemError, data: Data) -> Finding:
-    problem = item if isinstance(item, ItemError) else check_item(item, data)
+def _finding(section: str, item: ItemFiles | ItemError, data: Data, needs: Collection[str]) -> Finding:
+    problem = item if isinstance(item, ItemError) else check_item(item, data, needs)
     if isinstance(problem, ItemError):
         return Finding(section, problem.where, problem.problem)
     assert isinstance(item, ItemFiles)
     example, notes = read_item(item, data)
-    roles = [name for name in ("source", "mask", "target", "reference") if getattr(example, name) is not None]
-    return Finding(section, f"item {item.id}", None, f"{', '.join(roles)}; mask in {notes['mask_channel']}")
+    pictures = ("source", "mask", "target", "reference", "win", "lose")
+    roles = [name for name in pictures if getattr(example, name) is not None]
+    channel = [f"mask in {notes['mask_channel']}"] if notes["mask_channel"] else []
+    return Finding(section, f"item {item.id}", None, "; ".join([", ".join(roles), *channel]))
 
 
 def validation_table(findings: list[Finding]) -> str:

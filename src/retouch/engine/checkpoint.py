@@ -81,6 +81,7 @@ class Checkpoints:
             tensors: rollouts not trained on yet, when the checkpoint lies inside an epoch.
         """
         folder = self.root / f"step-{step:06d}"
+        everyones = None if tensors is None else engine.gather_list([dict(tensors)])  # each rank has rows of its own
         if engine.is_main:
             self.root.mkdir(parents=True, exist_ok=True)
             for leftover in self.root.glob(".writing-*"):
@@ -96,8 +97,9 @@ class Checkpoints:
                     _save_tensors(policy.state(name), writing / "snapshots" / f"{name}.safetensors")
             torch.save(engine.state_dict(), writing / "optimizer.pt")
             torch.save(_rng_state(), writing / "rng.pt")
-            if tensors is not None:
-                _save_tensors(tensors, writing / "rollouts.safetensors")
+            if everyones is not None:
+                rows = {f"{rank}/{name}": t for rank, own in enumerate(everyones) for name, t in own.items()}
+                _save_tensors(rows, writing / "rollouts.safetensors")
             (writing / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             complete = {
                 "step": step,
@@ -131,7 +133,7 @@ class Checkpoints:
             optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
             rng = torch.load(folder / "rng.pt", weights_only=True)
             rollouts = folder / "rollouts.safetensors"
-            tensors = load_file(rollouts) if rollouts.exists() else None
+            tensors = _rows_of_rank(load_file(rollouts), engine, folder) if rollouts.exists() else None
             snapshots = {file.stem: load_file(file) for file in sorted((folder / "snapshots").glob("*.safetensors"))}
         try:
             weights = self._load_weights(folder / "weights")
@@ -188,6 +190,22 @@ def _readable(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{folder}: damaged ({reason}); copy it anew, or delete it to go on from the one before"
         ) from None
+
+
+def _rows_of_rank(tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -> dict[str, Tensor]:
+    """This rank's rollouts of those of all ranks.
+
+    Raises:
+        CheckpointError: written by another number of processes.
+    """
+    ranks = len({key.partition("/")[0] for key in tensors})
+    if ranks != engine.world_size:
+        raise CheckpointError(
+            f"{folder}: lies inside an epoch of {ranks} process{'es' if ranks > 1 else ''}, but there are "
+            f"{engine.world_size}; resume on as many, or from a checkpoint without rollouts.safetensors"
+        )
+    prefix = f"{engine.rank}/"
+    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -31,7 +31,7 @@ class Policy:
         """Copy the current weights under a name, replacing what stood there."""
         self.snapshots[name] = {n: p.detach().clone() for n, p in self.parameters.items()}
 
-    def update_ema(self, name: str, decay: float) -> None:
+    def blend(self, name: str, decay: float) -> None:
         """snapshot <- decay · snapshot + (1 - decay) · weights."""
         with torch.no_grad():
             for n, average in self.snapshots[name].items():

@@ -9,9 +9,12 @@ if TYPE_CHECKING:
     from retouch.config.schema import Model
     from retouch.types import DiffusionModel
 
-FAMILIES = {"flux_fill": "retouch.models.flux_fill:FluxFill"}
-"""Family name of the run file -> module:class. The class loads itself with `from_config` and builds its network
-without weights with `released_network`."""
+FAMILIES = {
+    "flux_fill": "retouch.models.flux_fill:FluxFill",
+    "sd_inpaint": "retouch.models.sd_inpaint:SdInpaint",
+}
+"""Family name of the run file -> module:class. The class loads itself with `from_config`, takes the networks of a
+diffusers pipeline with `from_pipeline`, and builds its network without weights with `released_network`."""
 
 
 def family_class(family: str) -> Any:

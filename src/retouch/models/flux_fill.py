@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from torch import Tensor, nn
+from transformers import CLIPTextModel, T5EncoderModel
 
 from retouch.core.schedule import FlowSchedule, flux_shift
+from retouch.models.inputs import inpainting_inputs
 from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
-from retouch.models.text import FluxTextEncoders
+from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class FluxFill:
         self,
         network: Any,  # FluxTransformer2DModel; diffusers' configs are untyped
         vae: Any,  # AutoencoderKL
-        text: FluxTextEncoders,
+        text: TextEncoders,
         scheduler: Any,  # FlowMatchEulerDiscreteScheduler
         device: torch.device | str = "cpu",
     ) -> None:
@@ -114,10 +115,25 @@ class FluxFill:
         return cls(
             network=load_component(FluxTransformer2DModel, path, "transformer", trained),
             vae=load_component(AutoencoderKL, path, "vae", frozen),
-            text=FluxTextEncoders.load(path, frozen, config.max_sequence_length, device, config.offload_text_encoders),
+            text=TextEncoders(
+                {
+                    "text": TextEncoder.load(T5EncoderModel, path, "_2", frozen, config.max_sequence_length),
+                    "pooled": TextEncoder.load(CLIPTextModel, path, "", frozen, output="pooler_output"),
+                },
+                device,
+                config.offload_text_encoders,
+            ),
             scheduler=load_component(FlowMatchEulerDiscreteScheduler, path, "scheduler", None),
             device=device,
         )
+
+    @classmethod
+    def from_pipeline(cls, pipeline: Any) -> FluxFill:
+        """The networks of a `FluxFillPipeline` in memory."""
+        t5 = TextEncoder(pipeline.text_encoder_2, pipeline.tokenizer_2, pipeline.tokenizer_2.model_max_length)
+        length = pipeline.tokenizer.model_max_length
+        clip = TextEncoder(pipeline.text_encoder, pipeline.tokenizer, length, "pooler_output")
+        return cls(pipeline.transformer, pipeline.vae, TextEncoders({"text": t5, "pooled": clip}), pipeline.scheduler)
 
     @staticmethod
     def released_network() -> nn.Module:
@@ -146,22 +162,14 @@ class FluxFill:
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
         """Text, masked-image latents and unshuffled mask of examples of one size."""
-        images = torch.stack([_image_tensor(e.source, e) for e in examples]).to(self.device)
-        mask = torch.stack([_mask_tensor(e.mask, e) for e in examples]).to(self.device)
-        size = (images.shape[2], images.shape[3])
-        if any(side % self.spec.size_multiple for side in size):
-            raise ValueError(
-                f"images are {size[0]} x {size[1]}; {self.spec.family} needs multiples of {self.spec.size_multiple}"
-            )
-        text, pooled = self.text.encode([e.prompt for e in examples])
+        images, mask = inpainting_inputs(examples, self.spec, self.device)
         tensors = {
-            "text": text,
-            "pooled": pooled,
+            **self.text.encode([e.prompt for e in examples]),
             "masked_latents": self.encode_images(images * (1 - mask)),
             "mask_cells": nn.functional.pixel_unshuffle(mask, self._factor),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
         }
-        return Condition(tensors, mask, size)
+        return Condition(tensors, mask, (images.shape[2], images.shape[3]))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
@@ -220,15 +228,3 @@ def _grid_ids(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tenso
     ids[..., 1] = torch.arange(rows)[:, None]
     ids[..., 2] = torch.arange(columns)[None, :]
     return ids.reshape(-1, 3).to(device=device, dtype=dtype)
-
-
-def _image_tensor(image: Any, example: Example) -> Tensor:
-    if image is None:
-        raise ValueError(f"example {example.id} has no source image; flux_fill repaints one")
-    return torch.from_numpy(np.asarray(image.convert("RGB"), np.float32)).permute(2, 0, 1) / 127.5 - 1
-
-
-def _mask_tensor(mask: Any, example: Example) -> Tensor:
-    if mask is None:
-        raise ValueError(f"example {example.id} has no mask; flux_fill repaints inside one")
-    return torch.from_numpy((np.asarray(mask) >= 128).astype(np.float32))[None]

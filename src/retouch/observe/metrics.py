@@ -26,6 +26,14 @@ REDUCTIONS: dict[str, Reduction] = {
     "approx_kl": "mean",
     "kl": "mean",
     "max_abs_log_ratio": "max",
+    "logit": "mean",
+    "preference_accuracy": "mean",
+    "win_error_change": "mean",
+    "lose_error_change": "mean",
+    "positive_error": "mean",
+    "negative_error": "mean",
+    "old_velocity_distance": "mean",
+    "positive_share": "mean",
 }
 
 

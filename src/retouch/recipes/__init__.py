@@ -13,6 +13,8 @@ RECIPES = {
     "sft": "retouch.recipes.sft:train",
     "grpo": "retouch.recipes.grpo:train",
     "ppo": "retouch.recipes.grpo:train",
+    "dpo": "retouch.recipes.dpo:train",
+    "nft": "retouch.recipes.nft:train",
 }
 """`algorithm.name` -> module:function."""
 

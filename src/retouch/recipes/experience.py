@@ -1,38 +1,25 @@
-"""An epoch of rollouts with their advantages: sampled, scored, compared, and kept until they are trained on.
+"""An epoch of rollouts with their advantages, kept until they are trained on. GRPO, PPO and NFT train on these.
 
-Rewards of one batch are computed while the next is sampled. Legend: n rows of this rank, S trained steps, K a group.
+Legend: n rows of this rank, N of all ranks, S trained steps (0 where only clean images are trained on).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from random import Random
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from retouch.build import Run
-from retouch.config.schema import GrpoConfig, RunConfig
-from retouch.core.advantages import comparable_rows, group_advantages, zero_std_rows
-from retouch.data import Slot, derive_seed, epoch_examples, rank_slots
-from retouch.observe.grids import grid
+from retouch.config.schema import AdvantageConfig, RlConfig
+from retouch.core.advantages import comparable_rows, group_advantages
+from retouch.data import derive_seed, epoch_examples, other_examples
+from retouch.recipes.rollouts import RewardRows, Rollouts, gather_rewards, log_rollouts, sample_and_score
 from retouch.recipes.session import Session
-from retouch.rollout import (
-    EncodedData,
-    PendingBatch,
-    items_of,
-    latent_region,
-    make_plan,
-    sample,
-    settle,
-    to_uint8,
-    transition,
-)
-from retouch.types import Scores, Trajectory
+from retouch.rollout import EncodedData
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +30,25 @@ class Experience:
 
     Attributes:
         position: [n] of each row's example in the data set.
+        seed: [n] int64 that its image was drawn from.
         first_step: [n] index of the first trained step.
-        latents: [n, S + 1, C, H, W] fp32.
+        latents: [n, S + 1, C, H, W] fp32: the states around the trained steps; the clean latents where S is 0.
         log_probs: [n, S] as recorded while sampling.
         advantages: [n].
         weight: [n]: 1, or 0 for padding and rows without a usable reward.
-        means: [n, S, C, H, W] of the reference policy; [0] where no KL is asked for.
+        means: [n, S, C, H, W] as recorded while sampling; [0] where nobody asked.
+        reference_means: [n, S, C, H, W] of the reference policy; [0] where no KL is asked for.
     """
 
     position: Tensor
+    seed: Tensor
     first_step: Tensor
     latents: Tensor
     log_probs: Tensor
     advantages: Tensor
     weight: Tensor
     means: Tensor
+    reference_means: Tensor
 
     @property
     def steps(self) -> int:
@@ -73,9 +64,8 @@ class Experience:
         return cls(**tensors)
 
     def select(self, rows: Tensor) -> Experience:
-        means = self.means[rows] if len(self.means) else self.means
-        kept = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "means"}
-        return Experience(**kept, means=means)
+        kept = {name: t[rows] if len(t) else t for name, t in self.tensors().items()}
+        return Experience(**kept)
 
     def transitions(self, rows: Tensor, span: range) -> tuple[Tensor, Tensor, Tensor]:
         """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major."""
@@ -85,143 +75,73 @@ class Experience:
         step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop)
         return x, x_next, step.flatten()
 
-    def reference_means(self, rows: Tensor, span: range) -> Tensor:
-        """[B · W, C, H, W]."""
-        return self.means[rows][:, span.start : span.stop].flatten(0, 1)
 
-    def step_batches(self, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:
-        """Row indices of each optimizer step of the epoch: every inner epoch is shuffled from (seed, epoch, inner) and
-        dealt evenly into its steps."""
-        batches: list[Tensor] = []
-        for inner in range(inner_epochs):
-            order = list(range(len(self.weight)))
-            Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
-            batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
-        return batches
-
-
-def collect(session: Session, data: EncodedData, algorithm: GrpoConfig) -> Experience:
+def collect(session: Session, data: EncodedData, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
     """Sample an epoch, score it, turn rewards into advantages.
 
     Raises:
         RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
         Stopped: asked to stop between batches.
     """
-    run, config, epoch = session.run, session.run.config, session.progress.epoch
-    rollout = config.rollout
-    groups = rollout.global_groups_per_batch
-    chosen = epoch_examples(len(run.data), groups * rollout.batches_per_epoch, config.seed, epoch)
-    batches = [
-        rank_slots(chosen[i : i + groups], rollout.group_size, run.engine.rank, run.engine.world_size)
-        for i in range(0, len(chosen), groups)
-    ]
-    # all encoding before any scoring, which may run on the same CPU
-    data.conditions(sorted({slot.example for batch in batches for slot in batch}), run.engine.device)
-    slots: list[Slot] = []
-    first_steps: list[int] = []
-    trajectories: list[Trajectory] = []
-    pending: list[PendingBatch] = []
-    for number, batch in enumerate(batches, epoch * rollout.batches_per_epoch):
-        for start in range(0, len(batch), rollout.batch_size_per_device):
-            session.check_stop()
-            part = batch[start : start + rollout.batch_size_per_device]
-            trajectory, scores = roll_out(run, data, algorithm, part, number)
-            slots += part
-            first_steps += [trajectory.first_step] * len(part)
-            trajectories.append(trajectory)
-            pending.append(scores)
-    with run.clock.part("reward_wait"):
-        scores = settle(run.rewards, pending, config.reward_client)
-    advantages, weight, statistics = advantages_of(run, algorithm, data, slots, scores)
-    step = session.progress.step + 1
-    run.dir.log("rollout", step, {"epoch": epoch, **statistics})
-    if rollout_grid_due(config, epoch):
-        run.dir.save_image(step, "rollouts", rollout_grid(pending, scores, rollout.group_size))
+    run = session.run
+    rollouts, rewards = rewarded_groups(session, data, algorithm, policy)
+    mine = rewards.of_rank(run.engine.rank, run.engine.world_size)
+    advantages, weight = advantages_of(rewards, algorithm)
+    paths = rollouts.trajectories
+    recorded = [t.means for t in paths if t.means is not None]
     experience = Experience(
-        position=torch.tensor([s.example for s in slots]),
-        first_step=torch.tensor(first_steps),
-        latents=torch.cat([t.latents for t in trajectories]).cpu(),
-        log_probs=torch.cat([t.log_probs for t in trajectories]).cpu(),
-        advantages=advantages,
-        weight=weight,
-        means=torch.zeros(0),
+        position=rewards.position[mine],
+        seed=torch.tensor(rollouts.seeds),
+        first_step=torch.tensor([t.first_step for t in paths for _ in t.latents]),
+        latents=torch.cat([t.latents for t in paths]).cpu(),
+        log_probs=torch.cat([t.log_probs for t in paths]).cpu(),
+        advantages=advantages[mine],
+        weight=weight[mine],
+        means=torch.cat(recorded).cpu() if recorded else torch.zeros(0),
+        reference_means=torch.zeros(0),
     )
-    experience = experience.select(live_rows(run, weight))
-    if algorithm.kl_weight:
-        experience.means = reference_means(run, data, experience)
-    return experience
+    return experience.select(live_rows(run, experience.weight))
 
 
-def roll_out(
-    run: Run, data: EncodedData, algorithm: GrpoConfig, slots: Sequence[Slot], number: int
-) -> tuple[Trajectory, PendingBatch]:
-    """Sample one batch of slots and submit its images for scoring."""
-    config, device = run.config, run.engine.device
-    epoch = number // config.rollout.batches_per_epoch
-    examples = data.examples([s.example for s in slots])
-    condition = data.conditions([s.example for s in slots], device)
-    schedule = run.model.schedule(config.rollout.num_steps, condition.size)
-    plan = make_plan(config, schedule, number)
-    seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
-    shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
-    region = None
-    if algorithm.region == "mask" and condition.mask is not None:
-        region = latent_region(condition.mask, run.model.spec.downsampling)
-    with run.clock.part("rollout"):
-        trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region)
-    with run.clock.part("vae"):
-        images = to_uint8(run.model.decode(trajectory.final))
-    items = items_of(examples, images, [e.id for e in examples])
-    return trajectory, PendingBatch(items, run.rewards.submit(items))
+def rewarded_groups(
+    session: Session, data: EncodedData, algorithm: RlConfig, policy: str | None
+) -> tuple[Rollouts, RewardRows]:
+    """An epoch's images with their rewards. Groups whose rewards are all alike are followed by new ones, for up to
+    `resample_rounds` rounds (DAPO, arXiv 2503.14476); the same decision on every rank."""
+    run, config, epoch = session.run, session.run.config, session.progress.epoch
+    wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
+    chosen = epoch_examples(len(run.data), wanted, config.seed, epoch)
+    rollouts = sample_and_score(session, data, algorithm, chosen, policy)
+    rewards = gather_rewards(run, rollouts)
+    for again in range(algorithm.resample_rounds):
+        useless = int(rewards.position[rewards.flat(algorithm.combine)].unique().numel()) - (len(chosen) - wanted)
+        more = other_examples(len(run.data), chosen, useless, config.seed, epoch, again) if useless > 0 else []
+        if not more:
+            break
+        rollouts += sample_and_score(session, data, algorithm, more, policy)
+        rewards = gather_rewards(run, rollouts)
+        chosen += more
+    log_rollouts(session, algorithm, rollouts, rewards)
+    return rollouts, rewards
 
 
-def advantages_of(
-    run: Run, algorithm: GrpoConfig, data: EncodedData, slots: Sequence[Slot], scores: Sequence[Scores]
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Advantages and weights of this rank's rows, from the rewards of all ranks -> (advantages, weight, statistics)."""
-    names = list(run.rewards.entries)
-    local = [[v for s in scores for v in s.values(name)] for name in names]
-    failed = torch.tensor([any(column[i] is None for column in local) for i in range(len(slots))])
-    padding = torch.tensor([s.padding for s in slots])
-    values = torch.tensor([[math.nan if v is None else v for v in column] for column in local], dtype=torch.float64).T
-    ids = torch.tensor([e.id for e in data.examples([s.example for s in slots])])
-    gathered = [run.engine.gather(t).cpu() for t in (values, ids, ~(failed | padding), padding)]
-    all_values, all_ids, valid, all_padding = gathered
-    weights = torch.tensor([run.rewards.weights[name] for name in names], dtype=torch.float64)
-    combined = (torch.where(valid[:, None], all_values, 0.0) * weights).sum(1)
+def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Advantages and weights of all ranks' rows -> ([N], [N]) fp32."""
     options = (algorithm.baseline, algorithm.scale)
-    if algorithm.combine == "sum_then_normalize" or len(names) == 1:
-        advantages = group_advantages(combined, all_ids, valid, *options, clip=algorithm.advantage_clip)
-    else:
-        parts = [
-            group_advantages(all_values[:, i], all_ids, valid, *options, clip=algorithm.advantage_clip)
-            for i in range(len(names))
-        ]
-        advantages = (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
-    usable = comparable_rows(all_ids, valid, algorithm.baseline)
-    flat = zero_std_rows(combined, all_ids, valid)
+    advantages = combined_advantages(rewards, algorithm.combine, *options, clip=algorithm.advantage_clip)
+    usable = comparable_rows(rewards.position, rewards.valid, algorithm.baseline)
     if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
-        usable = usable & ~flat
-    statistics = reward_statistics(names, all_values, combined, valid, flat, all_ids, all_padding)
-    n, rank = len(slots), run.engine.rank
-    mine = slice(rank * n, (rank + 1) * n)
-    return advantages[mine].float(), usable[mine].float(), statistics
+        usable = usable & ~rewards.flat(algorithm.combine)
+    return advantages.float(), usable.float()
 
 
-def reward_statistics(
-    names: Sequence[str], values: Tensor, combined: Tensor, valid: Tensor, flat: Tensor, ids: Tensor, padding: Tensor
-) -> dict[str, float]:
-    """What is logged of the rewards of an epoch, over all ranks."""
-    asked = ~padding
-    statistics = {"images": float(asked.sum()), "failed": float((asked & ~valid).sum())}
-    if bool(valid.any()):
-        for i, name in enumerate(names):
-            statistics[f"reward/{name}"] = float(values[valid, i].mean())
-        statistics["combined_score"] = float(combined[valid].mean())
-        statistics["combined_std"] = float(combined[valid].std(unbiased=False))
-        groups = ids[valid].unique()
-        statistics["zero_std_groups"] = float(ids[flat].unique().numel() / groups.numel())
-    return statistics
+def combined_advantages(rewards: RewardRows, combine: str, baseline: str, scale: str, clip: float) -> Tensor:
+    """Of each reward, weighted, or of the weighted sum of the rewards -> [N]."""
+    keys, valid = rewards.position, rewards.valid
+    if combine == "sum_then_normalize" or len(rewards.names) == 1:
+        return group_advantages(rewards.combined, keys, valid, baseline, scale, clip=clip)  # type: ignore[arg-type]
+    parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in rewards.values.T]  # type: ignore[arg-type]
+    return (torch.stack(parts, 1) * rewards.weights).sum(1) / rewards.weights.abs().sum()
 
 
 def live_rows(run: Run, weight: Tensor) -> Tensor:
@@ -231,32 +151,49 @@ def live_rows(run: Run, weight: Tensor) -> Tensor:
     return torch.cat([live, dead[: most - len(live)]])
 
 
-@torch.no_grad()
-def reference_means(run: Run, data: EncodedData, experience: Experience) -> Tensor:
-    """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
-    device, means = run.engine.device, torch.zeros_like(experience.latents[:, 1:])
-    with run.policy.use("reference"), run.clock.part("train_forward"):
-        for rows in torch.arange(len(experience.weight)).split(run.config.optimizer.batch_size_per_device):
-            condition = data.conditions(experience.position[rows].tolist(), device)
-            plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, condition.size), batch=0)
-            for s in range(experience.steps):
-                x, _, step = experience.transitions(rows, range(s, s + 1))
-                mean, _ = transition(run.model, run.network, plan, x.to(device), step.to(device), condition)
-                means[rows, s] = mean.cpu()
-    return means
+TrainStep = Callable[[Tensor], tuple[dict[str, float], bool]]
+"""Rows of an epoch -> metrics of one optimizer step on them, and whether the weights changed."""
 
 
-def rollout_grid_due(config: RunConfig, epoch: int) -> bool:
-    every = config.logging.rollout_images_every
-    return bool(every) and epoch % every == 0
+def train_epoch(
+    session: Session,
+    rows: int,
+    tensors: Callable[[], Mapping[str, Tensor]],
+    train_step: TrainStep,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Every optimizer step on an epoch of `rows` rows that has not been taken yet.
+
+    Args:
+        tensors: the epoch's rows, for a checkpoint inside it.
+        after: called once the last step of the epoch is taken, before anything is evaluated or saved.
+    """
+    config, progress = session.run.config, session.progress
+    steps, inner = session.run.derived.optimizer_steps_per_epoch, config.algorithm.inner_epochs  # type: ignore[union-attr]
+    batches = step_batches(rows, config.seed, progress.epoch, inner, steps)
+    for batch in batches[progress.position :]:
+        if progress.step >= config.training.max_steps:
+            return
+        values, updated = train_step(batch)
+        progress.position += 1
+        finished = progress.position == len(batches)
+        if finished:
+            after()
+            progress.epoch, progress.position = progress.epoch + 1, 0
+        session.end_step(values, updated=updated, rollouts=None if finished else tensors())
 
 
-def rollout_grid(pending: Sequence[PendingBatch], scores: Sequence[Scores], group_size: int, groups: int = 6) -> Image:
-    """The first groups of an epoch, one a row, each image with its combined score."""
-    cells = [
-        (item.image, "failed" if score is None else f"{score:.2f}")
-        for batch, s in zip(pending, scores, strict=True)
-        for item, score in zip(batch.items, s.combined(), strict=True)
-    ]
-    rows = [cells[i : i + group_size] for i in range(0, len(cells), group_size)]
-    return grid(rows[:groups])
+def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:
+    """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
+    evenly into its steps."""
+    batches: list[Tensor] = []
+    for inner in range(inner_epochs):
+        order = list(range(rows))
+        Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
+        batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
+    return batches
+
+
+def row_generators(seeds: Sequence[int] | Tensor, *parts: int | str) -> list[torch.Generator]:
+    """A generator for each row's draws of a step, from its own seed and what names the step."""
+    return [torch.Generator().manual_seed(derive_seed(int(seed), *parts)) for seed in seeds]

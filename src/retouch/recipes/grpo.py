@@ -5,7 +5,7 @@ Flow-GRPO (arXiv 2505.05470): denoising is a Markov decision process whose actio
     1. K images of each of G examples, by the SDE (in a window of steps, elsewhere by the ODE: MixGRPO, 2507.21802).
     2. Rewards; advantages against the images of the same example (GRPO) or the whole batch (PPO).
     3. The clipped surrogate on the log-probabilities of the recorded steps, plus kl_weight times the KL to the policy
-       at the start of RL.
+       at the start of RL. With `guard`, ratios are regulated as in GRPO-Guard (2510.22319).
 
 Departures: log-probabilities are means over latent dims (so are the published ones) or over the repainted region; a
 rollout without a valid reward leaves its group's baseline and has weight 0 everywhere; every image of an optimizer step
@@ -15,20 +15,22 @@ counts the same however it is split over ranks and micro-batches.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from retouch.build import Run
 from retouch.config.schema import GrpoConfig
-from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
+from retouch.core.objectives.grpo import gaussian_kl, grpo_loss, guard_log_probs
 from retouch.core.reduce import weighted_mean
 from retouch.core.steps import gaussian_log_prob
-from retouch.observe import Metrics
-from retouch.recipes.experience import Experience, collect
+from retouch.recipes.experience import Experience, collect, train_epoch
 from retouch.recipes.session import Session
-from retouch.recipes.sft import supervised_phase
-from retouch.rollout import EncodedData, latent_region, make_plan, transition
+from retouch.recipes.sft import warm_up
+from retouch.recipes.update import optimizer_step
+from retouch.rollout import EncodedData, make_plan, objective_region, transition
 
 logger = logging.getLogger(__name__)
 
@@ -39,122 +41,106 @@ means that rollout and training run different policies."""
 
 def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
-    config, algorithm = run.config, run.config.algorithm
+    algorithm = run.config.algorithm
     assert isinstance(algorithm, GrpoConfig)
     with Session(run, "warmup" if algorithm.warmup_steps else "rl") as session:
-        if session.progress.phase == "warmup":
-            lr = config.optimizer.warmup_lr or config.optimizer.lr
-            supervised_phase(session, algorithm.warmup_steps, lr, algorithm.warmup_shifted_times, algorithm.region)
-            begin_rl(session)
-        if algorithm.kl_weight and "reference" not in run.policy.snapshots:
-            run.policy.snapshot("reference")
+        warm_up(session, algorithm, ["reference"] if algorithm.kl_weight else [])
         data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
-        while session.progress.step < config.training.max_steps:
-            if session.rollouts is not None:
-                experience = Experience.restore(session.rollouts)
-                session.rollouts = None
+        while session.progress.step < run.config.training.max_steps:
+            saved = session.take_rollouts()
+            if saved is not None:
+                experience = Experience.restore(saved)
             else:
                 experience = collect(session, data, algorithm)
-            train_epoch(session, data, algorithm, experience)
+                if algorithm.kl_weight:
+                    experience.reference_means = reference_means(run, data, experience)
+            step = partial(train_step, session, data, algorithm, experience)
+            train_epoch(session, len(experience.weight), experience.tensors, step)
         session.finish()
-
-
-def begin_rl(session: Session) -> None:
-    """The end of the warm-up: its weights are the reference, the optimizer starts afresh."""
-    run = session.run
-    session.evaluate("warmup")
-    session.progress.phase = "rl"
-    run.engine.new_optimizer()
-    if run.config.algorithm.kl_weight:  # type: ignore[union-attr]
-        run.policy.snapshot("reference")
-    session.save(pinned=True)
-
-
-def train_epoch(session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience) -> None:
-    """Every optimizer step on one epoch's rollouts that has not been taken yet."""
-    run, progress = session.run, session.progress
-    steps = run.derived.optimizer_steps_per_epoch
-    batches = experience.step_batches(run.config.seed, progress.epoch, algorithm.inner_epochs, steps)
-    for rows in batches[progress.position :]:
-        if progress.step >= run.config.training.max_steps:
-            return
-        on_policy = progress.position == 0
-        values, updated = train_step(session, data, algorithm, experience, rows)
-        if on_policy and updated:
-            warn_off_policy(values["max_abs_log_ratio"], run.config.training.mixed_precision)
-        progress.position += 1
-        finished = progress.position == len(batches)
-        if finished:
-            progress.epoch, progress.position = progress.epoch + 1, 0
-        session.end_step(values, updated=updated, rollouts=None if finished else experience.tensors())
 
 
 def train_step(
     session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience, rows: Tensor
 ) -> tuple[dict[str, float], bool]:
     """One optimizer step on rows of the experience -> (metrics, whether the weights changed)."""
-    run, engine, metrics = session.run, session.run.engine, Metrics()
-    optimizer = run.config.optimizer
-    total = engine.sum(experience.weight[rows].sum())
+    run, optimizer = session.run, session.run.config.optimizer
+    total = run.engine.sum(experience.weight[rows].sum())
     if float(total) == 0:  # no row with a signal on any rank
         return {"skipped": 1.0}, False
-    chunks = rows.split(optimizer.batch_size_per_device)
-    for number, chunk in enumerate(chunks):
-        condition = data.conditions(experience.position[chunk].tolist(), engine.device)
-        weight = experience.weight[chunk].to(engine.device)
-        spans = step_spans(experience.steps, optimizer.steps_per_forward)
-        for span in spans:
-            last = number == len(chunks) - 1 and span == spans[-1]
-            with engine.micro_step(last=last):
-                with run.clock.part("train_forward"):
-                    loss, values = surrogate(run, algorithm, experience, chunk, span, condition, weight, total)
-                with run.clock.part("train_backward"):
-                    engine.backward(loss)
-            metrics.add(values | {"loss": loss}, weight=weight.sum())
-    taken = session.progress.step - algorithm.warmup_steps
-    rate = session.learning_rate(optimizer.lr, taken, run.config.training.max_steps - algorithm.warmup_steps)
-    with run.clock.part("optimizer"):
-        stepped = engine.step(rate)
-    return {**metrics.reduce(engine), **stepped, "lr": rate, "rows": float(total), "skipped": 0.0}, not stepped[
-        "overflow"
+    spans = step_spans(experience.steps, optimizer.steps_per_forward)
+    losses = [
+        partial(surrogate, run, data, algorithm, experience, chunk, span, total)
+        for chunk in rows.split(optimizer.batch_size_per_device)
+        for span in spans
     ]
+    values, updated = optimizer_step(session, losses, session.rl_learning_rate(algorithm.warmup_steps))
+    if session.progress.position == 0 and updated:
+        warn_off_policy(values["max_abs_log_ratio"], run.config.training.mixed_precision)
+    return {**values, "rows": float(total), "skipped": 0.0}, updated
 
 
 def surrogate(
     run: Run,
+    data: EncodedData,
     algorithm: GrpoConfig,
     experience: Experience,
     rows: Tensor,
     span: range,
-    condition: object,
-    weight: Tensor,
     total: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
     """The loss of some rows over a span of their trained steps: one forward of B x W rows.
 
     Row-major order (all steps of a row together), as `experience` stores them.
     """
     device, width = run.engine.device, len(span)
-    repeated = torch.arange(len(rows)).repeat_interleave(width)
+    condition = data.conditions(experience.position[rows].tolist(), device)
+    weight = experience.weight[rows].to(device)
     x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
-    wide = condition.select(repeated.to(device))  # type: ignore[attr-defined]
-    region = latent_region(wide.mask, run.model.spec.downsampling) if algorithm.region == "mask" else None
+    wide = condition.select(torch.arange(len(rows), device=device).repeat_interleave(width))
+    region = objective_region(algorithm, wide, run.model.spec.downsampling)
     plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, wide.size), batch=0)
     mean, std = transition(run.model, run.network, plan, x, step, wide)
-    log_prob = gaussian_log_prob(x_next, mean, std, region).view(-1, width)
-    old_log_prob = experience.log_probs[rows][:, span.start : span.stop].to(device)
+    log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
+    old_log_prob = experience.log_probs[rows][:, span.start : span.stop].flatten().to(device)
+    times = plan.schedule.times.to(device)
+    dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
+    balance = None
+    if algorithm.guard:
+        old_mean = experience.means[rows][:, span.start : span.stop].flatten(0, 1).to(device)
+        log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, mean, old_mean, std, region)
+        balance = (-1 / dt).view(-1, width)
     # a span is a share of the row's trained steps: its loss counts as that share
     share = width / experience.steps
     loss, values = grpo_loss(
-        log_prob, old_log_prob, experience.advantages[rows].to(device), algorithm.clip_range, weight, total / share
+        log_prob.view(-1, width),
+        old_log_prob.view(-1, width),
+        experience.advantages[rows].to(device),
+        algorithm.clip_range,
+        weight,
+        total / share,
+        balance,
     )
     if algorithm.kl_weight:
-        times = plan.schedule.times.to(device)
-        reference = experience.reference_means(rows, span).to(device)
-        kl = gaussian_kl(mean, reference, std, region, algorithm.kl_mode, times[step + 1] - times[step]).view(-1, width)
+        reference = experience.reference_means[rows][:, span.start : span.stop].flatten(0, 1).to(device)
+        kl = gaussian_kl(mean, reference, std, region, algorithm.kl_mode, dt).view(-1, width)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, total / share)
         values["kl"] = weighted_mean(kl.detach(), weight)
-    return loss, values
+    return loss, values, weight.sum()
+
+
+@torch.no_grad()
+def reference_means(run: Run, data: EncodedData, experience: Experience) -> Tensor:
+    """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
+    device, means = run.engine.device, torch.zeros_like(experience.latents[:, 1:])
+    with run.policy.use("reference"), run.clock.part("train_forward"):
+        for rows in torch.arange(len(experience.weight)).split(run.config.optimizer.batch_size_per_device):
+            condition = data.conditions(experience.position[rows].tolist(), device)
+            plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, condition.size), batch=0)
+            for s in range(experience.steps):
+                x, _, step = experience.transitions(rows, range(s, s + 1))
+                mean, _ = transition(run.model, run.network, plan, x.to(device), step.to(device), condition)
+                means[rows, s] = mean.cpu()
+    return means
 
 
 def step_spans(steps: int, steps_per_forward: int | None) -> list[range]:

@@ -74,8 +74,8 @@ class Session:
         self.run = run
         self.config = run.config
         self.progress = Progress(phase=first_phase)
-        self.rollouts: dict[str, Tensor] | None = None
-        """Rollouts of the epoch under way that a checkpoint brought back; taken once."""
+        self._rollouts: dict[str, Tensor] | None = None
+        self._left: Tensors | None = None
         self._started = time.monotonic()
         self._stop: str | None = None
         self._handlers: dict[int, Any] = {}
@@ -126,10 +126,15 @@ class Session:
             logger.info("the run had already ended at step %d", self.progress.step)
             return
         self.evaluate("end")
-        self.save(pinned=True)
+        self.save(self._left, pinned=True)
         self.run.dir.log("event", self.progress.step, {"event": "finished"})
 
     # --- one step ---
+
+    def take_rollouts(self) -> dict[str, Tensor] | None:
+        """What is still to be trained on of the epoch under way, where a checkpoint brought it back; once."""
+        rollouts, self._rollouts = self._rollouts, None
+        return rollouts
 
     def end_step(self, values: Mapping[str, float], *, updated: bool, rollouts: Tensors | None = None) -> None:
         """After every optimizer step: average, log, evaluate, checkpoint, and stop where asked to.
@@ -143,9 +148,10 @@ class Session:
         """
         progress, training = self.progress, self.config.training
         progress.step += 1
+        self._left = rollouts
         if updated:
             progress.updates += 1
-            self._update_ema()
+            self._blend()
         last = progress.step >= training.max_steps
         evaluate_now = training.eval_every and progress.step % training.eval_every == 0
         save_now = training.checkpoint_every and progress.step % training.checkpoint_every == 0
@@ -174,6 +180,11 @@ class Session:
         share = step / max(1, steps)
         decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[c.schedule]
         return base * ramp * decay
+
+    def rl_learning_rate(self, warmup_steps: int) -> float:
+        """Of the next step after the warm-up."""
+        steps = self.config.training.max_steps - warmup_steps
+        return self.learning_rate(self.config.optimizer.lr, self.progress.step - warmup_steps, steps)
 
     # --- evaluation and checkpoints ---
 
@@ -240,7 +251,7 @@ class Session:
         _same_run(state["config"], dump_run(self.config))
         self.progress = Progress(**state["progress"])
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
-        _, self.rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
         self.run.dir.open(self.progress.step)
         self._evaluated_at, self._saved_at = self.progress.step, self.progress.step
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
@@ -267,10 +278,10 @@ class Session:
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
         raise Stopped(f"{reason} at step {self.progress.step}", code=3 if self._stop else 0)
 
-    def _update_ema(self) -> None:
+    def _blend(self) -> None:
         ema, t = self.config.ema, self.progress.updates
         if ema and t % ema.update_interval == 0:
-            self.run.policy.update_ema("ema", min((1 + t) / (10 + t), ema.decay))
+            self.run.policy.blend("ema", min((1 + t) / (10 + t), ema.decay))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop is not None:

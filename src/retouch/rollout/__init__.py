@@ -2,9 +2,9 @@
 
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.plan import StepPlan, make_plan, ode_plan
-from retouch.rollout.sampler import noise_for, sample, to_uint8
+from retouch.rollout.sampler import latent_noise, noise_for, sample, to_uint8
 from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle
-from retouch.rollout.transition import denoising_error, latent_region, transition
+from retouch.rollout.transition import denoising_error, latent_region, objective_region, transition
 
 __all__ = [
     "EncodedData",
@@ -14,9 +14,11 @@ __all__ = [
     "StepPlan",
     "denoising_error",
     "items_of",
+    "latent_noise",
     "latent_region",
     "make_plan",
     "noise_for",
+    "objective_region",
     "ode_plan",
     "sample",
     "settle",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -20,12 +21,14 @@ from retouch.types import Condition, DiffusionModel, Example
 
 T = TypeVar("T")
 
+Role = Literal["target", "win", "lose"]
+
 CAPACITY = 512
 """Encoded examples kept in CPU memory; beyond it the ones used longest ago are dropped."""
 
 
 class EncodedData:
-    """Conditions and target latents of a data set by position."""
+    """Conditions and latents of the pictures of a data set by position."""
 
     def __init__(self, model: DiffusionModel, data: Dataset, guidance_scale: float, clock: Stopwatch) -> None:
         self.model = model
@@ -34,7 +37,13 @@ class EncodedData:
         self.clock = clock
         self._examples: OrderedDict[int, Example] = OrderedDict()
         self._conditions: OrderedDict[int, Condition] = OrderedDict()
-        self._targets: OrderedDict[int, Tensor] = OrderedDict()
+        self._pictures: dict[str, OrderedDict[int, Tensor]] = {role: OrderedDict() for role in get_args(Role)}
+
+    def guided(self, guidance_scale: float) -> EncodedData:
+        """The same data under another guidance scale; itself where it is the same."""
+        if guidance_scale == self.guidance_scale:
+            return self
+        return EncodedData(self.model, self.data, guidance_scale, self.clock)
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
         return [_recall(self._examples, p, self.data.__getitem__) for p in positions]
@@ -54,17 +63,28 @@ class EncodedData:
         Raises:
             ValueError: an example without a target.
         """
+        return self.pictures(positions, "target", device)
+
+    def pictures(self, positions: Sequence[int], role: Role, device: torch.device) -> Tensor:
+        """Clean latents [B, C, h, w] of the target, the preferred or the rejected picture of each example.
+
+        Raises:
+            ValueError: an example without it.
+        """
+        cache = self._pictures[role]
         with self.clock.part("vae"):
-            return torch.cat([_recall(self._targets, p, self._encode_target) for p in positions]).to(device)
+            rows = [_recall(cache, p, partial(self._encode_picture, role)) for p in positions]
+            return torch.cat(rows).to(device)
 
     def _encode(self, position: int) -> Condition:
         return self.model.encode(self.examples([position]), self.guidance_scale).to("cpu")
 
-    def _encode_target(self, position: int) -> Tensor:
+    def _encode_picture(self, role: Role, position: int) -> Tensor:
         example = self.examples([position])[0]
-        if example.target is None:
-            raise ValueError(f"example {example.id} has no target picture")
-        pixels = torch.from_numpy(np.asarray(example.target, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
+        picture = getattr(example, role)
+        if picture is None:
+            raise ValueError(f"example {example.id} has no {role} picture")
+        pixels = torch.from_numpy(np.asarray(picture, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
         return self.model.encode_images(pixels).cpu()
 
 

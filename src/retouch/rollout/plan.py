@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from retouch.config.derived import trained_steps
+from retouch.config.derived import sliding_places, stochastic_steps, trained_steps, window_starts
+from retouch.config.families import ETA, NOISE_LEVEL
+from retouch.config.rules import step_rule
 from retouch.core.schedule import Schedule
 from retouch.core.steps import STEP_RULES, StepRule
 from retouch.data.sampler import derive_seed
 
 if TYPE_CHECKING:
-    from retouch.config.schema import RunConfig
+    from retouch.config.schema import RunConfig, Window
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,30 @@ class StepPlan:
 
 
 def ode_plan(schedule: Schedule) -> StepPlan:
-    """The deterministic sampler of evaluation and use."""
+    """The deterministic sampler of evaluation, of use, and of algorithms that train on clean images alone."""
     return StepPlan(schedule, None, 0.0, 0, 0, 0)
 
 
 def make_plan(run: RunConfig, schedule: Schedule, batch: int) -> StepPlan:
     """The plan of rollout batch number `batch` of the run (counted over epochs); a random window is drawn from
     (run seed, batch), never from a global generator."""
-    rollout = run.rollout
-    rule = STEP_RULES[rollout.step_rule]
-    strength = rollout.noise_level if rule.strength == "noise_level" else rollout.eta
+    rollout, name = run.rollout, step_rule(run)
+    if name is None:
+        return ode_plan(schedule)
+    rule = STEP_RULES[name]
+    given, default = (rollout.eta, ETA) if rule.strength == "eta" else (rollout.noise_level, NOISE_LEVEL)
+    strength = default[name] if given is None else given
     if rollout.window is None:
-        stochastic = rollout.num_steps - (1 if rollout.step_rule == "cps" else 0)  # the last step of cps has std 0
-        return StepPlan(schedule, rule, strength, 0, stochastic, trained_steps(run))
+        return StepPlan(schedule, rule, strength, 0, stochastic_steps(run), trained_steps(run))
     size = rollout.window.size
-    low, high = (round(share * rollout.num_steps) for share in rollout.window.range)
-    last = high - size
-    if rollout.step_rule == "cps":
-        last = min(last, rollout.num_steps - 1 - size)
-    draw = Random(derive_seed(run.seed, "window", batch))
-    first = low if rollout.window.position == "fixed" else draw.randint(low, max(low, last))
-    return StepPlan(schedule, rule, strength, first, size, size)
+    return StepPlan(schedule, rule, strength, _window_start(run, rollout.window, batch), size, size)
+
+
+def _window_start(run: RunConfig, window: Window, batch: int) -> int:
+    starts = window_starts(run)
+    if window.position == "fixed":
+        return starts[0]
+    if window.position == "sliding":
+        places = sliding_places(run)
+        return places[batch // window.batches_per_position % len(places)]
+    return Random(derive_seed(run.seed, "window", batch)).randint(starts[0], starts[-1])

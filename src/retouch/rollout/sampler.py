@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ def sample(
     seeds: Sequence[int],
     noise_seeds: Sequence[int] | None = None,
     region: Tensor | None = None,
+    log_prob_mode: Literal["exact", "published"] = "exact",
+    *,
+    keep_means: bool = False,
 ) -> Trajectory:
     """Run the solver.
 
@@ -29,8 +33,10 @@ def sample(
         condition: B rows, one image each.
         seeds: B seeds; each row draws all its noise from a generator of its own, on the CPU, so that an image does not
             depend on the batch it was sampled in.
-        noise_seeds: B seeds of the initial noise where it is shared within a group; None: `seeds`.
+        noise_seeds: B seeds of the initial noise where it is shared within a group; None: `seeds`. Rows with one noise
+            seed must have one condition: the ODE steps before the first stochastic one are computed once for them.
         region: [B, 1, h, w] where log-probabilities are taken; None: everywhere.
+        keep_means: record the means of the trained steps as well.
     """
     batch = len(condition)
     if len(seeds) != batch:
@@ -40,24 +46,55 @@ def sample(
     x, generators = noise_for(shape, seeds, noise_seeds)
     x = x.to(device)
     states: list[Tensor] = []
+    means: list[Tensor] = []
     log_probs: list[Tensor] = []
-    for i in range(plan.num_steps):
+    prefix = plan.first if plan.stochastic else 0
+    x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
+    for i in range(prefix, plan.num_steps):
         step = torch.full((batch,), i, device=device)
         recorded = plan.first <= i < plan.first + plan.trained
         if recorded and not states:
             states.append(x)
         if plan.is_stochastic(i):
             mean, std = transition(model, network, plan, x, step, condition)
-            fresh = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
+            fresh = torch.stack([latent_noise(shape, g) for g in generators]).to(device)
             x = mean + std.reshape(-1, 1, 1, 1) * fresh
             if recorded:
                 states.append(x)
-                log_probs.append(gaussian_log_prob(x, mean, std, region))
+                log_probs.append(gaussian_log_prob(x, mean, std, region, log_prob_mode))
+                means += [mean] if keep_means else []
         else:
             x = deterministic(model, network, plan, x, step, condition)
-    kept = torch.stack(states, 1) if states else x.new_zeros(batch, 1, *shape)
-    recorded_log_probs = torch.stack(log_probs, 1) if log_probs else x.new_zeros(batch, 0)
-    return Trajectory(x, plan.schedule.times, plan.first, kept, recorded_log_probs)
+    return Trajectory(
+        final=x,
+        times=plan.schedule.times,
+        first_step=plan.first,
+        latents=torch.stack(states or [x], 1),
+        log_probs=torch.stack(log_probs, 1) if log_probs else x.new_zeros(batch, 0),
+        means=torch.stack(means, 1) if means else None,
+    )
+
+
+def _shared_prefix(
+    model: DiffusionModel,
+    network: nn.Module,
+    plan: StepPlan,
+    x: Tensor,
+    condition: Condition,
+    steps: int,
+    noise_seeds: Sequence[int] | None,
+) -> Tensor:
+    """The first ODE steps, computed once for rows that start from one noise."""
+    if steps == 0:
+        return x
+    first = {seed: row for row, seed in reversed(list(enumerate(noise_seeds or range(len(x)))))}
+    rows = sorted(first.values())
+    place = {row: i for i, row in enumerate(rows)}
+    back = [place[first[seed]] for seed in noise_seeds or range(len(x))]
+    few, lead = condition.select(rows), x[rows]
+    for i in range(steps):
+        lead = deterministic(model, network, plan, lead, torch.full((len(rows),), i, device=x.device), few)
+    return lead[back]
 
 
 def noise_for(
@@ -65,10 +102,13 @@ def noise_for(
 ) -> tuple[Tensor, list[torch.Generator]]:
     """Initial noise [B, *shape] fp32 on the CPU, and each row's generator, to draw its further noise from."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    if noise_seeds is None:
-        return torch.stack([torch.randn(tuple(shape), generator=g) for g in generators]), generators
-    first = [torch.Generator().manual_seed(seed) for seed in noise_seeds]
-    return torch.stack([torch.randn(tuple(shape), generator=g) for g in first]), generators
+    first = generators if noise_seeds is None else [torch.Generator().manual_seed(seed) for seed in noise_seeds]
+    return torch.stack([latent_noise(shape, g) for g in first]), generators
+
+
+def latent_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """One row's standard normal noise, fp32 on the CPU."""
+    return torch.randn(tuple(shape), generator=generator)
 
 
 def latent_shape(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int, int]:

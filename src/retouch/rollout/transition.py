@@ -5,6 +5,8 @@ Both call `DiffusionModel.predict`, so that the policy has one forward. Legend: 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,9 @@ from retouch.core.schedule import Schedule
 from retouch.core.steps import ode_step
 from retouch.rollout.plan import StepPlan
 from retouch.types import Condition, DiffusionModel
+
+if TYPE_CHECKING:
+    from retouch.config.schema import Objective
 
 
 def transition(
@@ -54,9 +59,21 @@ def denoising_error(
     return denoising_rows(prediction, schedule.target(x0, noise), region)
 
 
-def latent_region(mask: Tensor, downsampling: int) -> Tensor:
-    """Pixel mask [B, 1, H, W] -> latent weights [B, 1, h, w]: 1 for a cell with any repainted pixel."""
-    return nn.functional.max_pool2d(mask, downsampling)
+def latent_region(mask: Tensor, downsampling: int, dilation: int = 0, seam_weight: float = 1.0) -> Tensor:
+    """Pixel mask [B, 1, H, W] -> latent weights [B, 1, h, w]: 1 for a cell with any repainted pixel, `seam_weight` for
+    cells within `dilation` cells of these (in both axes), 0 elsewhere."""
+    inside = nn.functional.max_pool2d(mask, downsampling)
+    if not dilation:
+        return inside
+    grown = nn.functional.max_pool2d(inside, 2 * dilation + 1, stride=1, padding=dilation)
+    return inside + seam_weight * (grown - inside)
+
+
+def objective_region(objective: Objective, condition: Condition, downsampling: int) -> Tensor | None:
+    """Where the run file wants a loss to be taken: latent weights [B, 1, h, w], or None for everywhere."""
+    if objective.region == "all" or condition.mask is None:
+        return None
+    return latent_region(condition.mask, downsampling, objective.region_dilation, objective.seam_weight)
 
 
 def step_levels(plan: StepPlan, step: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retouch.core._shapes import per_row, require_same_shape, working
-from retouch.core.reduce import row_mean, weighted_mean
+from retouch.core.reduce import row_mean, row_weights, weighted_mean, within
 
 
 def grpo_loss(
@@ -21,6 +21,7 @@ def grpo_loss(
     clip_range: float,
     weight: Tensor | None = None,
     normalizer: Tensor | float | None = None,
+    step_weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """mean max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_prob - old_log_prob).
 
@@ -32,6 +33,7 @@ def grpo_loss(
         old_log_prob: same shape, what the sampler recorded.
         advantages: [B].
         weight: [B]; rows of weight 0 are inert.
+        step_weight: same shape as log_prob; what each step's surrogate is multiplied by (see `guard_log_probs`).
 
     Returns:
         The loss, and per-row-mean metrics: `ratio`, `clip_fraction`, `approx_kl` (k3 estimator) and
@@ -43,12 +45,17 @@ def grpo_loss(
         )
     if advantages.shape != log_prob.shape[:1]:
         raise ValueError(f"advantages have shape {tuple(advantages.shape)}; they must be [B] = [{log_prob.shape[0]}]")
-    kept = torch.ones_like(advantages) if weight is None else weight
+    if step_weight is not None and step_weight.shape != log_prob.shape:
+        raise ValueError(
+            f"step_weight has shape {tuple(step_weight.shape)}; it must be that of log_prob, {tuple(log_prob.shape)}"
+        )
+    kept = row_weights(weight, log_prob)
     a = torch.where(kept != 0, advantages, torch.zeros_like(advantages))
-    a = a if log_prob.ndim == 1 else a[:, None]
-    log_ratio = log_prob - old_log_prob
+    a, alive = (a, kept != 0) if log_prob.ndim == 1 else (a[:, None], (kept != 0)[:, None])
+    log_ratio = torch.where(alive, log_prob - old_log_prob, 0.0)
     ratio = log_ratio.exp()
     rows = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_range, 1 + clip_range))
+    rows = rows if step_weight is None else rows * step_weight
     loss = weighted_mean(rows, weight, normalizer)
     with torch.no_grad():
         live = (kept != 0).to(ratio.dtype)
@@ -61,6 +68,38 @@ def grpo_loss(
             "max_abs_log_ratio": (flat * live).max(),
         }
     return loss, metrics
+
+
+def guard_log_probs(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    std: Tensor | float,
+    region: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GRPO-Guard's regulated log-probabilities (arXiv 2510.22319) -> ([B], [B]), to be given to `grpo_loss`.
+
+    The ratio becomes exp((log_prob - old_log_prob + b) q) with q = std and b = mean |mean - old_mean|² / (2 q²): the
+    expected log-ratio of a policy that moved is -b, which pushes ratios below 1 and lets the clip miss them; q makes
+    the spread alike at every noise level. b belongs to each row (public code averages it over the batch). The paper
+    also divides each step's loss by -dt: pass -1 / dt as `step_weight`.
+
+    Args:
+        log_prob: [B] means over dims, with gradient; mean [B, ...] with gradient. The correction is differentiated.
+        std: with the step size in it, scalar or [B].
+    """
+    require_same_shape(mean=mean, old_mean=old_mean)
+    if log_prob.shape != mean.shape[:1] or old_log_prob.shape != log_prob.shape:
+        raise ValueError(
+            f"log_prob {tuple(log_prob.shape)} and old_log_prob {tuple(old_log_prob.shape)} must both be [B] = "
+            f"[{len(mean)}]"
+        )
+    mean, old_mean = working(mean), working(old_mean)
+    q = per_row(std, mean, "std")
+    correction = row_mean(within(mean - old_mean, region) ** 2 / (2 * q**2), region)
+    q = q.flatten() if q.ndim else q
+    return (log_prob + correction) * q, old_log_prob * q
 
 
 def gaussian_kl(
@@ -81,7 +120,7 @@ def gaussian_kl(
     """
     require_same_shape(mean=mean, reference_mean=reference_mean)
     mean, reference_mean = working(mean), working(reference_mean)
-    kl = row_mean((mean - reference_mean) ** 2 / (2 * per_row(std, mean, "std") ** 2), region)
+    kl = row_mean(within(mean - reference_mean, region) ** 2 / (2 * per_row(std, mean, "std") ** 2), region)
     if mode == "exact":
         return kl
     if dt is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from retouch.core._shapes import require_same_shape, working
-from retouch.core.reduce import row_mean, weighted_mean
+from retouch.core.reduce import row_mean, weighted_mean, within
 
 
 def flow_matching_loss(
@@ -34,7 +34,7 @@ def flow_matching_loss(
 def denoising_rows(prediction: Tensor, target: Tensor, region: Tensor | None = None) -> Tensor:
     """Mean-squared error of a prediction (velocity or noise) to its target, over the dims or the region -> [B]."""
     require_same_shape(prediction=prediction, target=target)
-    return row_mean((working(prediction) - working(target)) ** 2, region)
+    return row_mean(within(working(prediction) - working(target), region) ** 2, region)
 
 
 def denoising_loss(

@@ -1,6 +1,6 @@
-"""A JSON list, or JSONL with one object a line: `image_path`, `mask_path`, `prompt`, and optionally `id`,
-`reference_path`, `target_path`, `text`; other keys are kept as metadata. Relative paths start from the manifest's
-folder or from `data.image_root`.
+"""A JSON list, or JSONL with one object a line: `image_path`, `prompt`, and optionally `id`, `mask_path`,
+`reference_path`, `target_path`, `win_path` and `lose_path`, `text`; other keys are kept as metadata. Relative paths
+start from the manifest's folder or from `data.image_root`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from retouch.data.dataset import DataError, ItemError, ItemFiles
 if TYPE_CHECKING:
     from retouch.config.schema import ManifestData
 
-_PATHS = ("image_path", "mask_path", "reference_path", "target_path")
+_PATHS = ("image_path", "mask_path", "reference_path", "target_path", "win_path", "lose_path")
 
 
 def list_items(config: ManifestData) -> list[ItemFiles | ItemError]:
@@ -58,11 +58,9 @@ def _item(entry: Any, position: int, root: Path) -> ItemFiles | ItemError:
     if not isinstance(entry, dict):
         return ItemError(where, f"{entry!r} is not an object")
     entry = cast("dict[str, Any]", entry)
-    missing = [key for key in ("image_path", "mask_path", "prompt") if not entry.get(key)]
+    missing = [key for key in ("image_path", "prompt") if not entry.get(key)]
     if missing:
-        return ItemError(
-            where, f"{', '.join(missing)} missing or empty; each entry needs image_path, mask_path and prompt"
-        )
+        return ItemError(where, f"{', '.join(missing)} missing or empty; each entry needs image_path and prompt")
     wrong = [key for key in (*_PATHS, "prompt", "text") if key in entry and not isinstance(entry[key], str | None)]
     if wrong:
         return ItemError(where, f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
@@ -78,6 +76,8 @@ def _item(entry: Any, position: int, root: Path) -> ItemFiles | ItemError:
         mask_path=paths["mask_path"],
         reference_path=paths["reference_path"],
         target_path=paths["target_path"],
+        win_path=paths["win_path"],
+        lose_path=paths["lose_path"],
         target="file" if paths["target_path"] else "none",
         metadata={key: value for key, value in entry.items() if key not in known},
     )

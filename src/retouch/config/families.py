@@ -1,0 +1,50 @@
+"""What `retouch check` must know of a family without importing torch. The family's own file has the last word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """Facts of a released model.
+
+    Attributes:
+        prediction: what its network predicts; step rules are for one or the other.
+        size_multiple: pixels that image sides must be multiples of.
+        guidance_scale: default of the released model.
+        doubles_for_guidance: whether a guidance_scale above 1 runs the network twice (classifier-free guidance); false
+            where the scale is embedded.
+        needs: pictures that every example must have.
+    """
+
+    prediction: Literal["flow", "epsilon"]
+    size_multiple: int
+    guidance_scale: float
+    doubles_for_guidance: bool
+    needs: frozenset[str]
+
+
+_INPAINTING = frozenset({"source", "mask"})
+
+FACTS = {
+    "flux_fill": FamilyFacts("flow", 16, 30.0, doubles_for_guidance=False, needs=_INPAINTING),
+    "sd_inpaint": FamilyFacts("epsilon", 8, 7.5, doubles_for_guidance=True, needs=_INPAINTING),
+}
+
+TINY_SIZE_MULTIPLE = 8
+"""Of the tiny bases, whose autoencoder shrinks 4 x."""
+
+RULES_OF = {"flow": ("flow_sde", "dance_sde", "cps"), "epsilon": ("ddim",)}
+"""Step rules by what the network predicts; the first is the default."""
+
+ENDS_WITHOUT_NOISE = frozenset({"cps", "ddim"})
+"""Step rules whose last step is taken without noise: it has no density and is never trained. For ddim that is exact
+where the final alpha_bar is 1; SD1.5 ends just below, and the little noise that eta would draw there is left out."""
+
+NOISE_LEVEL = {"flow_sde": 0.9, "cps": 0.8}
+"""Defaults: of Flow-GRPO for FLUX (arXiv 2505.05470), of CPS (arXiv 2509.05952)."""
+
+ETA = {"dance_sde": 0.3, "ddim": 1.0}
+"""Defaults: of DanceGRPO (arXiv 2505.07818), of DDPO (arXiv 2305.13301)."""

@@ -1,0 +1,38 @@
+"""Examples as the tensors that every inpainting family starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retouch.types import Example, ModelSpec
+
+
+def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sources [B, 3, H, W] in [-1, 1] and masks [B, 1, H, W] in {0, 1}, 1 = repaint, of examples of one size.
+
+    Raises:
+        ValueError: an example without source or mask, or a size that the family cannot take.
+    """
+    images = torch.stack([_image_tensor(e.source, e, spec.family) for e in examples]).to(device)
+    masks = torch.stack([_mask_tensor(e.mask, e, spec.family) for e in examples]).to(device)
+    height, width = images.shape[2:]
+    if height % spec.size_multiple or width % spec.size_multiple:
+        raise ValueError(f"images are {height} x {width}; {spec.family} needs multiples of {spec.size_multiple}")
+    return images, masks
+
+
+def _image_tensor(image: Any, example: Example, family: str) -> Tensor:
+    if image is None:
+        raise ValueError(f"example {example.id} has no source image; {family} repaints one")
+    return torch.from_numpy(np.asarray(image.convert("RGB"), np.float32)).permute(2, 0, 1) / 127.5 - 1
+
+
+def _mask_tensor(mask: Any, example: Example, family: str) -> Tensor:
+    if mask is None:
+        raise ValueError(f"example {example.id} has no mask; {family} repaints inside one")
+    return torch.from_numpy((np.asarray(mask) >= 128).astype(np.float32))[None]

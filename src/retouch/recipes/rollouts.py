@@ -1,0 +1,200 @@
+"""Images of an epoch and their rewards: sampled in batches, scored while the next batch is sampled, gathered.
+
+Legend: n rows of this rank, N rows of all ranks in rank order, R rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from retouch.build import Run
+from retouch.config.schema import GrpoConfig, RlConfig
+from retouch.core.advantages import zero_std_rows
+from retouch.data import Slot, derive_seed, rank_slots
+from retouch.observe.grids import grid
+from retouch.recipes.session import Session
+from retouch.rollout import (
+    EncodedData,
+    FailureRateExceeded,
+    PendingBatch,
+    RewardOutage,
+    items_of,
+    make_plan,
+    objective_region,
+    sample,
+    settle,
+    to_uint8,
+)
+from retouch.types import Scores, Trajectory
+
+
+@dataclass
+class Rollouts:
+    """This rank's images: slots, the seeds they were drawn from, their paths and what they scored."""
+
+    slots: list[Slot]
+    seeds: list[int]
+    trajectories: list[Trajectory]
+    batches: list[PendingBatch]
+    scores: list[Scores]
+
+    def __add__(self, other: Rollouts) -> Rollouts:
+        return Rollouts(
+            self.slots + other.slots,
+            self.seeds + other.seeds,
+            self.trajectories + other.trajectories,
+            self.batches + other.batches,
+            self.scores + other.scores,
+        )
+
+
+@dataclass
+class RewardRows:
+    """Rewards of all ranks' rows.
+
+    Attributes:
+        names: R reward names, in the order of the run file.
+        values: [N, R] float64, NaN where a reward failed.
+        weights: [R].
+        position: [N] int64 of each row's example in the data set: the key of its group.
+        index: [N] int64 within the group.
+        valid: [N] bool; false for padding and rows with a failed reward.
+        padding: [N] bool.
+    """
+
+    names: list[str]
+    values: Tensor
+    weights: Tensor
+    position: Tensor
+    index: Tensor
+    valid: Tensor
+    padding: Tensor
+
+    @property
+    def combined(self) -> Tensor:
+        """[N] weighted sums; 0 where not valid."""
+        return (torch.where(self.valid[:, None], self.values, 0.0) * self.weights).sum(1)
+
+    def flat(self, combine: str) -> Tensor:
+        """[N] bool: valid rows of groups without a signal: each reward (or their sum, if that is what is normalised) is
+        the same for all of the group."""
+        counted = self.values[:, self.weights != 0]  # one of weight 0 is only logged
+        columns = [self.combined] if combine == "sum_then_normalize" else list(counted.T)
+        return torch.stack([zero_std_rows(c, self.position, self.valid) for c in columns]).all(0)
+
+    def of_rank(self, rank: int, world_size: int) -> slice:
+        n = len(self.valid) // world_size
+        return slice(rank * n, (rank + 1) * n)
+
+
+def sample_and_score(
+    session: Session, data: EncodedData, algorithm: RlConfig, examples: Sequence[int], policy: str | None
+) -> Rollouts:
+    """K images of each example, this rank's share of them, with their rewards.
+
+    Args:
+        examples: positions in the data set, a whole number of rollout batches or less.
+        policy: snapshot that samples; None is the current policy.
+
+    Raises:
+        RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
+        Stopped: asked to stop between batches.
+    """
+    run, rollout = session.run, session.run.config.rollout
+    groups = rollout.global_groups_per_batch
+    batches = [
+        rank_slots(list(examples[i : i + groups]), rollout.group_size, run.engine.rank, run.engine.world_size)
+        for i in range(0, len(examples), groups)
+    ]
+    # all encoding before any scoring, which may run on the same CPU
+    data.conditions(sorted({slot.example for batch in batches for slot in batch}), run.engine.device)
+    result = Rollouts([], [], [], [], [])
+    for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
+        for start in range(0, len(batch), rollout.batch_size_per_device):
+            session.check_stop()
+            part = batch[start : start + rollout.batch_size_per_device]
+            with run.policy.use(policy):
+                result += roll_out(session, data, algorithm, part, number)
+    stopped: RewardOutage | FailureRateExceeded | None = None
+    with run.clock.part("reward_wait"):
+        try:
+            result.scores = settle(run.rewards, result.batches, run.config.reward_client)
+        except (RewardOutage, FailureRateExceeded) as error:
+            stopped = error
+    if run.engine.any(stopped is not None):  # all ranks stop together, or the others would wait for this one for ever
+        raise stopped or RewardOutage("rewards failed on another process; see its log")
+    return result
+
+
+def roll_out(session: Session, data: EncodedData, algorithm: RlConfig, slots: Sequence[Slot], number: int) -> Rollouts:
+    """Sample slots of rollout batch `number` and submit their images for scoring; scores are not in yet."""
+    run, config, device = session.run, session.run.config, session.run.engine.device
+    epoch = session.progress.epoch
+    examples = data.examples([s.example for s in slots])
+    condition = data.conditions([s.example for s in slots], device)
+    plan = make_plan(config, run.model.schedule(config.rollout.num_steps, condition.size), number)
+    seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
+    shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
+    region = objective_region(algorithm, condition, run.model.spec.downsampling)
+    mode, guard = (algorithm.log_prob_mode, algorithm.guard) if isinstance(algorithm, GrpoConfig) else ("exact", False)
+    with run.clock.part("rollout"):
+        trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=guard)
+    with run.clock.part("vae"):
+        images = to_uint8(run.model.decode(trajectory.final))
+    items = items_of(examples, images, [e.id for e in examples])
+    return Rollouts(list(slots), seeds, [trajectory], [PendingBatch(items, run.rewards.submit(items))], [])
+
+
+def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
+    """Rewards of every rank's rows, the same on every rank."""
+    names = list(run.rewards.entries)
+    local = [[v for s in rollouts.scores for v in s.values(name)] for name in names]
+    failed = torch.tensor([any(column[i] is None for column in local) for i in range(len(rollouts.slots))])
+    padding = torch.tensor([s.padding for s in rollouts.slots])
+    values = torch.tensor([[math.nan if v is None else v for v in column] for column in local], dtype=torch.float64).T
+    position = torch.tensor([s.example for s in rollouts.slots])
+    index = torch.tensor([s.index for s in rollouts.slots])
+    gathered = [run.engine.gather(t).cpu() for t in (values, position, index, ~(failed | padding), padding)]
+    weights = torch.tensor([run.rewards.weights[name] for name in names], dtype=torch.float64)
+    return RewardRows(names, gathered[0], weights, *gathered[1:])
+
+
+def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:
+    """What is logged of the rewards of an epoch, over all ranks."""
+    asked, valid = ~rewards.padding, rewards.valid
+    statistics = {"images": float(asked.sum()), "failed": float((asked & ~valid).sum())}
+    if bool(valid.any()):
+        combined = rewards.combined[valid]
+        for i, name in enumerate(rewards.names):
+            statistics[f"reward/{name}"] = float(rewards.values[valid, i].mean())
+        statistics["combined_score"] = float(combined.mean())
+        statistics["combined_std"] = float(combined.std(unbiased=False))
+        groups = rewards.position[valid].unique()
+        statistics["zero_std_groups"] = float(rewards.position[rewards.flat(combine)].unique().numel() / groups.numel())
+    return statistics
+
+
+def log_rollouts(session: Session, algorithm: RlConfig, rollouts: Rollouts, rewards: RewardRows) -> None:
+    """Statistics, and now and then a picture of the groups."""
+    run, epoch, step = session.run, session.progress.epoch, session.progress.step + 1
+    run.dir.log("rollout", step, {"epoch": epoch, **reward_statistics(rewards, algorithm.combine)})
+    every = run.config.logging.rollout_images_every
+    if every and epoch % every == 0:
+        run.dir.save_image(step, "rollouts", rollout_grid(rollouts, run.config.rollout.group_size))
+
+
+def rollout_grid(rollouts: Rollouts, group_size: int, groups: int = 6) -> Image:
+    """The first groups of an epoch, one a row, each image with its combined score."""
+    cells = [
+        (item.image, "failed" if score is None else f"{score:.2f}")
+        for batch, s in zip(rollouts.batches, rollouts.scores, strict=True)
+        for item, score in zip(batch.items, s.combined(), strict=True)
+    ]
+    rows = [cells[i : i + group_size] for i in range(0, len(cells), group_size)]
+    return grid(rows[:groups])

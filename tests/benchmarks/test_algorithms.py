@@ -1,0 +1,49 @@
+"""Every cell of family x algorithm x what is trained raises its reward: as committed, and again in `make test-slow`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.models import FAMILIES
+
+REPOSITORY = Path(__file__).parents[2]
+ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
+CELLS = list(product(FAMILIES, ALGORITHMS, ("full", "lora")))
+
+Row = dict[str, Any]
+
+
+def check(row: Row) -> None:
+    """RL: what OCR reads on held-out words rises after the warm-up, surely. SFT: its loss falls."""
+    assert row["images"] >= 192
+    if row["algorithm"] == "sft":
+        assert row["loss"][1] < row["loss"][0]
+    else:
+        assert row["gain"]["ocr.ned"][1] > 0
+        assert "warmed up" in row["held_out"]  # the gain is that of RL alone
+
+
+ROWS: list[Row] = json.loads((REPOSITORY / "benchmarks/results/algorithms.json").read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+def test_every_committed_run_raised_its_reward(row: Row) -> None:
+    check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "algorithm", "train"), CELLS)
+def test_a_cell_raises_its_reward_again(family: str, algorithm: str, train: str, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(REPOSITORY / "benchmarks/algorithms.py"), "--seeds", "3", "--families", family]
+    command += ["--algorithms", algorithm, "--train", train, "--work", str(tmp_path / "work"), "--out", str(out)]
+    subprocess.run(command, check=True)
+    [row] = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    check(row)

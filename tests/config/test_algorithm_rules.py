@@ -1,0 +1,359 @@
+"""Combinations of algorithm, rollout and model that cannot work, each with its message and a neighbour that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from retouch.config import RunConfig
+from retouch.config.rules import needed_pictures, step_rule, trains_on_rewards
+
+Problems = Callable[..., list[str]]
+RunWith = Callable[..., RunConfig]
+
+SD = "model={family: sd_inpaint, path: tiny}"
+NFT, DPO, SFT = ("algorithm={name: nft}", "algorithm={name: dpo}", "algorithm={name: sft}")
+PAIRS = "data={format: manifest, path: pairs.json, resolution: 64}"
+OFFLINE = (PAIRS, "rewards={}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        # what the network predicts
+        (
+            ("rollout.step_rule=ddim",),
+            ("rollout.step_rule: given 'ddim', but flux_fill predicts a velocity; set one of flow_sde, dance_sde, cps"),
+        ),
+        *(
+            (
+                (SD, f"rollout.step_rule={rule}"),
+                f"rollout.step_rule: given '{rule}', but sd_inpaint predicts the noise; set one of ddim",
+            )
+            for rule in ("flow_sde", "dance_sde", "cps")
+        ),
+        (
+            (SD, "rollout.eta=1.5"),
+            ("rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published"),
+        ),
+        (
+            (SD, "rollout.num_steps=1"),
+            (
+                "rollout.num_steps: given 1, but step_rule ddim draws no noise in the last step; set num_steps to 2 or "
+                "more, or another step_rule"
+            ),
+        ),
+        (
+            (SD, "rollout.window={size: 2, range: [0.8, 1.0]}"),
+            (
+                "rollout.window.size: given 2, but window.range [0.8, 1.0] of num_steps 10 holds 1 stochastic steps of "
+                "ddim; widen the range or lower the size"
+            ),
+        ),
+        (
+            (SD, "algorithm={name: grpo, kl_weight: 0.04, kl_mode: published}"),
+            (
+                "algorithm.kl_mode: given 'published', which is Flow-GRPO's; sd_inpaint is no flow model; set "
+                "kl_mode=exact"
+            ),
+        ),
+        (
+            (SD, "data.resolution=20"),
+            "data.resolution: given 20; sd_inpaint needs multiples of 8; set 16",
+        ),
+        (
+            ("model={family: sd_inpaint, path: someone/SD}", "data.resolution=[516, 768]"),
+            "data.resolution: given (516, 768); sd_inpaint needs multiples of 8; set [512, 768]",
+        ),
+        # options of others
+        (
+            ("rollout.eta=0.5",),
+            (
+                "rollout.eta: given 0.5, which scales the noise of dance_sde and ddim, but "
+                "rollout.step_rule is flow_sde; "
+                "leave eta out"
+            ),
+        ),
+        (
+            (SD, "rollout.noise_level=0.5"),
+            (
+                "rollout.noise_level: given 0.5, which scales the noise of flow_sde and cps, but "
+                "rollout.step_rule is ddim; "
+                "leave noise_level out"
+            ),
+        ),
+        (
+            ("rollout.window={size: 2, stride: 2}",),
+            (
+                "rollout.window: stride and batches_per_position are of a sliding window, but "
+                "position is 'random'; set "
+                "position=sliding, or leave them out"
+            ),
+        ),
+        (
+            ("algorithm={name: grpo, kl_mode: published}",),
+            (
+                "algorithm.kl_mode: given 'published', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
+                "(Flow-GRPO: 0.04), or leave kl_mode out"
+            ),
+        ),
+        (
+            (SD, SFT, "algorithm.shifted_times=false"),
+            "algorithm.shifted_times: given false, but sd_inpaint samples without a shift; leave shifted_times out",
+        ),
+        (
+            (SD, "algorithm.warmup_shifted_times=false"),
+            (
+                "algorithm.warmup_shifted_times: given false, but sd_inpaint samples without a shift; leave "
+                "warmup_shifted_times out"
+            ),
+        ),
+        *(
+            (
+                (algorithm, f"{section}.{key}=2"),
+                f"{section}.{key}: given {value}, but {name} {does}; leave {out} out",
+            )
+            for name, algorithm in (("nft", NFT), ("dpo", DPO))
+            for section, key, value, does, out in (
+                ("optimizer", "steps_per_forward", "2", "trains no solver steps", "it"),
+                ("rollout", "eta", "2.0", "samples by the ODE", "eta"),
+                ("rollout", "noise_level", "2.0", "samples by the ODE", "noise_level"),
+            )
+        ),
+        # log-probabilities
+        (
+            ("algorithm.log_prob_mode=published",),
+            (
+                "algorithm.log_prob_mode: given 'published', which is that of the cps code, but rollout.step_rule is "
+                "flow_sde; set log_prob_mode=exact, or step_rule=cps"
+            ),
+        ),
+        (
+            ("algorithm={name: ppo, log_prob_mode: published}", "rollout.step_rule=dance_sde"),
+            (
+                "algorithm.log_prob_mode: given 'published', which is that of the cps code, but rollout.step_rule is "
+                "dance_sde; set log_prob_mode=exact, or step_rule=cps"
+            ),
+        ),
+        (
+            ("algorithm={name: grpo, log_prob_mode: published, guard: true}", "rollout.step_rule=cps"),
+            (
+                "algorithm.guard: given true beside log_prob_mode 'published', which has no std to correct for; set "
+                "log_prob_mode=exact"
+            ),
+        ),
+        # algorithms that sample by the ODE
+        *(
+            (
+                (algorithm, "rollout.step_rule=flow_sde"),
+                f"rollout.step_rule: given 'flow_sde', but {name} samples by the ODE; leave step_rule out",
+            )
+            for name, algorithm in (("nft", NFT), ("dpo", DPO))
+        ),
+        *(
+            (
+                (algorithm, "rollout.window={size: 2}"),
+                f"rollout.window: given, but {name} samples by the ODE and trains no steps of it; leave it out",
+            )
+            for name, algorithm in (("nft", NFT), ("dpo", DPO))
+        ),
+        *(
+            (
+                (algorithm, "rollout.shared_noise=true"),
+                (
+                    f"rollout.shared_noise: given true, but {name} samples by the ODE: all images of a group would be "
+                    "one; set shared_noise=false"
+                ),
+            )
+            for name, algorithm in (("nft", NFT), ("dpo", DPO))
+        ),
+        # rewards and groups
+        *(
+            (
+                (f"algorithm={{name: {name}}}", "rewards={}"),
+                (
+                    f"rewards: none given, but algorithm.name is '{name}', which trains on rewards; set for example "
+                    "rewards: {ocr: {weight: 1.0}}"
+                ),
+            )
+            for name in ("nft", "dpo")
+        ),
+        (
+            (DPO, "rollout.group_size=1"),
+            (
+                "rollout.group_size: given 1, but dpo pairs the best with the worst image of a group; set group_size "
+                "to 2 or more (4-16 is usual)"
+            ),
+        ),
+        (
+            (NFT, "rollout.group_size=1"),
+            (
+                "rollout.group_size: given 1, but algorithm.baseline=group compares the images of one example with "
+                "each other; set group_size to 2 or more (4-16 is usual), or algorithm.baseline=batch"
+            ),
+        ),
+        *(
+            (
+                (algorithm,),
+                (
+                    "algorithm.resample_rounds: given 2, which replaces groups that are left out; set "
+                    "algorithm.baseline=group and algorithm.skip_zero_std_groups=true, or resample_rounds=0"
+                ),
+            )
+            for algorithm in (
+                "algorithm={name: ppo, resample_rounds: 2}",
+                "algorithm={name: grpo, resample_rounds: 2, skip_zero_std_groups: false}",
+                "algorithm={name: nft, resample_rounds: 2, baseline: batch}",
+            )
+        ),
+        *(
+            (
+                (f"algorithm={{name: {name}, warmup_steps: 11}}", "training.max_steps=10"),
+                ("algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too"),
+            )
+            for name in ("nft", "dpo")
+        ),
+        # the region
+        *(
+            (
+                (f"algorithm={{name: {name}, region_dilation: 2}}",),
+                (
+                    "algorithm.region_dilation: given 2, but algorithm.region is 'all'; set region=mask, or "
+                    "region_dilation=0"
+                ),
+            )
+            for name in ("sft", "grpo", "ppo", "dpo", "nft")
+        ),
+        *(
+            (
+                (f"algorithm={{name: grpo, region: {region}, seam_weight: 0.5}}",),
+                (
+                    "algorithm.seam_weight: given 0.5, but it weighs the cells that region_dilation adds, and that is "
+                    "0; set region_dilation, or seam_weight=1"
+                ),
+            )
+            for region in ("all", "mask")
+        ),
+        # given pairs
+        (
+            ("algorithm={name: dpo, pairs: offline}",),
+            (
+                "data.format: given 'self_bench', but algorithm.pairs=offline takes win_path and lose_path of a "
+                "manifest; set data.format=manifest, or algorithm.pairs=online"
+            ),
+        ),
+        *(
+            (
+                (f"algorithm={{name: dpo, pairs: offline, {key}: {value}}}", *OFFLINE),
+                f"algorithm.{key}: given {shown}, but algorithm.pairs=offline samples no images; leave {key} out",
+            )
+            for key, value, shown in (
+                ("rollout_policy", "reference", "'reference'"),
+                ("resample_rounds", "1", "1"),
+                ("inner_epochs", "2", "2"),
+            )
+        ),
+        (
+            ("algorithm={name: dpo, pairs: offline, warmup_steps: 11}", "training.max_steps=10", *OFFLINE),
+            "algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too",
+        ),
+    ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else None,
+)
+def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, problems: Problems) -> None:
+    assert problems(*overrides) == [f"small.yaml: {line}"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (SD,),
+        (SD, "rollout={step_rule: ddim, eta: 1.0, num_steps: 2}"),
+        (SD, "rollout.window={size: 1, range: [0.8, 1.0]}"),
+        (SD, "algorithm={name: grpo, guard: true, kl_weight: 0.1}"),
+        (SD, NFT),
+        (SD, DPO),
+        (SD, SFT, "rewards={}"),
+        ("rollout={step_rule: dance_sde, eta: 1.5}",),  # a diffusion, no share
+        ("algorithm.log_prob_mode=published", "rollout.step_rule=cps"),
+        ("algorithm={name: grpo, guard: true, clip_range: 2e-6}",),
+        (NFT,),
+        (NFT, "rollout.num_steps=1"),  # the ODE may end at once
+        ("algorithm={name: nft, baseline: batch, scale: batch}", "rollout.group_size=1"),
+        (DPO,),
+        (DPO, "rollout.group_size=2"),
+        ("algorithm={name: dpo, resample_rounds: 2}",),
+        ("algorithm={name: grpo, resample_rounds: 2}",),
+        ("algorithm={name: ppo, resample_rounds: 2, baseline: group}",),
+        ("algorithm={name: sft, region: mask, region_dilation: 1}", "rewards={}"),
+        ("algorithm={name: nft, region: mask, region_dilation: 2, seam_weight: 2}",),
+        ("algorithm={name: dpo, pairs: offline}", *OFFLINE),
+        ("algorithm={name: dpo, pairs: offline}", PAIRS),  # rewards may watch the evaluation
+        ("algorithm={name: dpo, pairs: offline}", *OFFLINE, "rollout.group_size=1"),
+    ],
+    ids=" ".join,
+)
+def test_its_neighbour_that_works(overrides: tuple[str, ...], run_with: RunWith) -> None:
+    assert run_with(*overrides).name == "small"
+
+
+# --- what follows from the combination ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        ((), "flow_sde"),
+        (("algorithm={name: ppo}",), "flow_sde"),
+        ((SD,), "ddim"),
+        ((SD, "algorithm={name: ppo}"), "ddim"),
+        (("rollout.step_rule=cps",), "cps"),
+        ((NFT,), None),
+        ((DPO,), None),
+        ((SD, DPO), None),
+        ((SFT, "rewards={}"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_the_step_rule_of_a_run(overrides: tuple[str, ...], rule: str | None, run_with: RunWith) -> None:
+    assert step_rule(run_with(*overrides)) == rule
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rewarded", "in_training"),
+    [
+        ((), True, {"source", "mask"}),
+        ((SD,), True, {"source", "mask"}),
+        ((NFT,), True, {"source", "mask"}),
+        ((DPO,), True, {"source", "mask"}),
+        ((SFT, "rewards={}"), False, {"source", "mask"}),
+        (("algorithm={name: dpo, pairs: offline}", *OFFLINE), False, {"source", "mask", "win", "lose"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_the_pictures_a_run_needs(
+    overrides: tuple[str, ...], rewarded: bool, in_training: set[str], run_with: RunWith
+) -> None:
+    run = run_with(*overrides)
+    assert trains_on_rewards(run) is rewarded
+    assert needed_pictures(run, training=True) == in_training
+    assert needed_pictures(run, training=False) == {"source", "mask"}  # of warm-up and evaluation
+
+
+# --- the old policy of NFT ---
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ("0", "frozen"),
+        ("1", "ramp_half"),
+        ("2", "ramp_full"),
+        *((name, name) for name in ("copy", "frozen", "ramp_half", "ramp_full")),
+    ],
+)
+def test_numbers_of_the_guide_stand_for_decays(written: str, kind: str, run_with: RunWith) -> None:
+    algorithm: Any = run_with(f"algorithm={{name: nft, old_policy: {written}}}").algorithm
+    assert algorithm.old_policy == kind

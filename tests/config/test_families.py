@@ -1,0 +1,89 @@
+"""What `retouch check` believes of a family, without torch, is what the family says with its network at hand."""
+
+from __future__ import annotations
+
+import typing
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch.config.errors import models_of
+from retouch.config.families import ENDS_WITHOUT_NOISE, ETA, FACTS, NOISE_LEVEL, RULES_OF, TINY_SIZE_MULTIPLE
+from retouch.config.schema import Model, RolloutConfig
+from retouch.core.steps import STEP_RULES
+from retouch.models import FAMILIES, family_class
+from retouch.models.tiny import TINY, tiny_pipeline
+from retouch.types import Example
+
+RELEASED_DOWNSAMPLING = 8
+"""Of the autoencoders of FLUX.1 and Stable Diffusion; those of the tiny bases shrink 4 x."""
+
+
+@cache
+def tiny_model(family: str) -> Any:
+    """The family's class on a toy network with random weights: the same code, the same facts but its sizes."""
+    return family_class(family).from_pipeline(tiny_pipeline(family))
+
+
+def example() -> Example:
+    mask = np.zeros((32, 32), np.uint8)
+    mask[8:24, 8:24] = 255
+    return Example(1, "The text is 'A'.", Image.new("RGB", (32, 32), "red"), Image.fromarray(mask))
+
+
+def test_every_family_stands_in_every_table() -> None:
+    sections = {model.model_fields["family"].default for model in models_of(Model)}
+    assert FACTS.keys() == FAMILIES.keys() == TINY.keys() == sections
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_are_those_of_the_model(family: str) -> None:
+    facts, spec = FACTS[family], tiny_model(family).spec
+    assert spec.family == family
+    assert (facts.prediction, facts.guidance_scale, facts.needs) == (spec.prediction, spec.guidance_scale, spec.needs)
+    assert facts.size_multiple == RELEASED_DOWNSAMPLING * spec.size_multiple // spec.downsampling
+    assert TINY_SIZE_MULTIPLE % spec.size_multiple == 0
+    assert tiny_model(family).schedule(4, (32, 32)).prediction == facts.prediction
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_guidance_doubles_the_rows_of_the_network_where_it_is_said_to(family: str) -> None:
+    model = tiny_model(family)
+    latents = torch.zeros(1, model.spec.latent_channels, *(32 // model.spec.downsampling,) * 2)
+    rows: dict[float, int] = {}
+
+    def count(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        rows[guidance] = len(next(t for t in (*arguments, *options.values()) if isinstance(t, torch.Tensor)))
+
+    hook = model.network.register_forward_pre_hook(count, with_kwargs=True)
+    for guidance in (0.0, 1.0, 1.5, 7.5):
+        condition = model.encode([example()], guidance)
+        with torch.no_grad():
+            model.predict(model.network, latents, model.schedule(4, (32, 32)).times[1:2], condition)
+    hook.remove()
+    doubled = 2 if FACTS[family].doubles_for_guidance else 1
+    assert rows == {0.0: 1, 1.0: 1, 1.5: doubled, 7.5: doubled}
+
+
+# --- step rules ---
+
+
+def test_every_step_rule_is_for_what_it_is_said_to_be() -> None:
+    by_prediction = {p: {name for name, rule in STEP_RULES.items() if rule.prediction == p} for p in RULES_OF}
+    assert {p: set(rules) for p, rules in RULES_OF.items()} == by_prediction
+    options = typing.get_args(RolloutConfig.model_fields["step_rule"].annotation)
+    assert set(typing.get_args(options[0])) == STEP_RULES.keys()
+    for strength, defaults in (("eta", ETA), ("noise_level", NOISE_LEVEL)):
+        assert defaults.keys() == {name for name, rule in STEP_RULES.items() if rule.strength == strength}
+
+
+@pytest.mark.parametrize("name", STEP_RULES)
+def test_rules_that_end_without_noise_are_those_whose_last_std_is_0(name: str) -> None:
+    x, rule = torch.ones(1, 1), STEP_RULES[name]
+    last = (0.25, 0.0) if rule.prediction == "flow" else (0.9, 1.0)
+    std = rule.mean_std(x, x, *last, 0.5, 0.75)[1]
+    assert (float(std) == 0) == (name in ENDS_WITHOUT_NOISE)

@@ -1,0 +1,24 @@
+"""The table of docs/algorithms.md is what the benchmark wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import algorithms  # noqa: E402
+
+
+@pytest.mark.parametrize("benchmark", [algorithms], ids=lambda module: module.__name__)
+def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
+    file = f"benchmarks/results/{benchmark.__name__}.json"
+    rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
+    assert f"<!-- table: {file} -->\n\n{benchmark.table(rows)}\n" in PAGE

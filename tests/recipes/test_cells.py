@@ -1,0 +1,84 @@
+"""Every family x algorithm x what is trained: it takes its steps, and resumed inside an epoch it goes on bitwise."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from retouch.config import RunConfig
+from retouch.models import FAMILIES
+from retouch.observe.run_dir import read_metrics
+
+from .runs import Config, Use, base_weights, brightness, of_kind, train, weights
+
+TRAIN = {"full": {"kind": "full"}, "lora": {"kind": "lora", "rank": 4, "alpha": 8}}
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "grpo": {"kl_weight": 0.1, "inner_epochs": 2},
+    "ppo": {"kl_weight": 0.1, "inner_epochs": 2},
+    "dpo": {"reference_refresh_every": 2, "inner_epochs": 2, "beta": 100.0},
+    "nft": {"old_policy": "ramp_half", "kl_weight": 0.1, "inner_epochs": 2},
+}
+
+STEPS = 5
+
+
+def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: Any) -> RunConfig:
+    """One warm-up step, then two epochs of two steps (SFT: five steps); a checkpoint at step 2, inside an epoch."""
+    own = {"name": algorithm, **ALGORITHMS[algorithm]}
+    if algorithm != "sft":
+        own["warmup_steps"] = 1
+    window = {"size": 1, "range": [0, 0.5]} if algorithm in ("grpo", "ppo") else None
+    return config(
+        model={"family": family, "path": "tiny", "dtype": "fp32", "train": TRAIN[kind]},
+        algorithm=own,
+        rollout__window=window,
+        rollout__noise_level=None,
+        optimizer={"lr": 1e-3, "batch_size_per_device": 2 if algorithm == "dpo" else 4, "gradient_accumulation": 1},
+        training__max_steps=STEPS,
+        training__checkpoint_every=2,
+        ema={"decay": 0.9},
+        **({"data__path": overrides.pop("targets"), "data__target": "auto"} if algorithm == "sft" else {}),
+        **{name: value for name, value in overrides.items() if name != "targets"},
+    )
+
+
+@pytest.mark.parametrize(("family", "algorithm", "kind"), product(FAMILIES, ALGORITHMS, TRAIN))
+def test_a_cell_trains_and_resumes_bitwise(
+    family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
+) -> None:
+    scripted(brightness)
+    make = {"targets": str(signs / "targets")}
+    base = base_weights(cell(config, family, algorithm, kind, name="base", **make))
+    whole, records = train(cell(config, family, algorithm, kind, name="whole", **make))
+    steps = of_kind(records, "train")
+    assert [s["phase"] for s in steps] == (["sft"] * STEPS if algorithm == "sft" else ["warmup"] + ["rl"] * 4)
+    assert all(s["grad_norm"] > 0 for s in steps)
+    assert any(not torch.equal(t, base[n]) for n, t in weights(whole).items())
+
+    folder = whole.dir.path
+    again = folder.with_name("again")
+    shutil.copytree(folder, again)
+    for later in ("step-000004", "step-000005"):
+        shutil.rmtree(again / "checkpoints" / later)
+    second, _ = train(cell(config, family, algorithm, kind, name="again", resume="auto", **make))
+    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(whole).items())
+    for name in whole.policy.snapshots:
+        mine, theirs = whole.policy.state(name), second.policy.state(name)
+        assert all(torch.equal(t, theirs[n]) for n, t in mine.items()), name
+    assert without_times(folder) == without_times(again)
+    saved = [load_file(f) for d in (folder, again) for f in (d / "checkpoints/step-000005/ema").glob("*.safetensors")]
+    assert all(torch.equal(t, saved[1][n]) for n, t in saved[0].items())
+
+
+def without_times(run: Path) -> list[dict[str, Any]]:
+    """Every record of training steps, rollouts and evaluations, wall times aside."""
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] in ("train", "rollout", "eval")]
+    return [{k: v for k, v in record.items() if k not in ("time", "at")} for record in records]

@@ -1,0 +1,51 @@
+"""Groups without a signal are replaced by others (DAPO), and every group counts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retouch.rewards.protocol import RewardItem
+from retouch.types import Score
+
+from .runs import Config, Use, brightness, of_kind, train
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_flat_groups_are_followed_by_new_ones(name: str, config: Config, scripted: Use) -> None:
+    """The first two groups tie; two more are drawn, which differ."""
+    seen: list[int] = []
+
+    def rule(item: RewardItem) -> Any:
+        group = int(item.group or 0)
+        if group >= 200:  # an evaluation
+            return brightness(item)
+        if group not in seen:
+            seen.append(group)
+        return Score(0.5) if seen.index(group) < 2 else brightness(item)
+
+    scripted(rule)
+    window = {"rollout__window": None, "rollout__noise_level": None} if name == "dpo" else {}
+    algorithm = {"name": name, "resample_rounds": 2}
+    _, records = train(config(algorithm=algorithm, training__max_steps=1, **window))
+    (rollout,), (step,) = of_kind(records, "rollout"), of_kind(records, "train")
+    assert len(seen) == 4
+    assert rollout["images"] == 8.0 and rollout["zero_std_groups"] == 0.5
+    assert step["skipped"] == 0.0 and step["rows"] == 2.0
+
+
+def test_it_ends_after_its_rounds_and_with_the_data(config: Config, scripted: Use) -> None:
+    """All groups tie for ever: two rounds of two groups, or as many as eight examples allow."""
+    scripted(lambda item: Score(0.5))
+    for rounds, groups in ((0, 2), (2, 6), (9, 8)):
+        algorithm = {"name": "grpo", "resample_rounds": rounds}
+        _, records = train(config(name=f"r{rounds}", algorithm=algorithm, training__max_steps=1))
+        assert of_kind(records, "rollout")[0]["images"] == 2 * groups
+        assert of_kind(records, "train")[0]["skipped"] == 1.0
+
+
+def test_without_flat_groups_nothing_is_resampled(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    _, records = train(config(algorithm={"name": "grpo", "resample_rounds": 3}, training__max_steps=1))
+    assert of_kind(records, "rollout")[0]["images"] == 4.0

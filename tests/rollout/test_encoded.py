@@ -1,0 +1,80 @@
+"""Encoded examples: each alone and once, every picture in its role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from retouch.observe import Stopwatch
+from retouch.rollout import EncodedData
+from retouch.types import Example
+
+from .fakes import FakeModel
+
+CPU = torch.device("cpu")
+
+
+def red(level: int) -> Image.Image:
+    return Image.new("RGB", (12, 8), (level, 0, 0))
+
+
+EXAMPLES = [
+    Example(10, "a", target=red(51), win=red(102), lose=red(153)),
+    Example(11, "b", target=red(204)),
+]
+
+
+class Counting(FakeModel):
+    """Remembers the ids of every call to encode, and under which guidance."""
+
+    def __init__(self) -> None:
+        super().__init__("flow")
+        self.encoded: list[tuple[list[int], float]] = []
+
+    def encode(self, examples: Any, guidance_scale: float) -> Any:
+        self.encoded.append(([e.id for e in examples], guidance_scale))
+        return super().encode(examples, guidance_scale)
+
+
+@pytest.fixture
+def data() -> EncodedData:
+    model: Any = Counting()
+    examples: Any = EXAMPLES
+    return EncodedData(model, examples, 30.0, Stopwatch())
+
+
+def level(latents: torch.Tensor) -> list[float]:
+    """Red level of each picture, from the latents of the fake (its red and green)."""
+    return [round((float(row[0].mean()) + 1) * 127.5, 3) for row in latents]
+
+
+def test_every_picture_comes_in_its_role(data: EncodedData) -> None:
+    for role, expected in (("target", 51), ("win", 102), ("lose", 153), ("win", 102)):
+        assert level(data.pictures([0], role, CPU)) == [expected]  # type: ignore[arg-type]
+    assert level(data.targets([1, 0, 1], CPU)) == [204, 51, 204]
+
+
+@pytest.mark.parametrize("role", ["win", "lose"])
+def test_a_picture_that_is_not_there(role: Any, data: EncodedData) -> None:
+    with pytest.raises(ValueError, match=f"example 11 has no {role} picture"):
+        data.pictures([0, 1], role, CPU)
+
+
+def test_conditions_are_encoded_alone_and_once(data: EncodedData) -> None:
+    found = data.conditions([1, 0, 1], CPU)
+    assert found.tensors["c"].tolist() == [11, 10, 11]
+    data.conditions([0], CPU)
+    model: Any = data.model
+    assert model.encoded == [([11], 30.0), ([10], 30.0)]
+
+
+def test_another_guidance_encodes_anew_and_the_same_does_not(data: EncodedData) -> None:
+    assert data.guided(30.0) is data
+    data.conditions([0], CPU)
+    data.guided(1.0).conditions([0], CPU)
+    model: Any = data.model
+    assert model.encoded == [([10], 30.0), ([10], 1.0)]
+    assert level(data.guided(1.0).targets([1], CPU)) == [204]
