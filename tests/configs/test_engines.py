@@ -60,7 +60,7 @@ def test_two_processes_train_what_one_does(name: str, groups: int, signs: dict[s
 def test_two_processes_resume_inside_an_epoch_each_with_its_own_rows(
     name: str, signs: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Stopped after the first of two steps of an epoch; with the rows of rank 0 on both it would train another policy."""
+    """Stopped after the first of two steps of an epoch; rank 0's rows on both would train another policy."""
     path = CONFIGS / "tiny" / name
     options = [*shrink(path, signs, tmp_path), "rewards={preservation: {}}", "logging.sinks=[]", "resume=auto"]
     options += ["algorithm.warmup_steps=0", "algorithm.inner_epochs=2", "optimizer.schedule=constant"]
