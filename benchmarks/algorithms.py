@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 from demo import evaluations, make_data, retouch  # noqa: E402
+from inputs import inputs  # noqa: E402
 
 from retouch.config import derive, load_run  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
@@ -82,7 +83,7 @@ def cell(family: str, algorithm: str, train: str, seed: int, data: Path, work: P
         options.append(f"algorithm.region={region}")
     retouch("train", str(file), f"name={name}", f"seed={seed}", f"logging.dir={work}", *options, DATA_PATH=str(data))
     key = {"run": name, "family": family, "algorithm": algorithm, "train": train, "seed": seed, "region": region}
-    return key | measured(work / name, derive(load_run(file)).forwards_per_image)
+    return key | {"inputs": inputs(file)} | measured(work / name, derive(load_run(file)).forwards_per_image)
 
 
 def measured(run: Path, forwards_per_image: float) -> Row:

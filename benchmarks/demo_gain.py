@@ -11,7 +11,6 @@ one long run of the same YAML instead.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -23,13 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 from demo import CONFIG, MEASURES, evaluations, make_data, retouch  # noqa: E402
+from inputs import inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
-from retouch.models.loading import tiny_path  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
 from retouch.use import gains  # noqa: E402
-
-SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
 
 
 def main() -> None:
@@ -51,15 +48,8 @@ def main() -> None:
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), **environment()["packages"]}
-        result = {"machine": machine, "inputs": inputs(), "rows": rows}
+        result = {"machine": machine, "inputs": inputs(CONFIG), "rows": rows}
         arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def inputs() -> dict[str, str]:
-    """Digests of what the numbers depend on: what the run file says of how it trains, and the tiny base."""
-    run = load_run(CONFIG).model_dump_json(include=set(SECTIONS), exclude_unset=True)
-    base = (tiny_path("flux_fill") / "transformer/diffusion_pytorch_model.safetensors").read_bytes()
-    return {"run": hashlib.sha256(run.encode()).hexdigest()[:16], "base": hashlib.sha256(base).hexdigest()[:16]}
 
 
 def seed_and_control(seed: int, data: Path, work: Path) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def test_the_committed_results_are_of_this_run_file_and_base(name: str) -> None:
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     import demo_gain
 
-    assert committed(name)["inputs"] == demo_gain.inputs()
+    assert committed(name)["inputs"] == demo_gain.inputs(demo_gain.CONFIG)
 
 
 def test_three_seeds_gained_more_than_their_controls() -> None:

@@ -448,3 +448,27 @@ def test_an_epsilon_model_trains_on_the_velocity_that_its_prediction_implies() -
     expected = wide(ADVANTAGES * (b / a) ** 2 / w) * 2 * (old - noise) / (C * H * W) / B
     assert prediction.grad is not None
     torch.testing.assert_close(prediction.grad, expected, atol=1e-7, rtol=1e-5)  # levels are fp32
+
+
+def test_weighted_by_the_gain_the_gradient_is_that_of_a_flow_model() -> None:
+    """By what each network predicts, at one sigma, with one x0 and one direction of error: s · A · unit error, so that
+    noisy times do not weigh sqrt(1 - alpha_bar) / sqrt(alpha_bar)."""
+    alpha_bars = torch.tensor([0.98, 0.81, 0.64, 0.36, 0.1, 0.01], dtype=torch.float64)
+    schedule = AlphaBarSchedule.make(alpha_bars, 3, steps_offset=0)
+    time, x0, noise, wrong = torch.arange(B).float(), draw(0), draw(1), 0.3 * draw(2)
+
+    def gradient(predicted: Tensor, as_flow: Any, weight: Tensor | None) -> Tensor:
+        prediction = predicted.clone().requires_grad_()
+        x_t, velocity, sigma = as_flow(prediction)
+        old = as_flow(predicted)[1]
+        nft_loss(velocity, old, x_t, x0, sigma, ADVANTAGES, mix=0.5, weight=weight, normalizer=B)[0].backward()
+        assert prediction.grad is not None
+        return prediction.grad
+
+    x = schedule.add_noise(x0, noise, time)
+    weight = 1 / schedule.velocity_gain(time)
+    by_eps = gradient(noise + wrong, lambda eps: schedule.as_flow(x, eps, time), weight)
+    sigma = schedule.sigma(time)
+    x_t = (1 - wide(sigma)) * x0 + wide(sigma) * noise
+    by_velocity = gradient(noise - x0 + wrong, lambda v: (x_t, v, sigma), None)
+    torch.testing.assert_close(by_eps, by_velocity, atol=1e-7, rtol=1e-5)

@@ -72,6 +72,14 @@ def test_epsilon_training_times_cover_the_training_timesteps() -> None:
     assert times.tolist() == [0.0, 500.0, 999.0]
 
 
+def test_visited_times_are_no_noisier_than_the_first_of_sampling() -> None:
+    uniform = torch.tensor([1e-6, 0.5, 1 - 1e-6])
+    s = AlphaBarSchedule.make(ALPHA_BARS, 4)
+    assert float(s.times[0]) == 751.0
+    assert s.training_times(uniform, visited=True).tolist() == [0.0, 376.0, 751.0]
+    assert torch.equal(flow().training_times(uniform, visited=True), flow().training_times(uniform))
+
+
 def test_alpha_bar_levels() -> None:
     s = AlphaBarSchedule.make(ALPHA_BARS, 50)
     assert s.timesteps[:3].tolist() == [981.0, 961.0, 941.0] and s.timesteps[-2:].tolist() == [1.0, -1.0]
@@ -141,6 +149,8 @@ def test_gradients_go_through_as_flow() -> None:
     assert eps.grad is not None
     torch.testing.assert_close(eps.grad, pull * gain, atol=1e-5, rtol=1e-5)
     assert gain.flatten().tolist()[::3] == pytest.approx([1, 15.6], abs=0.05)
+    torch.testing.assert_close(s.velocity_gain(time).double(), gain.flatten(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(flow().velocity_gain(time), torch.ones(4))
 
 
 def test_as_flow_refuses_shapes() -> None:

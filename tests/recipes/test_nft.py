@@ -126,6 +126,33 @@ def test_the_copies_of_an_image_spread_over_the_schedule(nft_run: Config, script
             assert torch.bucketize(times, edges).tolist() == [0, 1, 2, 3]
 
 
+def test_rows_of_an_epsilon_model_are_weighted_by_what_its_errors_grow_by(
+    nft_run: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is noisier than where sampling starts."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    real_loss, real_copies = nft.nft_loss, nft.noised_copies
+    times: list[Tensor] = []
+
+    def loss(*arguments: Any) -> Any:
+        seen.append((arguments[4], arguments[10]))  # sigma, weight
+        return real_loss(*arguments)
+
+    def copies(*arguments: Any) -> Any:
+        rows = real_copies(*arguments)
+        times.append(rows.time)
+        return rows
+
+    monkeypatch.setattr(nft, "nft_loss", loss)
+    monkeypatch.setattr(nft, "noised_copies", copies)
+    scripted(brightness)
+    model = {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "train": {"kind": "full"}}
+    train(nft_run(model=model, rollout__num_steps=4, rollout__guidance_scale=1.0, training__max_steps=2))
+    for sigma, weight in seen:
+        torch.testing.assert_close(weight, 1 - sigma)  # a / (a + b)
+    assert seen and 0 < max(float(t.max()) for t in times) <= 751
+
+
 def test_the_value_of_the_first_loss_does_not_depend_on_the_rewards(nft_run: Config, scripted: Use) -> None:
     losses: list[float] = []
     for sign in (1.0, -1.0):

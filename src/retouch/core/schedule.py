@@ -51,8 +51,17 @@ class Schedule(Protocol):
         """State, prediction and time as those of a flow model -> (x, velocity, sigma [B])."""
         ...
 
-    def training_times(self, uniform: Tensor, *, shifted: bool = True) -> Tensor:
-        """[B] uniform numbers in (0, 1) -> [B] times to train at."""
+    def velocity_gain(self, time: Tensor) -> Tensor:
+        """[B] what an error of the prediction is multiplied by in the velocity of `as_flow`."""
+        ...
+
+    def training_times(self, uniform: Tensor, *, shifted: bool = True, visited: bool = False) -> Tensor:
+        """[B] uniform numbers in (0, 1) -> [B] times to train at.
+
+        Args:
+            shifted: through the shift of sampling.
+            visited: none noisier than where sampling starts.
+        """
         ...
 
 
@@ -126,8 +135,12 @@ class FlowSchedule:
         require_same_shape(x=x, prediction=prediction)
         return x, prediction, time
 
-    def training_times(self, uniform: Tensor, *, shifted: bool = True) -> Tensor:
-        """Logit-normal(0, 1) sigmas, through the shift of sampling unless told otherwise (SD3, section 3.1)."""
+    def velocity_gain(self, time: Tensor) -> Tensor:
+        return torch.ones_like(time)
+
+    def training_times(self, uniform: Tensor, *, shifted: bool = True, visited: bool = False) -> Tensor:
+        """Logit-normal(0, 1) sigmas, through the shift of sampling unless told otherwise (SD3, section 3.1). Sampling
+        starts at 1, so that all are visited."""
         sigma = torch.sigmoid(torch.erfinv(2 * uniform.double() - 1) * math.sqrt(2)).float()
         return shift_sigma(sigma, self.shift) if shifted else sigma
 
@@ -204,7 +217,13 @@ class AlphaBarSchedule:
         ab = per_row(self.level(time), working(x), "time")
         return x / (ab.sqrt() + (1 - ab).sqrt()), prediction - self.to_x0(x, prediction, time), self.sigma(time)
 
-    def training_times(self, uniform: Tensor, *, shifted: bool = True) -> Tensor:
-        """Uniform integer timesteps 0 .. N - 1; an epsilon schedule has no shift to go through."""
-        n = self.alpha_bars.shape[0]
+    def velocity_gain(self, time: Tensor) -> Tensor:
+        """(a + b) / a."""
+        ab = self.level(time)
+        return 1 + ((1 - ab) / ab).sqrt()
+
+    def training_times(self, uniform: Tensor, *, shifted: bool = True, visited: bool = False) -> Tensor:
+        """Uniform integer timesteps 0 .. N - 1, or 0 .. the first of sampling (751 of SD1.5 in 4 steps); an epsilon
+        schedule has no shift to go through."""
+        n = int(self.timesteps[0]) + 1 if visited else self.alpha_bars.shape[0]
         return (uniform.double() * n).floor().clamp(max=n - 1).float()

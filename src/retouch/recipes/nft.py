@@ -3,13 +3,13 @@
     1. K images of each of G examples by the ODE, with the old policy; no log-probabilities are needed.
     2. Rewards; advantages as in GRPO; r = A / 2c + 1/2 is how good an image is.
     3. The images' own latents, noised anew, train two implicit policies around the old one: the positive one towards
-       the image by r, the negative one by 1 - r (`nft_loss`), plus kl_weight mean |v - v_reference|².
+       the image by r, the negative one by 1 - r (`nft_loss`), plus kl_weight mean |prediction - the reference's|².
     4. After an epoch the old policy follows the trained one (`old_policy`).
 
-For an epsilon model everything is done on the velocity that its prediction implies (`Schedule.as_flow`). An error of
-the noise is one of (a + b) / a in that velocity, 15 at SD1.5's noisiest timestep; the loss's normalisation takes back
-one power of two, so that noisy times weigh most: the gradient by the noise grows with sqrt(1 - alpha_bar) /
-sqrt(alpha_bar).
+For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
+noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
+a / (a + b), so that the gradient by what the network predicts is that of a flow model at the same sigma: s A times a
+unit error. The KL is taken on what the network predicts, for both kinds.
 
 Departures: times are drawn as in supervised training, spread over the schedule for the copies of an image; means may be
 over the repainted region; groups whose rewards are all alike are left out; a rollout without a valid reward has weight
@@ -44,7 +44,7 @@ class Micro:
     Attributes:
         rows: [B] indices into the experience.
         noised: B x W noised copies, row-major.
-        old, reference: [B · W, C, h, w] velocities; reference is None without a KL.
+        old, reference: [B · W, C, h, w] as the network predicts; reference is None without a KL.
     """
 
     rows: Tensor
@@ -104,11 +104,11 @@ def prepare(
         noised.append(noised_copies(run, experience.latents[rows, 0], condition, generators, copies))
     with run.clock.part("train_forward"):
         with run.policy.use("old"):
-            old = [velocity(run, rows) for rows in noised]
+            old = [predict(run, rows) for rows in noised]
         reference: list[Tensor | None] = [None] * len(noised)
         if algorithm.kl_weight:
             with run.policy.use("reference"):
-                reference = [velocity(run, rows) for rows in noised]
+                reference = [predict(run, rows) for rows in noised]
     return [Micro(*parts) for parts in zip(chunks, noised, old, reference, strict=True)]
 
 
@@ -120,11 +120,11 @@ def micro_loss(
     weight = experience.weight[micro.rows].to(device)
     wide: Callable[[Tensor], Tensor] = partial(torch.repeat_interleave, repeats=copies)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
-    v = velocity(run, noised)
-    x_t, _, sigma = noised.schedule.as_flow(noised.x, torch.zeros_like(noised.x), noised.time)
+    prediction = predict(run, noised)
+    x_t, velocity, sigma = noised.schedule.as_flow(noised.x, prediction, noised.time)
     loss, values = nft_loss(
-        v,
-        micro.old,
+        velocity,
+        noised.schedule.as_flow(noised.x, micro.old, noised.time)[1],
         x_t,
         noised.x0,
         sigma,
@@ -133,17 +133,16 @@ def micro_loss(
         algorithm.advantage_clip,
         algorithm.mode,
         region,
-        wide(weight),
+        wide(weight) / noised.schedule.velocity_gain(noised.time),
         total * copies,
     )
     if micro.reference is not None:
-        kl = row_mean(within(v - micro.reference, region) ** 2, region)
+        kl = row_mean(within(prediction - micro.reference, region) ** 2, region)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, wide(weight), total * copies)
         values["kl"] = weighted_mean(kl.detach(), wide(weight))
     return loss, values, weight.sum()
 
 
-def velocity(run: Run, rows: NoisedRows) -> Tensor:
+def predict(run: Run, rows: NoisedRows) -> Tensor:
     """[B · W, C, h, w] of the weights in use."""
-    prediction = run.model.predict(run.network, rows.x, rows.time, rows.condition)
-    return rows.schedule.as_flow(rows.x, prediction, rows.time)[1]
+    return run.model.predict(run.network, rows.x, rows.time, rows.condition)

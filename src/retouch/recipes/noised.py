@@ -37,13 +37,14 @@ def noised_copies(
     """`copies` noised copies of each clean latent.
 
     Each row draws from its own generator. The copies of a row fall into equal shares of the distribution of times:
-    drawn independently, two of them would often lie close together.
+    drawn independently, two of them would often lie close together. No time is noisier than where sampling starts: what
+    the model does there, no image shows.
     """
     device = run.engine.device
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     noise = torch.stack([latent_noise(x0.shape[1:], g) for g in generators for _ in range(copies)]).to(device)
     draws = [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for g in generators for k in range(copies)]
-    time = schedule.training_times(torch.stack(draws).clamp(1e-6, 1 - 1e-6)).to(device)
+    time = schedule.training_times(torch.stack(draws).clamp(1e-6, 1 - 1e-6), visited=True).to(device)
     wide = x0.to(device).repeat_interleave(copies, 0)
     rows = torch.arange(len(x0), device=device).repeat_interleave(copies)
     return NoisedRows(condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time)
