@@ -126,6 +126,29 @@ def test_any_size_that_the_model_divides_works(
     assert repainted_inside_alone(picture, photo)
 
 
+def test_a_picture_is_cropped_or_stretched_as_asked(
+    finished: Finished, photo: tuple[object, ...], signs: Path, tmp_path: Path
+) -> None:
+    """Stretched, the whole of the picture is before the model; pictures of the run's own shape are the same."""
+    run = ("--run", finished("full"))
+    one = {
+        fit: drawn(tmp_path / fit, *run, *photo, "--text", "MOON", "--fit", fit)["00000-0.png"]
+        for fit in ("crop", "stretch")
+    }
+    assert np.array_equal(one["crop"], drawn(tmp_path / "own", *run, *photo, "--text", "MOON")["00000-0.png"])
+    assert not np.array_equal(one["crop"], one["stretch"])
+    assert all(repainted_inside_alone(picture, photo) for picture in one.values())
+    data = (*run, "--data", signs / "held_out")
+    cropped, stretched = (drawn(tmp_path / f"data-{fit}", *data, "--fit", fit) for fit in ("crop", "stretch"))
+    assert all(np.array_equal(stretched[name], picture) for name, picture in cropped.items())
+
+
+def test_a_fit_that_there_is_not_is_refused(finished: Finished, signs: Path, tmp_path: Path) -> None:
+    arguments = ("--run", finished("full"), "--data", signs / "held_out", "--out", tmp_path)
+    outcome = retouch("sample", *arguments, "--fit", "strech")
+    assert (outcome.code, outcome.err) == (2, "error: --fit: given 'strech'; did you mean 'stretch'?\n")
+
+
 def test_a_size_that_it_does_not_divide_is_refused(finished: Finished, signs: Path, tmp_path: Path) -> None:
     outcome = retouch(
         "sample", "--run", finished("full"), "--data", signs / "held_out", "--resolution", "36x65", "--out", tmp_path

@@ -33,6 +33,12 @@ A run is one YAML file. Any key can be overridden on the command line by its dot
 `retouch check RUN.yaml` validates a file without loading anything and prints what it amounts to. An unknown key is an
 error that names the nearest one.
 
+`extends: OTHER.yaml`, relative to the file that says it, takes what the other says and this one does not. Sections are
+merged key by key, and lists are replaced. A section that names another kind (`model.family`, `model.train.kind`,
+`data.format`, `algorithm.name`, `scorer`) starts afresh: nothing of the other's section stays. Other sections stay as
+they are, and what does not fit the new kind is refused; of another `model.family`, so is a `rollout.guidance_scale`
+that the file does not set anew. Null takes away a reward (`rewards: {ocr: null}`) or an optional section (`ema: null`).
+
 Scalars are YAML 1.2: `1e-4` is a number and `no` is a word, so that `mixed_precision: no` means what it says.
 """
 

@@ -87,6 +87,9 @@ def sample(
     resolution: Annotated[
         str | None, typer.Option(help="Side, or HEIGHTxWIDTH, to repaint at; default: the run's.")
     ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="crop | stretch, how a picture of another shape fits; default: the run's.")
+    ] = None,
     feather: Annotated[float, typer.Option(min=0, help="Soft edge of the paste-back in pixels.")] = 0.0,
 ) -> None:
     """Repaint pictures with trained weights; outside the mask they stay as they are."""
@@ -94,7 +97,7 @@ def sample(
     from retouch.use import SampleRequest, sample_to_folder
 
     size = _size(resolution) if resolution else None
-    request = SampleRequest(data, image, mask, text, prompt, seed, count, steps, size, feather)
+    request = SampleRequest(data, image, mask, text, prompt, seed, count, steps, size, fit, feather)
     for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
         typer.echo(str(path))
 
@@ -179,11 +182,12 @@ def reward_score(
     mask: Annotated[Path | None, typer.Option(help="Mask, white where repainted.")] = None,
     source: Annotated[Path | None, typer.Option(help="Picture before repainting.")] = None,
     url: Annotated[str | None, typer.Option(help="Server or endpoints file; default: this process.")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds that the server may take to be ready.")] = 0.0,
 ) -> None:
     """Score one picture and print the outcome as JSON."""
     from retouch.rewards.score_one import score_one
 
-    outcome, failed = score_one(reward, image, prompt, mask, source, url)
+    outcome, failed = score_one(reward, image, prompt, mask, source, url, wait)
     typer.echo(json.dumps(outcome, indent=2, ensure_ascii=False))
     if failed:
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.errors import nearest
 from retouch.config.rules import needed_pictures
-from retouch.config.schema import DEFAULT_TEMPLATE, DataSection, SelfBenchData
+from retouch.config.schema import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
 from retouch.data import DataError, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
@@ -80,6 +80,7 @@ class SampleRequest:
 
     Attributes:
         size: (height, width) to repaint at; None: the run's.
+        fit: as `data.fit`; None: the run's.
         feather: radius in pixels of a soft edge inside the mask.
     """
 
@@ -92,6 +93,7 @@ class SampleRequest:
     count: int
     steps: int | None
     size: tuple[int, int] | None
+    fit: str | None
     feather: float
 
 
@@ -167,20 +169,23 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     """The items of a request, checked, and the section that says how to read them.
 
     Raises:
-        ConfigError: neither or both of a data set and a picture, or a picture without mask and text.
+        ConfigError: neither or both of a data set and a picture, a picture without mask and text, or no such fit.
         DataError: a broken picture or mask, or more broken items than the run allows.
     """
     if (request.data is None) == (request.image is None):
         raise ConfigError("give either --data, or --image with --mask and --text (or --prompt)")
-    size = {} if request.size is None else {"resolution": request.size}
+    if request.fit not in (None, *FITS):
+        raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
+    given = {"resolution": request.size, "fit": request.fit}
+    update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
-        section = _like(config, request.data).model_copy(update=size)
+        section = _like(config, request.data).model_copy(update=update)
         return section, load_dataset(section, "--data", needed_pictures(config, training=False)).items
     if request.mask is None or (request.text is None and request.prompt is None):
         raise ConfigError("--image needs --mask and --text (or --prompt)")
     if request.text is not None and not request.text.strip():
         raise ConfigError("--text: empty; say what the mask shall read")
-    section = config.data.model_copy(update=size)
+    section = config.data.model_copy(update=update)
     template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
     prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
     item = ItemFiles(0, prompt, request.image, request.mask)

@@ -104,7 +104,7 @@ OFFLINE = (PAIRS, "rewards={}")
             "algorithm.shifted_times: given false, but sd_inpaint samples without a shift; leave shifted_times out",
         ),
         (
-            (SD, "algorithm.warmup_shifted_times=false"),
+            (SD, "algorithm={name: grpo, warmup_steps: 1, warmup_shifted_times: false}"),
             (
                 "algorithm.warmup_shifted_times: given false, but sd_inpaint samples without a shift; leave "
                 "warmup_shifted_times out"
@@ -121,6 +121,39 @@ OFFLINE = (PAIRS, "rewards={}")
                 ("rollout", "eta", "2.0", "samples by the ODE", "eta"),
                 ("rollout", "noise_level", "2.0", "samples by the ODE", "noise_level"),
             )
+        ),
+        *(
+            (
+                (f"algorithm={{name: {algorithm}, kl_weight: 0.04, kl_mode: published}}", f"rollout.step_rule={rule}"),
+                (
+                    "algorithm.kl_mode: given 'published', which is Flow-GRPO's, of the std of flow_sde, but "
+                    f"rollout.step_rule is {rule}; set kl_mode=exact, or step_rule=flow_sde"
+                ),
+            )
+            for algorithm, rule in (("grpo", "cps"), ("ppo", "dance_sde"))
+        ),
+        # a warm-up that there is not
+        *(
+            (
+                (f"algorithm={{name: {name}, warmup_shifted_times: false}}",),
+                (
+                    "algorithm.warmup_shifted_times: given false, but algorithm.warmup_steps is 0: there is no "
+                    "warm-up; set warmup_steps, or leave warmup_shifted_times out"
+                ),
+            )
+            for name in ("grpo", "nft", "dpo")
+        ),
+        # groups without a signal
+        *(
+            (
+                (f"algorithm={{name: {algorithm}, skip_zero_std_groups: true}}",),
+                (
+                    "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
+                    "batch, where a group whose rewards are all alike counts as well; leave it out, or set "
+                    "baseline=group"
+                ),
+            )
+            for algorithm in ("ppo", "grpo, baseline: batch", "nft, baseline: batch")
         ),
         # log-probabilities
         (
@@ -255,6 +288,19 @@ OFFLINE = (PAIRS, "rewards={}")
                 ("inner_epochs", "2", "2"),
             )
         ),
+        *(
+            (
+                ("algorithm={name: dpo, pairs: offline}", *OFFLINE, f"rollout.{key}={value}"),
+                f"rollout.{key}: given{shown}, but algorithm.pairs=offline samples no images; {remedy}",
+            )
+            for key, value, shown, remedy in (
+                ("noise_level", "0.5", " 0.5", "leave noise_level out"),
+                ("eta", "0.5", " 0.5", "leave eta out"),
+                ("step_rule", "cps", " 'cps'", "leave step_rule out"),
+                ("window", "{size: 2}", "", "leave it out"),
+                ("shared_noise", "true", " true", "set shared_noise=false"),
+            )
+        ),
         (
             ("algorithm={name: dpo, pairs: offline, warmup_steps: 11}", "training.max_steps=10", *OFFLINE),
             "algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too",
@@ -277,6 +323,13 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         (SD, DPO),
         (SD, SFT, "rewards={}"),
         ("rollout={step_rule: dance_sde, eta: 1.5}",),  # a diffusion, no share
+        ("algorithm={name: grpo, kl_weight: 0.04, kl_mode: published}", "rollout.step_rule=flow_sde"),
+        ("algorithm={name: ppo, kl_weight: 0.04, kl_mode: published}",),
+        ("algorithm={name: grpo, warmup_steps: 1, warmup_shifted_times: false}", "optimizer.warmup_lr=1e-5"),
+        (SFT, "rewards={}", "optimizer.warmup_lr=1e-5"),  # a run file with another algorithm in it
+        ("algorithm.warmup_steps=0", "optimizer.warmup_lr=1e-5"),  # ... or with its warm-up left out
+        ("algorithm={name: ppo, skip_zero_std_groups: false}",),
+        ("algorithm={name: ppo, baseline: group, skip_zero_std_groups: true}",),
         ("algorithm.log_prob_mode=published", "rollout.step_rule=cps"),
         ("algorithm={name: grpo, guard: true, clip_range: 2e-6}",),
         (NFT,),

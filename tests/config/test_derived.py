@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import ConfigError, RunConfig, derive, load_run
-from retouch.config.derived import stochastic_steps, trained_steps, window_starts
+from retouch.config.derived import snapshots, stochastic_steps, trained_steps, window_starts
 from retouch.data import rank_slots
 
 from .conftest import TINY
@@ -38,6 +38,7 @@ def test_the_tiny_run_on_one_process() -> None:
         "trained_steps": 2,
         # of 4 steps 0 or 1 before the window, once for 8 images: 4 - .5 x 7/8; 2 of the reference; 2 x 3
         "forwards_per_image": 3.5625 + 2 + 6,
+        "state_bytes_per_weight": 16 + 4,  # weight, gradient, two moments; the reference of the KL
     }
 
 
@@ -231,6 +232,27 @@ def test_steps_before_the_window_are_shared_with_the_noise(
     shared = "rollout={group_size: 8, num_steps: 10, shared_noise: true, window: {size: 2, range: [0.2, 0.7]}}"
     derived = derive(run_with(shared, "training.gradient_checkpointing=false", *overrides))
     assert derived.forwards_per_image == pytest.approx(sampling + 3 * derived.trained_steps, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (("algorithm={name: sft}", "rewards={}"), set()),
+        (("algorithm={name: sft}", "rewards={}", "ema={}"), {"ema"}),
+        (("algorithm={name: grpo}",), set()),
+        (("algorithm={name: grpo, kl_weight: 0.1}", "ema={}"), {"ema", "reference"}),
+        (("algorithm={name: ppo, kl_weight: 0.1}",), {"reference"}),
+        (("algorithm={name: dpo}",), {"reference"}),
+        (("algorithm={name: nft, kl_weight: 0}",), {"old"}),
+        (("algorithm={name: nft}", "ema={}"), {"ema", "old", "reference"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_state_of_a_trained_weight(overrides: tuple[str, ...], kept: set[str], run_with: RunWith) -> None:
+    """tests/configs/test_engines.py holds the copies to those in checkpoints."""
+    run = run_with(*overrides)
+    assert snapshots(run) == kept
+    assert derive(run).state_bytes_per_weight == 16 + 4 * len(kept)
 
 
 def test_a_run_that_ends_with_its_warm_up_has_no_epoch(run_with: RunWith) -> None:

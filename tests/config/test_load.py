@@ -189,8 +189,98 @@ def test_what_cannot_be_extended(written: Callable[..., Path]) -> None:
         load_run(circle)
     with pytest.raises(ConfigError, match=r"extends: given \['x'\]; name one run file, relative to this one"):
         load_run(written(c="extends: [x]"))
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such run file"):
-        load_run(written(d="extends: nowhere.yaml"))
+    path = written(d="extends: nowhere.yaml")
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert str(caught.value) == (
+        f"{path}: extends: given 'nowhere.yaml', but there is no {path.parent}/nowhere.yaml; the name is relative to "
+        "this file"
+    )
+
+
+def test_null_takes_a_reward_or_an_optional_section_away(written: Callable[..., Path]) -> None:
+    path = written(
+        below=BELOW + "ema: {decay: 0.9}\n",
+        above="extends: below.yaml\nrewards: {ocr: null, again: {scorer: ocr}}\nema: null\nrollout: {window: null}",
+    )
+    run = load_run(path)
+    assert list(run.rewards) == ["preservation", "again"]
+    assert run.ema is None and run.rollout.window is None
+    assert list(load_run(path, ["rewards.preservation=null"]).rewards) == ["again"]
+    assert load_run(path, ["rewards.ocr={}"]).rewards["ocr"].weight == 1  # not the 2 of below
+
+
+@pytest.mark.parametrize("rewards", ["{ocr: {}}", ""])
+def test_a_reward_that_is_not_there_cannot_be_taken_away(rewards: str, written: Callable[..., Path]) -> None:
+    """Nor does the null stand for its defaults, as it does in a file that extends none."""
+    below = f"name: below\nalgorithm: {{name: grpo}}\n{'rewards: ' if rewards else ''}{rewards}"
+    path = written(below=below, above="extends: below.yaml\nrewards: {preservation: null}")
+    there = "ocr" if rewards else "none at all"
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert str(caught.value) == (
+        f"{path}: rewards.preservation: given null, which takes a reward away, but there is none of that name "
+        f"({there}); leave it out, or write preservation: {{}} for its defaults"
+    )
+    with pytest.raises(ConfigError, match=r"^rewards\.read: given null, which takes a reward away"):
+        load_run(written(alone=BELOW), ["rewards.read="])
+
+
+def test_options_of_a_reward_may_be_null(written: Callable[..., Path]) -> None:
+    below = BELOW.replace("{weight: 2, detect: false}", "{weight: 2, url: auto}")
+    run = load_run(written(below=below, above="extends: below.yaml\nrewards: {ocr: {url: null}}"))
+    assert (run.rewards["ocr"].url, run.rewards["ocr"].weight) == (None, 2)
+
+
+FAMILYLESS = BELOW.replace("family: flux_fill, path: tiny", "path: somebody/FLUX, max_sequence_length: 24")
+
+
+@pytest.mark.parametrize("below", [BELOW, FAMILYLESS])
+def test_nothing_of_one_family_goes_over_to_another(below: str, written: Callable[..., Path]) -> None:
+    """Also where the file below leaves its family to the default."""
+    path = written(
+        below=below,
+        above="extends: below.yaml\nmodel: {family: sd_inpaint}\nalgorithm: {name: nft}\nrollout: {window: null}",
+    )
+    run = load_run(path)
+    assert run.model == parse_run(BASE, ["model={family: sd_inpaint}"]).model
+    assert run.rollout.group_size == 4  # the other sections stay
+    same = load_run(written(same="extends: below.yaml\nmodel: {family: flux_fill, train: {rank: 8}}"))
+    assert same.model.path == load_run(path.parent / "below.yaml").model.path
+    assert same.model.train.model_dump()["rank"] == 8
+
+
+def test_what_another_family_has_not_is_refused(written: Callable[..., Path]) -> None:
+    path = written(
+        below=BELOW.replace("group_size: 4", "group_size: 4, guidance_scale: 30"),
+        above="extends: below.yaml\nmodel: {family: sd_inpaint}",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert str(caught.value) == (
+        f"{path}: model.family: given 'sd_inpaint' over 'flux_fill', for which rollout.guidance_scale 30 was set; set "
+        "guidance_scale anew (null takes the model's own)"
+    )
+    for scale in (5.0, None):
+        text = f"extends: below.yaml\nmodel: {{family: sd_inpaint}}\nrollout: {{guidance_scale: {scale or 'null'}}}"
+        assert load_run(written(said=text)).rollout.guidance_scale == scale
+    rule = written(
+        below=BELOW.replace("group_size: 4", "step_rule: flow_sde"),
+        above="extends: below.yaml\nmodel: {family: sd_inpaint}",
+    )
+    with pytest.raises(ConfigError, match="given 'flow_sde', but sd_inpaint predicts the noise; set one of ddim"):
+        load_run(rule)
+
+
+def test_a_reward_that_another_scorer_gives_starts_afresh(written: Callable[..., Path]) -> None:
+    """Its scorer below is its name; its weight there was for that."""
+    path = written(below=BELOW, above="extends: below.yaml\nrewards: {ocr: {scorer: preservation}}")
+    assert load_run(path).rewards["ocr"].model_dump() == {
+        "scorer": "preservation",
+        "url": None,
+        "weight": 1,
+        "paste_back": False,
+    }
 
 
 def test_only_files_extend(problems: Callable[..., list[str]]) -> None:

@@ -335,5 +335,23 @@ def test_its_neighbour_that_works(overrides: tuple[str, ...], run_with: RunWith)
 def test_ppo_is_grpo_on_the_whole_batch(run_with: RunWith) -> None:
     grpo, ppo = run_with().algorithm, run_with("algorithm={name: ppo}").algorithm
     changed = {name for name in type(grpo).model_fields if getattr(grpo, name) != getattr(ppo, name)}
-    assert changed == {"name", "baseline", "scale"}
+    assert changed == {"name", "baseline", "scale", "skip_zero_std_groups"}
     assert (ppo.baseline, ppo.scale) == ("batch", "batch")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "skips"),
+    [
+        ("{name: grpo}", True),
+        ("{name: grpo, baseline: batch}", False),
+        ("{name: ppo}", False),
+        ("{name: ppo, baseline: group}", True),
+        ("{name: nft}", True),
+        ("{name: nft, baseline: batch, skip_zero_std_groups: null}", False),
+        ("{name: nft, skip_zero_std_groups: false}", False),
+    ],
+)
+def test_groups_without_a_signal_are_left_out_where_groups_are_compared(
+    algorithm: str, skips: bool, run_with: RunWith
+) -> None:
+    assert run_with(f"algorithm={algorithm}").algorithm.skip_zero_std_groups is skips  # type: ignore[union-attr]

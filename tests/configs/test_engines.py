@@ -63,7 +63,11 @@ def test_two_processes_resume_inside_an_epoch_each_with_its_own_rows(
     """Stopped after the first of two steps of an epoch; rank 0's rows on both would train another policy."""
     path = CONFIGS / "tiny" / name
     options = [*shrink(path, signs, tmp_path), "rewards={preservation: {}}", "logging.sinks=[]", "resume=auto"]
-    options += ["algorithm.warmup_steps=0", "algorithm.inner_epochs=2", "optimizer.schedule=constant"]
+    options += [
+        "algorithm.warmup_steps=0",
+        "algorithm.inner_epochs=2",
+        "optimizer.schedule=constant",
+    ]
     options += ["optimizer.gradient_accumulation=1", "training.eval_every=0"]
     options += ["training.max_steps=2", "training.checkpoint_every=1"]
     on_two("train", path, *options, "name=whole")

@@ -5,15 +5,18 @@ A new file under configs/ is tested by being there.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import nn
 
 from retouch.adapters.trainee import make_trainable
 from retouch.config import ConfigError, derive, load_run
+from retouch.config.derived import snapshots
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.models import FAMILIES, family_class, load_model
 from retouch.observe.run_dir import read_metrics
@@ -108,7 +111,8 @@ def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path) -> None:
         assert {f"reward/{name}" for name in run.rewards} <= rollouts.keys()
     newest = complete_checkpoints(tmp_path / run.name / "checkpoints")[-1]
     assert newest.name == f"step-{len(phases):06d}"
-    assert (newest / "ema").is_dir() == (run.ema is not None)
+    kept = {file.stem for file in (newest / "snapshots").glob("*")}
+    assert kept | ({"ema"} if (newest / "ema").is_dir() else set()) == snapshots(run)
     [file] = (newest / "weights").glob("*.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
     assert {record["moment"] for record in records if record["kind"] == "eval"} >= {"start", "end"}
@@ -117,6 +121,25 @@ def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_released_network_on_the_meta_device(family: str) -> None:
     assert parameters(released_network(family)) == pytest.approx(PARAMETERS[family], rel=0.01)
+
+
+@pytest.mark.parametrize("path", [path for path in RELEASED if path.stem.endswith("_full")], ids=name_of)
+def test_the_memory_that_it_names_is_what_its_state_takes(path: Path) -> None:
+    """In its first line, of all weights of the network: beside these, the state of an adapter is nothing."""
+    run = load_run(path)
+    named = re.search(r"(\d+) GB of state", path.read_text(encoding="utf-8").splitlines()[0])
+    state = derive(run).state_bytes_per_weight * PARAMETERS[run.model.family]
+    assert named and int(named[1]) == round(state / 1e9)
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=name_of)
+def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -> None:
+    below = yaml.safe_load(path.read_text(encoding="utf-8")).get("extends", path.name)
+    comments = " ".join(re.findall(r"^# *(.*)$", (CONFIGS / below).read_text(encoding="utf-8"), re.MULTILINE))
+    named = re.search(r"without targets, set((?: [a-z_.]+=\w+)+)", comments)
+    assert (named is None) == (load_run(path).algorithm.name == "sft")
+    if named:
+        assert load_run(path, named[1].split()).algorithm.warmup_steps == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("path", RELEASED, ids=name_of)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,6 +217,27 @@ def test_score_needs_what_its_reward_needs(sign: Mapping[str, Path]) -> None:
     }  # fmt: skip
     scored = retouch(*arguments, "--mask", sign["mask"], "--source", sign["source"])
     assert scored.code == 0 and json.loads(scored.out)["value"] == 1.0
+
+
+def test_a_score_waits_for_a_server_only_where_asked_to(
+    server: Served, sign: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Of a list of servers one that answers is enough."""
+    dead = f"http://127.0.0.1:{closed_port()}"
+    arguments = ["reward", "score", "--reward", "ocr", "--image", sign["image"], "--prompt", "'MOKA'", "--url"]
+    for wait, least in ((0, 0), (1, 1)):
+        started = time.monotonic()
+        outcome = retouch(*arguments, dead, "--wait", wait)
+        assert least <= time.monotonic() - started < least + 4  # a request alone has 60 s
+        assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+        assert outcome.err.startswith(f"error: --url: {dead}: ConnectError")
+        assert outcome.err.endswith(
+            "start a server with `retouch reward serve ocr`, or give --wait SECONDS for one that is starting\n"
+        )
+    entries = [{"url": url, "rewards": ["ocr"], "device": "cpu", "pid": 1} for url in (dead, server.url)]
+    write_endpoints(tmp_path / "both.json", entries)
+    for wait in (0, 60):
+        assert retouch(*arguments, tmp_path / "both.json", "--mask", sign["mask"], "--wait", wait).code == 0
 
 
 @pytest.mark.parametrize(

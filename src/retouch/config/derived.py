@@ -24,6 +24,9 @@ class Derived:
             1 for each noised copy or trained step under each snapshot (old, reference), then 3 for each of them in each
             inner epoch (a backward counts as 2; 1 more with gradient checkpointing). Classifier-free guidance
             doubles what goes through the solver: sampling, and the trained steps of GRPO and PPO.
+        state_bytes_per_weight: device memory that training keeps for every trained weight at most, all in fp32: the
+            weight, its gradient, two moments of AdamW, and one copy in each snapshot. Frozen weights, activations,
+            autocast's copies and, on several processes, the buckets of the gradient exchange (4 more) come on top.
     """
 
     world_size: int
@@ -39,6 +42,7 @@ class Derived:
     stochastic_steps: int
     trained_steps: int
     forwards_per_image: float
+    state_bytes_per_weight: int
 
     def as_dict(self) -> dict[str, int | float]:
         return asdict(self)
@@ -78,6 +82,15 @@ def sliding_places(run: RunConfig) -> list[int]:
     return sorted({*starts[:: run.rollout.window.stride], starts[-1]})
 
 
+def snapshots(run: RunConfig) -> set[str]:
+    """Copies of the trained weights that the run keeps beside them."""
+    algorithm = run.algorithm
+    kept = {"ema"} if run.ema else set[str]()
+    if isinstance(algorithm, DpoConfig) or (isinstance(algorithm, GrpoConfig | NftConfig) and algorithm.kl_weight):
+        kept.add("reference")
+    return kept | {"old"} if isinstance(algorithm, NftConfig) else kept
+
+
 def derive(run: RunConfig, world_size: int = 1) -> Derived:
     """Compute the numbers of a run.
 
@@ -103,6 +116,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
             stochastic_steps=0,
             trained_steps=0,
             forwards_per_image=forwards_per_image(run),
+            state_bytes_per_weight=4 * (4 + len(snapshots(run))),
         )
     assert isinstance(algorithm, RlConfig)
     rollout = run.rollout
@@ -129,6 +143,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         stochastic_steps=stochastic_steps(run),
         trained_steps=trained_steps(run),
         forwards_per_image=forwards_per_image(run),
+        state_bytes_per_weight=4 * (4 + len(snapshots(run))),
     )
 
 
@@ -146,8 +161,8 @@ def forwards_per_image(run: RunConfig) -> float:
             return float(per_member)
         return guided * rollout.num_steps + per_member * algorithm.inner_epochs * 2 / rollout.group_size
     if isinstance(algorithm, NftConfig):
-        snapshots = 2 if algorithm.kl_weight else 1
-        noised = algorithm.timesteps_per_image * algorithm.inner_epochs * (snapshots + backward)
+        asked = len(snapshots(run) - {"ema"})
+        noised = algorithm.timesteps_per_image * algorithm.inner_epochs * (asked + backward)
         return float(guided * rollout.num_steps + noised)
     trained = trained_steps(run)
     reference = trained if algorithm.kl_weight else 0

@@ -33,6 +33,9 @@ FACTS = {
     "sd_inpaint": FamilyFacts("epsilon", 8, 7.5, doubles_for_guidance=True, needs=_INPAINTING),
 }
 
+DEFAULT_FAMILY = "flux_fill"
+"""Of a model section that names none."""
+
 TINY_SIZE_MULTIPLE = 8
 """Of the tiny bases, whose autoencoder shrinks 4 x."""
 

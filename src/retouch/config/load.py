@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from retouch.config.errors import ConfigError, explain
+from retouch.config.families import DEFAULT_FAMILY
 from retouch.config.schema import RunConfig
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -69,10 +70,10 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
 
     `extends: other.yaml`, beside the file, takes everything that the other says and this one does not. Sections are
     merged key by key, unless they name another kind (`train: {kind: full}` over a `lora`): then the new one replaces
-    the old.
+    the old. Null takes a reward away (`rewards: {ocr: null}`), as it does an optional section (`ema: null`).
 
     Raises:
-        ConfigError: no such file, not YAML, not a mapping, or files that extend each other.
+        ConfigError: no such file, not YAML, not a mapping, files that extend each other, or what cannot be laid over.
     """
     if path.resolve() in chain:
         raise ConfigError(f"{path}: extends itself by way of {', '.join(p.name for p in chain)}")
@@ -90,24 +91,85 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     base = own.pop("extends")
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: given {base!r}; name one run file, relative to this one")
-    return _overlay(read_yaml(path.parent / base, [*chain, path.resolve()]), own)
+    if not (path.parent / base).is_file():
+        raise ConfigError(
+            f"{path}: extends: given {base!r}, but there is no {path.parent / base}; the name is relative to this file"
+        )
+    below = read_yaml(path.parent / base, [*chain, path.resolve()])
+    try:
+        _check_family(below, own)
+        return _overlay(below, own)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 _TAGS = ("family", "kind", "format", "scorer")
 """Keys that say which kind of section it is. `name` is one only under `algorithm`."""
 
 
-def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Keys of both, those of `above` first where both have one."""
-    tags = (*_TAGS, "name") if key == "algorithm" else _TAGS
-    if any(tag in above and tag in below and above[tag] != below[tag] for tag in tags):
+def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], key: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Keys of both, those of `above` first where both have one.
+
+    Args:
+        key: where the two stand in the file.
+    """
+    tags = (*_TAGS, "name") if key == ("algorithm",) else _TAGS
+    unsaid = {"family": DEFAULT_FAMILY} if key == ("model",) else {"scorer": key[-1]} if _is_reward(key) else {}
+    kind = {**unsaid, **below}
+    if any(tag in above and tag in kind and above[tag] != kind[tag] for tag in tags):
         return dict(above)
     merged = dict(below)
     for name, value in above.items():
-        old = merged.get(name)
+        if value is None and _is_reward((*key, name)):
+            _take_away(merged, name)
+            continue
+        old = merged.get(name, {} if (*key, name) == ("rewards",) else None)
         both = isinstance(old, dict) and isinstance(value, dict)
-        merged[name] = _overlay(cast("dict[str, Any]", old), cast("dict[str, Any]", value), name) if both else value
+        merged[name] = (
+            _overlay(cast("dict[str, Any]", old), cast("dict[str, Any]", value), (*key, name)) if both else value
+        )
     return merged
+
+
+def _is_reward(key: tuple[str, ...]) -> bool:
+    return len(key) == 2 and key[0] == "rewards"
+
+
+def _take_away(rewards: dict[str, Any], name: str) -> None:
+    """Remove a reward that was given as null.
+
+    Raises:
+        ConfigError: there is none; null would otherwise read as the reward with its defaults.
+    """
+    if name not in rewards:
+        raise ConfigError(
+            f"rewards.{name}: given null, which takes a reward away, but there is none of that name "
+            f"({', '.join(rewards) or 'none at all'}); leave it out, or write {name}: {{}} for its defaults"
+        )
+    del rewards[name]
+
+
+def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
+    """Refuse a guidance scale that would go over to another family: of what lies outside `model`, it alone fits both
+    without a word.
+
+    Raises:
+        ConfigError: naming the scale and both families.
+    """
+    model, new_rollout = _section(below, "model"), _section(above, "rollout")
+    old = model.get("family", DEFAULT_FAMILY)
+    new, scale = _section(above, "model").get("family", old), _section(below, "rollout").get("guidance_scale")
+    if model and new != old and scale is not None and "guidance_scale" not in new_rollout:
+        raise ConfigError(
+            f"model.family: given {new!r} over {old!r}, for which rollout.guidance_scale {scale} was set; set "
+            "guidance_scale anew (null takes the model's own)"
+        )
+
+
+def _section(run: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section as it is written; empty where there is none, or something that is none."""
+    found = run.get(name)
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def parse_run(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run") -> RunConfig:
@@ -146,11 +208,15 @@ def _apply(data: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {part!r} holds {child!r}, which has no keys")
         node = cast("dict[str, Any]", child)
     try:
-        node[path[-1]] = _parse_yaml(text)
+        value = _parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}"
         ) from None
+    if value is None and _is_reward(tuple(path)):
+        _take_away(node, path[-1])
+    else:
+        node[path[-1]] = value
 
 
 def _expand(node: Any, key: str) -> Any:

@@ -74,6 +74,11 @@ def _groups(run: RunConfig) -> None:
                 f"rollout.group_size: given {k}, but algorithm.{key}=group compares the images of "
                 f"one example with each other; set group_size to 2 or more (4-16 is usual), or algorithm.{key}=batch"
             )
+    if algorithm.skip_zero_std_groups and algorithm.baseline == "batch":
+        raise ValueError(
+            "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole batch, "
+            "where a group whose rewards are all alike counts as well; leave it out, or set baseline=group"
+        )
     if algorithm.resample_rounds and not (algorithm.baseline == "group" and algorithm.skip_zero_std_groups):
         raise ValueError(
             f"algorithm.resample_rounds: given {algorithm.resample_rounds}, which replaces groups that are left out; "
@@ -88,6 +93,11 @@ def _steps(run: RunConfig) -> None:
         raise ValueError(
             f"algorithm.warmup_steps: given {run.algorithm.warmup_steps}, more than training.max_steps "
             f"{run.training.max_steps}; max_steps counts the warm-up too"
+        )
+    if not run.algorithm.warmup_steps and not run.algorithm.warmup_shifted_times:
+        raise ValueError(
+            "algorithm.warmup_shifted_times: given false, but algorithm.warmup_steps is 0: there is no warm-up; set "
+            "warmup_steps, or leave warmup_shifted_times out"
         )
 
 
@@ -157,6 +167,11 @@ def _sampling(run: RunConfig) -> None:
             f"algorithm.kl_mode: given 'published', which is Flow-GRPO's; {run.model.family} is no flow model; set "
             "kl_mode=exact"
         )
+    if algorithm.kl_mode == "published" and rule != "flow_sde":
+        raise ValueError(
+            f"algorithm.kl_mode: given 'published', which is Flow-GRPO's, of the std of flow_sde, but "
+            f"rollout.step_rule is {rule}; set kl_mode=exact, or step_rule=flow_sde"
+        )
     if algorithm.log_prob_mode == "published" and rule != "cps":
         raise ValueError(
             f"algorithm.log_prob_mode: given 'published', which is that of the cps code, but rollout.step_rule is "
@@ -178,24 +193,17 @@ def _deterministic(run: RunConfig) -> None:
             f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {name} trains no solver steps; "
             "leave it out"
         )
-    for key in ("noise_level", "eta"):
+    offline = _takes_given_pairs(run.algorithm)
+    why = "algorithm.pairs=offline samples no images" if offline else f"{name} samples by the ODE"
+    for key in ("noise_level", "eta", "step_rule"):
         if getattr(rollout, key) is not None:
-            raise ValueError(
-                f"rollout.{key}: given {getattr(rollout, key)}, but {name} samples by the ODE; leave {key} out"
-            )
-    if run.rollout.step_rule is not None:
-        raise ValueError(
-            f"rollout.step_rule: given {run.rollout.step_rule!r}, but {name} samples by the ODE; leave step_rule out"
-        )
+            raise ValueError(f"rollout.{key}: given {getattr(rollout, key)!r}, but {why}; leave {key} out")
     if run.rollout.window is not None:
-        raise ValueError(
-            f"rollout.window: given, but {name} samples by the ODE and trains no steps of it; leave it out"
-        )
+        untrained = "" if offline else " and trains no steps of it"
+        raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
     if run.rollout.shared_noise:
-        raise ValueError(
-            f"rollout.shared_noise: given true, but {name} samples by the ODE: all images of a group would be one; set "
-            "shared_noise=false"
-        )
+        alike = "" if offline else ": all images of a group would be one"
+        raise ValueError(f"rollout.shared_noise: given true, but {why}{alike}; set shared_noise=false")
 
 
 def _objective(run: RunConfig) -> None:

@@ -6,7 +6,7 @@ quantities never share a name; every batch size says `_per_device` or `global_`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -14,10 +14,13 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
+
+from retouch.config.families import DEFAULT_FAMILY
 
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -94,12 +97,16 @@ Model = Annotated[FluxFillModel | SdInpaintModel, Field(discriminator="family")]
 # --- data ---
 
 
+Fit = Literal["crop", "stretch"]
+FITS = get_args(Fit)
+
+
 class DataSection(Section):
     path: str
     """A folder, or a manifest file; required."""
     resolution: PositiveInt | tuple[PositiveInt, PositiveInt] = 512
     """Side of a square in pixels, or [height, width]; multiples of what the family needs (16 for FLUX)."""
-    fit: Literal["crop", "stretch"] = "crop"
+    fit: Fit = "crop"
     """"crop" scales to cover and cuts a window around the mask; "stretch" ignores the aspect ratio."""
     invert_mask: bool = False
     """For masks that mark what to keep."""
@@ -254,8 +261,14 @@ class AdvantageConfig(RlConfig):
     """What an image is compared with: its group (per-prompt statistics) or the whole batch (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation divides the advantage; "batch" is Flow-GRPO's global std."""
-    skip_zero_std_groups: bool = True
-    """Leave out groups whose rewards are all alike: with a group baseline they carry no signal."""
+    skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
+    """Leave out groups whose rewards are all alike: with a group baseline they carry no signal. Null is true with a
+    group baseline and false with that of the batch, where every image counts."""
+
+    @field_validator("skip_zero_std_groups")
+    @classmethod
+    def _follows_the_baseline(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        return info.data.get("baseline") == "group" if value is None else value
 
 
 class GrpoConfig(AdvantageConfig):
@@ -533,8 +546,8 @@ class RunConfig(Section):
     @field_validator("model", mode="before")
     @classmethod
     def _family_has_a_default(cls, value: object) -> object:
-        """A section without `family` is one of flux_fill."""
-        return {"family": "flux_fill", **value} if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType]
+        """A section without `family` is one of the default family."""
+        return {"family": DEFAULT_FAMILY, **value} if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType]
 
     @field_validator("rewards", mode="before")
     @classmethod
