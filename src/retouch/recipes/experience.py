@@ -140,8 +140,9 @@ def combined_advantages(rewards: RewardRows, combine: str, baseline: str, scale:
     keys, valid = rewards.position, rewards.valid
     if combine == "sum_then_normalize" or len(rewards.names) == 1:
         return group_advantages(rewards.combined, keys, valid, baseline, scale, clip=clip)  # type: ignore[arg-type]
-    parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in rewards.values.T]  # type: ignore[arg-type]
-    return (torch.stack(parts, 1) * rewards.weights).sum(1) / rewards.weights.abs().sum()
+    columns, weights = rewards.values[:, rewards.counted].T, rewards.weights[rewards.counted]
+    parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in columns]  # type: ignore[arg-type]
+    return (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
 
 
 def live_rows(run: Run, weight: Tensor) -> Tensor:
