@@ -16,6 +16,7 @@ from retouch.build import Run
 from retouch.config.schema import Objective, RlConfig, SftConfig
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data import batch_examples, derive_seed
+from retouch.engine import CheckpointError
 from retouch.recipes.session import Session
 from retouch.recipes.update import optimizer_step
 from retouch.rollout import EncodedData, denoising_error, noise_for, objective_region
@@ -34,7 +35,12 @@ def train(run: Run) -> None:
 
 def warm_up(session: Session, algorithm: RlConfig, snapshots: Sequence[str]) -> None:
     """The supervised steps before RL, where there are any. Its end, or the start of the run, is what the named
-    snapshots hold."""
+    snapshots hold.
+
+    Raises:
+        CheckpointError: resumed after the warm-up from a checkpoint without one of them. The policy of today is no
+            stand-in for that of then.
+    """
     run, optimizer = session.run, session.config.optimizer
     if session.progress.phase == "warmup":
         lr = optimizer.warmup_lr or optimizer.lr
@@ -46,8 +52,14 @@ def warm_up(session: Session, algorithm: RlConfig, snapshots: Sequence[str]) -> 
             run.policy.snapshot(name)
         session.save(pinned=True)
     for name in snapshots:
-        if name not in run.policy.snapshots:
-            run.policy.snapshot(name)
+        if name in run.policy.snapshots:
+            continue
+        if session.resumed_from is not None:
+            raise CheckpointError(
+                f"{session.resumed_from}: has no snapshot {name!r}, with which {session.config.algorithm.name} goes "
+                "on; give another checkpoint, or start a new run under another name=..."
+            )
+        run.policy.snapshot(name)
 
 
 def supervised_phase(session: Session, until: int, lr: float, shifted: bool, objective: Objective) -> None:
