@@ -1,7 +1,8 @@
 """Supervised fine-tuning: the denoising loss on examples with a target picture (flow matching, arXiv 2210.02747).
 
 Alone it is the baseline; before RL it is the warm-up. Departure from the paper: times go through the same shift as
-sampling (`shifted_times`), so that training sees the noise levels that sampling visits.
+sampling (`shifted_times`), so that training sees the noise levels that sampling visits. For classifier-free guidance
+(arXiv 2207.12598) a share of the rows can be trained without caption (`caption_dropout`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def warm_up(session: Session, algorithm: RlConfig, snapshots: Sequence[str]) -> 
 def supervised_phase(session: Session, until: int, lr: float, shifted: bool, objective: Objective) -> None:
     """Supervised optimizer steps up to step `until` of the run.
 
-    Row r of step s draws its noise and time from (run seed, s, r), whatever the rank or micro-batch it lands in.
+    Row r of step s draws its noise, its time and whether it loses its caption from (run seed, s, r), whatever the rank
+    or micro-batch it lands in.
     """
     run, progress = session.run, session.progress
     config, engine = run.config, run.engine
@@ -93,11 +95,13 @@ def _loss(
 ) -> tuple[Tensor, Mapping[str, Tensor], int]:
     run, device = session.run, session.run.engine.device
     chosen = [positions[r] for r in rows]
-    condition, x0 = data.conditions(chosen, device), data.targets(chosen, device)
-    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
+    x0 = data.targets(chosen, device)
     seeds = [derive_seed(run.config.seed, "sft", session.progress.step, r) for r in rows]
     noise, generators = noise_for(x0.shape[1:], seeds)
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    uncaptioned = [float(torch.rand((), generator=g)) < objective.caption_dropout for g in generators]
+    condition = data.conditions(chosen, device, uncaptioned)
+    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)
     errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)
