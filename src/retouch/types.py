@@ -218,8 +218,8 @@ class Scores:
         return [o.value if isinstance(o, Score) else None for o in self.outcomes[name]]
 
     def combined(self) -> list[float | None]:
-        """sum of weight * value over the rewards; None where any of them failed."""
-        columns = [(self.weights[name], self.values(name)) for name in self.outcomes]
+        """sum of weight * value over the rewards; None where any of them failed. One of weight 0 is only logged."""
+        columns = [(self.weights[name], self.values(name)) for name in self.outcomes if self.weights[name]]
         totals: list[float | None] = []
         for i in range(len(self)):
             parts = [weight * value for weight, column in columns if (value := column[i]) is not None]
@@ -229,3 +229,7 @@ class Scores:
     def failures(self) -> list[tuple[str, Failure]]:
         """Every failure with the name of its reward."""
         return [(name, o) for name, column in self.outcomes.items() for o in column if isinstance(o, Failure)]
+
+    def counted(self) -> Scores:
+        """Without the rewards of weight 0, which are only logged."""
+        return Scores({name: column for name, column in self.outcomes.items() if self.weights[name]}, self.weights)

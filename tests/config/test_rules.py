@@ -67,6 +67,7 @@ BOUNDS = [
     ("algorithm.region", "hole", "'hole'", "input should be 'all' or 'mask'"),
     ("algorithm.region_dilation", "-1", "-1", NOT_NEGATIVE),
     ("algorithm.seam_weight", "0", "0", POSITIVE),
+    ("algorithm.caption_dropout", "1.5", "1.5", AT_MOST_1),
     ("algorithm.resample_rounds", "-1", "-1", NOT_NEGATIVE),
     ("algorithm.log_prob_mode", "sum", "'sum'", "input should be 'exact' or 'published'"),
     ("rewards.ocr.weight", ".nan", "nan", FINITE),

@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retouch.data import DataError, Slot, batch_examples, derive_seed, epoch_examples, other_examples, rank_slots
+from retouch.data import (
+    DataError,
+    Slot,
+    batch_examples,
+    derive_seed,
+    epoch_examples,
+    other_examples,
+    rank_slots,
+    sampler,
+)
 
 # --- slots ---
 
@@ -119,6 +129,23 @@ def test_other_examples_follow_from_seed_epoch_and_round() -> None:
     assert set(drawn) == set(range(10, 20)) and 110 < min(drawn.values()) <= max(drawn.values()) < 190
 
 
+class Slow(list[int]):
+    """Counts how often it was searched."""
+
+    searches = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.searches += 1
+        return super().__contains__(key)
+
+
+def test_the_taken_examples_are_not_searched_one_by_one() -> None:
+    """A data set of N and an epoch of G would be N x G comparisons."""
+    taken = Slow(range(10))
+    assert set(other_examples(30, taken, 20, 0, 0, 0)) == set(range(10, 30))
+    assert taken.searches == 0
+
+
 # --- supervised steps ---
 
 
@@ -144,6 +171,28 @@ def test_steps_follow_from_the_seed_and_passes_differ() -> None:
     assert passes == [batch_examples(20, 20, 0, step) for step in range(3)]
     assert len({tuple(order) for order in passes}) == 3
     assert batch_examples(20, 20, 1, 0) != passes[0]
+
+
+def test_the_order_of_a_pass_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a step, which would be a shuffle of the whole data set for a handful of rows."""
+    passes: list[tuple[int | str, ...]] = []
+    real = sampler.derive_seed
+    monkeypatch.setattr(sampler, "derive_seed", lambda *parts: passes.append(parts) or real(*parts))
+    size, seed = 1001, 77  # of no other test: orders are kept
+    for step in range(2 * size // 7):
+        batch_examples(size, 7, seed, step)
+    for epoch in range(2 * (size // 10)):
+        epoch_examples(size, 10, seed, epoch)
+    assert passes == [(seed, "pass", 0), (seed, "pass", 1)]
+    epoch_examples(size, 10, seed, 0).sort()  # what is handed out is no part of what is kept
+    assert epoch_examples(size, 10, seed, 0) != sorted(epoch_examples(size, 10, seed, 0))
+
+
+def test_orders_are_those_of_the_generator() -> None:
+    expected = list(range(9))
+    Random(derive_seed(3, "pass", 2)).shuffle(expected)
+    assert batch_examples(9, 9, 3, 2) == expected
+    assert epoch_examples(9, 3, 3, 7) == expected[3:6]
 
 
 # --- seeds ---

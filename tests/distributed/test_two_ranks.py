@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from retouch.models.loading import tiny_path
@@ -26,34 +27,56 @@ import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
 import retouch.recipes.session as session
-finish = session.Session.finish
+from retouch.data import epoch_examples
+from retouch.engine import Engine
+from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.types import Score
+finish, backward, score = session.Session.finish, Engine.backward, PreservationScorer.score
+backwards = 0
+
+def counted(self, loss):
+    global backwards
+    backwards += 1
+    backward(self, loss)
 
 def finish_and_save(self):
     finish(self)
     file = self.run.dir.path / f"rank-{self.run.engine.rank}.safetensors"
-    save_file({n: t.clone() for n, t in self.run.policy.state().items()}, file)
+    save_file({n: t.clone() for n, t in self.run.policy.state().items()}, file, {"backwards": str(backwards)})
 
-session.Session.finish = finish_and_save
+def flat_in_the_first_half(self, items):
+    flat = {100 + position for position in epoch_examples(8, 4, 5, 0)[:2]}
+    return [Score(0.5) if item.group in flat else one for item, one in zip(items, score(self, items))]
+
+session.Session.finish, Engine.backward = finish_and_save, counted
+if os.environ.get("FLAT"):
+    PreservationScorer.score = flat_in_the_first_half
 from retouch.cli import main
 main()
 """
-"""`retouch`, and at the end the weights of every rank, not only those that the first one saves."""
+"""`retouch`, and at the end the weights of every rank, not only those that the first one saves, and how many backwards
+it took. With FLAT, all images of the first half of four groups score the same."""
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def on_two(run: Path, *overrides: str) -> Path:
+def on_two(run: Path, *overrides: str, **environment: str) -> Path:
     """Train with two processes -> the run directory."""
+    return in_child(run, "two", TORCHRUN, *overrides, **environment)
+
+
+def in_child(run: Path, name: str, launcher: list[str], *overrides: str, **environment: str) -> Path:
     child = run.with_name("child.py")
     child.write_text(CHILD, encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, str(child), "train", str(run), "name=two", *overrides],
+        [sys.executable, *launcher, str(child), "train", str(run), f"name={name}", *overrides],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return run.parent / "runs" / "two"
+    return run.parent / "runs" / name
 
 
 def on_one(run: Path, *overrides: str) -> Path:
@@ -98,6 +121,42 @@ def test_two_ranks_train_as_one_process_does(run_yaml: Path) -> None:
     for name, expected in averaged[0].items():
         torch.testing.assert_close(averaged[1][name], expected, atol=1e-5, rtol=0, msg=name)
     same_records(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
+
+
+def ranks_agree_with(alone: Path, two: Path, step: str) -> None:
+    """Both ranks end with equal weights, those of one process within rounding."""
+    first, second = (load_file(two / f"rank-{rank}.safetensors") for rank in range(2))
+    for name, expected in load_file(alone / "checkpoints" / step / "weights" / WEIGHTS).items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], expected, atol=1e-5, rtol=0, msg=name)
+    same_records(read_metrics(alone / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
+
+
+def backwards(run: Path, rank: int) -> int:
+    with safe_open(run / f"rank-{rank}.safetensors", "pt") as file:
+        return int(file.metadata()["backwards"])
+
+
+def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) -> None:
+    """Of four groups of two both of rank 0 are flat: the four rows left are two for each, not four and none."""
+    four = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
+    shape = ("optimizer.batch_size_per_device=1", "training.max_steps=1")
+    one = in_child(run_yaml, "one", [], *four, *shape, "optimizer.gradient_accumulation=8", FLAT="1")
+    two = on_two(run_yaml, *four, *shape, "optimizer.gradient_accumulation=4", FLAT="1")
+    ranks_agree_with(one, two, "step-000001")
+    assert [backwards(one, 0), backwards(two, 0), backwards(two, 1)] == [4, 2, 2]
+
+
+def test_pairs_whose_images_lie_on_two_ranks_train_as_on_one(run_yaml: Path) -> None:
+    """DPO on three groups of three over 5 + 4 slots: the group in the middle is split; each rank gets two pairs, the
+    last of which is padding."""
+    online = "algorithm={name: dpo, beta: 100.0, reference_refresh_every: 0, timesteps_per_pair: 2}"
+    ode = ("rollout.window=null", "rollout.noise_level=null", "ema=null", "training.max_steps=2")
+    one = in_child(run_yaml, "one", [], online, *ode, "optimizer.gradient_accumulation=4")
+    two = on_two(run_yaml, online, *ode, "optimizer.gradient_accumulation=2", "optimizer.batch_size_per_device=1")
+    ranks_agree_with(one, two, "step-000002")
+    rows = [r["rows"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "train"]
+    assert rows == [3.0, 3.0]
 
 
 def same_records(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:

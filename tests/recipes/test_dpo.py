@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from retouch.config import RunConfig
 from retouch.data import DataError
+from retouch.engine import Engine
 from retouch.models import FAMILIES
 from retouch.recipes import dpo
 from retouch.recipes.dpo import best_and_worst
+from retouch.recipes.noised import NoisedRows
 from retouch.recipes.rollouts import RewardRows
 from retouch.types import Failure, Score
 
@@ -119,6 +122,22 @@ def test_every_failure_is_no_step(dpo_run: Config, scripted: Use) -> None:
     assert [step["skipped"] for step in of_kind(records, "train")] == [1.0]
 
 
+def test_only_the_latents_of_pairs_travel(dpo_run: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of four: two of each, not all of them on every rank."""
+    scripted(brightness)
+    travelled: list[int] = []
+    for name in ("gather", "sum"):
+        real = getattr(Engine, name)
+
+        def watch(self: Engine, value: Tensor, real: Any = real) -> Tensor:
+            travelled.extend([len(value)] if value.ndim == 4 else [])
+            return real(self, value)
+
+        monkeypatch.setattr(Engine, name, watch)
+    train(dpo_run(rollout__group_size=4, rollout__batch_size_per_device=8, training__max_steps=1))
+    assert travelled == [4]
+
+
 # --- one time and one noise for four errors ---
 
 
@@ -157,6 +176,33 @@ def test_every_step_of_an_epoch_draws_anew(
     scripted(brightness)
     train(dpo_run(algorithm={"inner_epochs": 2}, training__max_steps=2))
     assert not set(forwards[1][1].tolist()) & set(forwards[3][1].tolist())
+
+
+def test_one_forward_s_conditions_are_held_at_a_time(
+    dpo_run: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four micro-batches, whether the reference or the policy is asked; all of them would fill a GPU."""
+    scripted(brightness)
+    made: list[weakref.ref[NoisedRows]] = []
+    most: list[int] = []
+    real, ask = dpo.noised_copies, dpo.errors
+
+    def watch(*arguments: Any) -> NoisedRows:
+        copies = real(*arguments)
+        made.append(weakref.ref(copies))
+        return copies
+
+    def count(*arguments: Any) -> Tensor:
+        most.append(sum(ref() is not None for ref in made))
+        return ask(*arguments)
+
+    monkeypatch.setattr(dpo, "noised_copies", watch)
+    monkeypatch.setattr(dpo, "errors", count)
+    four = {"rollout__global_groups_per_batch": 4, "rollout__batch_size_per_device": 8}
+    train(
+        dpo_run(training__max_steps=1, optimizer__batch_size_per_device=1, optimizer__gradient_accumulation=4, **four)
+    )
+    assert most == [1] * 8
 
 
 # --- who samples ---

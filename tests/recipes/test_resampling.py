@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from retouch.rewards.protocol import RewardItem
-from retouch.types import Score
+from retouch.types import Failure, Score
 
 from .runs import Config, Use, brightness, of_kind, train
 
@@ -32,6 +32,30 @@ def test_flat_groups_are_followed_by_new_ones(name: str, config: Config, scripte
     (rollout,), (step,) = of_kind(records, "rollout"), of_kind(records, "train")
     assert len(seen) == 4
     assert rollout["images"] == 8.0 and rollout["zero_std_groups"] == 0.5
+    assert step["skipped"] == 0.0 and step["rows"] == 2.0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_groups_whose_rewards_failed_are_followed_by_new_ones(name: str, config: Config, scripted: Use) -> None:
+    """One group has no reward, one has only one: neither compares anything."""
+    seen: list[int] = []
+
+    def rule(item: RewardItem) -> Any:
+        group = int(item.group or 0)
+        if group >= 200:  # an evaluation
+            return brightness(item)
+        if group not in seen:
+            seen.append(group)
+        turn = seen.index(group)
+        return Failure("bad_item", "no") if turn == 0 or (turn == 1 and item.id % 2) else brightness(item)
+
+    scripted(rule)
+    window = {"rollout__window": None, "rollout__noise_level": None} if name == "dpo" else {}
+    algorithm = {"name": name, "resample_rounds": 2}
+    limit = {"reward_client__max_failure_rate": 1.0}
+    _, records = train(config(algorithm=algorithm, training__max_steps=1, **window, **limit))
+    (rollout,), (step,) = of_kind(records, "rollout"), of_kind(records, "train")
+    assert len(seen) == 4 and (rollout["images"], rollout["failed"]) == (8.0, 3.0)
     assert step["skipped"] == 0.0 and step["rows"] == 2.0
 
 

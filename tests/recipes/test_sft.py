@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 from retouch.build import Run, build
-from retouch.config import RunConfig
+from retouch.config import ConfigError, RunConfig
 from retouch.data import batch_examples, derive_seed
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes import recipe
+from retouch.recipes import recipe, sft
 from retouch.rollout import EncodedData, denoising_error, noise_for
+from retouch.types import Example
 from tests.command_line import retouch
 
 Config = Callable[..., RunConfig]
@@ -97,6 +99,63 @@ def test_region_mask_takes_the_loss_in_the_hole_only(config: Config) -> None:
         expected = ((squared * inside).sum((1, 2)) / inside.sum((1, 2))).mean()
         assert record["error"] == pytest.approx(float(expected), rel=1e-4)
         assert record["loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+# --- caption dropout ---
+
+GUIDED = {"model": {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "train": {"kind": "full"}}}
+
+
+def rows_of(shares: list[float], config: Config, monkeypatch: pytest.MonkeyPatch, rows: int) -> list[Any]:
+    """The arguments of the denoising error of one step: (..., x0, noise, time, condition, region)."""
+    found: list[Any] = []
+    real = sft.denoising_error
+    monkeypatch.setattr(sft, "denoising_error", lambda *a: found.append(a) or real(*a))
+    for share in shares:
+        algorithm = {"name": "sft", "caption_dropout": share}
+        shape = {"training__max_steps": 1, "optimizer__batch_size_per_device": rows}
+        train(config(**GUIDED, **shape, rewards={}, algorithm=algorithm, name=f"s{share:g}"))
+    return found
+
+
+def test_a_row_without_caption_is_one_of_the_empty_prompt(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 32 rows, each as it was or encoded with "", which is the text that guidance steers away from; noise, time
+    and pictures are those of a run without dropout."""
+    whole, half, none = rows_of([0.0, 0.5, 1.0], config, monkeypatch, 32)
+    model, condition = half[0], half[6].tensors
+    empty = model.encode([Example(0, "", *EMPTY)], 7.5).tensors
+    assert torch.equal(empty["text"], empty["negative_text"])
+    dropped = [bool(torch.equal(text, empty["text"][0])) for text in condition["text"]]
+    assert 8 <= sum(dropped) <= 24
+    for row, is_empty in enumerate(dropped):
+        assert torch.equal(condition["text"][row], (none if is_empty else whole)[6].tensors["text"][row])
+        assert not torch.equal(whole[6].tensors["text"][row], empty["text"][0])
+    assert all(torch.equal(text, empty["text"][0]) for text in none[6].tensors["text"])
+    for other in (half, none):
+        assert all(torch.equal(whole[i], other[i]) for i in (3, 4, 5))
+        assert all(torch.equal(t, other[6].tensors[n]) for n, t in whole[6].tensors.items() if n != "text")
+
+
+EMPTY = (Image.new("RGB", (64, 32)), Image.new("L", (64, 32), 255))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({**SFT, "algorithm": {"name": "sft", "caption_dropout": 0.1}}, "flux_fill has no classifier-free guidance, "),
+        ({**GUIDED, "algorithm": {"name": "nft", "caption_dropout": 0.1}}, "algorithm.warmup_steps is 0; set warmup_"),
+    ],
+)
+def test_caption_dropout_is_refused_where_nothing_would_read_it(
+    overrides: dict[str, Any], message: str, config: Config
+) -> None:
+    ode = {"rollout__window": None, "rollout__noise_level": None}
+    with pytest.raises(ConfigError, match=r"algorithm\.caption_dropout: given 0\.1, but ") as caught:
+        config(**overrides, **ode)
+    assert message in str(caught.value)
+
+
+# --- repetition ---
 
 
 def test_runs_repeat_and_seeds_differ(config: Config) -> None:

@@ -82,10 +82,13 @@ def test_one_failure_of_two_rewards_fails_the_item_not_its_value(table: Table) -
     assert scores.failures() == [("kept", Failure("bad_item", "no"))]
 
 
-def test_a_weight_of_0_logs_a_reward_but_its_failure_counts_all_the_same(table: Table) -> None:
+def test_a_weight_of_0_logs_a_reward_and_its_failures_and_no_more(table: Table) -> None:
     entries = {"read": OcrReward(weight=1.0), "kept": PreservationReward(weight=0.0)}
     watched = Scripted(lambda batch: [Score(9.0), Failure("bad_item", "no")])
-    assert scored(table(entries, ocr=constant(0.5), preservation=watched), items(2)).combined() == [0.5, None]
+    scores = scored(table(entries, ocr=constant(0.5), preservation=watched), items(2))
+    assert scores.combined() == [0.5, 0.5]
+    assert scores.values("kept") == [9.0, None] and scores.failures() == [("kept", Failure("bad_item", "no"))]
+    assert scores.counted().failures() == []
 
 
 def test_outcomes_come_back_in_the_order_of_the_items(table: Table) -> None:
@@ -199,6 +202,15 @@ def test_what_is_missing_is_said_for_every_place(table: Table) -> None:
     loading, away = table({"here": OcrReward(), "there": OcrReward(url=dead)}, ocr=gate).wait_ready(0.2)
     gate.open()
     assert loading == "here: still loading after 0 s" and away.startswith(f"{dead}: ")
+
+
+def test_a_reward_of_weight_0_is_not_ready_and_nobody_minds(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start its server is waited for like any other, and the wait ends in a warning; later it is not asked."""
+    dead = f"http://127.0.0.1:{closed_port()}"
+    made = table({"here": OcrReward(), "there": PreservationReward(url=dead, weight=0.0)}, ocr=Brightness())
+    assert made.wait_ready(0.2, every_server=False) == [] and "not ready" not in caplog.text
+    assert made.wait_ready(0.2) == []
+    assert f"rewards of weight 0, which are only logged, are not ready: {dead}: " in caplog.text
 
 
 def test_a_scorer_that_cannot_load_ends_the_wait(table: Table) -> None:

@@ -78,3 +78,28 @@ def test_another_guidance_encodes_anew_and_the_same_does_not(data: EncodedData) 
     model: Any = data.model
     assert model.encoded == [([10], 30.0), ([10], 1.0)]
     assert level(data.guided(1.0).targets([1], CPU)) == [204]
+
+
+def test_what_does_not_depend_on_guidance_is_read_and_encoded_once(data: EncodedData) -> None:
+    reads: list[int] = []
+    pictures: list[int] = []
+    model: Any = data.model
+    encode_images = model.encode_images
+    data.data = Reading(EXAMPLES, reads)  # type: ignore[assignment]
+    model.encode_images = lambda images: pictures.append(len(images)) or encode_images(images)
+    for view in (data, data.guided(1.0), data.guided(2.0)):
+        view.conditions([0, 1], CPU)
+        view.targets([0, 1], CPU)
+    assert (reads, pictures) == ([0, 1], [1, 1])
+
+
+class Reading(list[Example]):
+    """Remembers which examples were read."""
+
+    def __init__(self, examples: list[Example], reads: list[int]) -> None:
+        super().__init__(examples)
+        self.reads = reads
+
+    def __getitem__(self, position: Any) -> Any:
+        self.reads.append(position)
+        return super().__getitem__(position)

@@ -169,6 +169,26 @@ def test_more_failures_than_the_limit_stop_the_run(limit: float, stops: bool) ->
             assert first.combined() == [0.0, None, 2.0, None] and second.combined() == [4.0, 5.0, 6.0, 7.0]
 
 
+# --- a reward of weight 0 ---
+
+
+def test_a_reward_of_weight_0_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Its server is away for good, and its failures are half of all; the other comes back after an outage."""
+    dead = f"http://127.0.0.1:{closed_port()}"
+    entries = {"r": PreservationReward(), "logged": PreservationReward(weight=0.0, url=dead)}
+    with FakeServer(failing({1: True})) as server:
+        entries["r"] = PreservationReward(url=server.url)
+        made = RewardTable(entries, limits(timeout_s=1.0))
+        made.start()
+        try:
+            (scores,) = settled(made, items(3), max_failure_rate=0.0, outage_wait_s=5.0)
+        finally:
+            made.close()
+    assert scores.combined() == scores.values("r") == [0.0, 1.0, 2.0]
+    assert scores.values("logged") == [None] * 3
+    assert "3 rewards of weight 0 failed, which are only logged: unavailable x 3" in caplog.text
+
+
 # --- what scorers see ---
 
 

@@ -98,12 +98,13 @@ def test_the_ode_of_an_epsilon_model_is_ddim_without_noise() -> None:
 
 
 def test_the_last_step_of_ddim_has_no_density() -> None:
-    """A plan may not train it: the std at alpha_bar 1 is 0."""
+    """A plan may not train it: the std at alpha_bar 1 is 0. It may draw in it."""
     model: Any = FakeModel("epsilon")
-    whole = StepPlan(model.schedule(4, SIZE), STEP_RULES["ddim"], 1.0, 0, 4, 4)
-    with pytest.raises(ValueError, match="std is 0"):
-        sample(model, model.network, whole, CONDITION, SEEDS)
-    sample(model, model.network, StepPlan(model.schedule(4, SIZE), STEP_RULES["ddim"], 1.0, 0, 3, 3), CONDITION, SEEDS)
+    schedule, rule = model.schedule(4, SIZE), STEP_RULES["ddim"]
+    with pytest.raises(ValueError, match="step 3 of 4 has a std of 0: a deterministic step has no log-probability"):
+        StepPlan(schedule, rule, 1.0, 0, 4, 4)
+    for stochastic in (3, 4):
+        sample(model, model.network, StepPlan(schedule, rule, 1.0, 0, stochastic, 3), CONDITION, SEEDS)
 
 
 def test_rows_may_be_at_different_steps_of_a_ddim_run() -> None:

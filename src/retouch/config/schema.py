@@ -219,7 +219,7 @@ class RolloutConfig(Section):
 
 
 class Objective(Section):
-    """Where in the picture a loss is taken."""
+    """Where in the picture a loss is taken, and supervised rows without their caption."""
 
     region: Literal["all", "mask"] = "all"
     """"mask" takes errors, log-probabilities and KL over the repainted latents only."""
@@ -227,6 +227,9 @@ class Objective(Section):
     """Latent cells by which the region of "mask" reaches beyond the mask."""
     seam_weight: Positive = 1.0
     """Weight of the cells that region_dilation adds, beside 1 within the mask."""
+    caption_dropout: Unit = 0.0
+    """Share of supervised rows (SFT, the warm-up) trained on the empty prompt, which classifier-free guidance steers
+    away from (arXiv 2207.12598: 0.1); for families that have that guidance."""
 
 
 class SftConfig(Objective):

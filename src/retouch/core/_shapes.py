@@ -11,6 +11,12 @@ def working(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def may_ask(t: Tensor) -> bool:
+    """Whether a check may look at the numbers of `t`: on the CPU alone. Any other device would first have to finish all
+    that it was given, once for every check of every forward."""
+    return t.device.type == "cpu"
+
+
 def per_row(value: Tensor | float, x: Tensor, name: str) -> Tensor:
     """A scalar or [B] `value` shaped to multiply `x` [B, ...].
 

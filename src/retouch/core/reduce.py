@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retouch.core._shapes import may_ask
+
 
 def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
     """Mean of `values` [B, ...] over all non-batch dims -> [B].
@@ -16,8 +18,11 @@ def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
     [B, C, H, W]), it is the weighted mean: elements where the region is 0 do not count at all, not even if they are
     NaN or infinite.
 
+    A row whose region is empty has no mean. On the CPU that is an error; on another device, where asking would keep it
+    waiting in every forward, the row is NaN instead.
+
     Raises:
-        ValueError: `values` without a non-batch dim, `region` of another rank or batch, or a row whose region is empty.
+        ValueError: `values` without a non-batch dim, `region` of another rank or batch, or on the CPU an empty region.
     """
     if values.ndim < 2:
         raise ValueError(f"values have shape {tuple(values.shape)}; a row mean needs at least one non-batch dim")
@@ -30,7 +35,7 @@ def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
         )
     weights = region.to(values.dtype).expand_as(values)
     total = weights.flatten(1).sum(1)
-    if not bool((total > 0).all()):
+    if may_ask(total) and not bool((total > 0).all()):
         raise ValueError("a row has an empty region: nothing to average over (is its mask empty?)")
     inside = torch.where(weights > 0, values, torch.zeros_like(values))
     return (inside * weights).flatten(1).sum(1) / total

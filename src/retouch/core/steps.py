@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import per_row, require_same_shape, working
+from retouch.core._shapes import may_ask, per_row, require_same_shape, working
 from retouch.core.reduce import row_mean, within
 from retouch.core.schedule import Prediction
 
@@ -95,13 +95,17 @@ def gaussian_log_prob(
         mode: "published" is what the CPS code calls a log-probability, -mean (x_next - mean)²: no density, but what its
             published clip ranges are for.
 
+    A std of 0 is that of a deterministic step, which has no density and must not be trained. On the CPU it is an error;
+    on another device, where asking would keep it waiting in every forward, an exact log-probability is NaN instead.
+    Plans refuse such steps beforehand (`retouch.rollout.StepPlan`).
+
     Raises:
-        ValueError: a std of 0. Such a step is deterministic and has no density; it must not be trained.
+        ValueError: tensors of different shapes, or on the CPU a std of 0.
     """
     require_same_shape(x_next=x_next, mean=mean)
     x_next, mean = working(x_next), working(mean)
     s = per_row(std, mean, "std")
-    if bool((s <= 0).any()):
+    if may_ask(s) and bool((s <= 0).any()):
         raise ValueError("std is 0: a deterministic step has no log-probability and cannot be trained")
     square = within(x_next - mean, region) ** 2
     if mode == "published":

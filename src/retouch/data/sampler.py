@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
 from retouch.data.dataset import DataError
@@ -33,11 +34,12 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def shuffled(size: int, seed: int, number: int) -> list[int]:
+@lru_cache(maxsize=4)  # steps come one after another: those of a pass share its order
+def shuffled(size: int, seed: int, number: int) -> tuple[int, ...]:
     """Positions 0 .. size - 1 in the order of pass `number`."""
     order = list(range(size))
     Random(derive_seed(seed, "pass", number)).shuffle(order)
-    return order
+    return tuple(order)
 
 
 def batch_examples(size: int, rows: int, seed: int, step: int) -> list[int]:
@@ -61,12 +63,13 @@ def epoch_examples(size: int, groups: int, seed: int, epoch: int) -> list[int]:
             f"rollout.global_groups_per_batch x rollout.batches_per_epoch to at most {size}, or add data"
         )
     number, part = divmod(epoch, size // groups)
-    return shuffled(size, seed, number)[part * groups : (part + 1) * groups]
+    return list(shuffled(size, seed, number)[part * groups : (part + 1) * groups])
 
 
 def other_examples(size: int, taken: Collection[int], count: int, seed: int, epoch: int, again: int) -> list[int]:
     """Up to `count` examples of an epoch besides those `taken`, for round `again` of resampling."""
-    free = [i for i in range(size) if i not in taken]
+    known = set(taken)
+    free = [i for i in range(size) if i not in known]
     return Random(derive_seed(seed, "resample", epoch, again)).sample(free, min(count, len(free)))
 
 

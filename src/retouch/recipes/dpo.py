@@ -12,7 +12,7 @@ The reference is a snapshot of the trained weights: with LoRA, of the adapter al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,14 @@ from retouch.config.schema import DpoConfig
 from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
 from retouch.data import batch_examples, derive_seed
-from retouch.recipes.experience import combined_advantages, rewarded_groups, row_generators, train_epoch
+from retouch.recipes.experience import (
+    combined_advantages,
+    restored,
+    rewarded_groups,
+    row_generators,
+    rows_of_all,
+    train_epoch,
+)
 from retouch.recipes.noised import NoisedRows, noised_copies
 from retouch.recipes.rollouts import RewardRows
 from retouch.recipes.session import Session
@@ -74,7 +81,7 @@ def train(run: Run) -> None:
                 continue
             refresh_reference(session, algorithm)  # before it samples
             saved = session.take_rollouts()
-            pairs = Pairs(**saved) if saved else collect_pairs(session, data, algorithm)
+            pairs = restored(Pairs, saved) if saved else collect_pairs(session, data, algorithm)
             step = partial(train_step, session, noised, algorithm, pairs)
             train_epoch(session, len(pairs.weight), pairs.tensors, step)
         session.finish()
@@ -86,16 +93,16 @@ def collect_pairs(session: Session, data: EncodedData, algorithm: DpoConfig) -> 
     policy = None if algorithm.rollout_policy == "current" else "reference"
     rollouts, rewards = rewarded_groups(session, data, algorithm, policy)
     best, worst = best_and_worst(rewards, algorithm.combine)
-    final = torch.cat([t.final for t in rollouts.trajectories])
-    everyone = engine.gather(final).cpu()  # the members of a pair may lie on two ranks
+    final = torch.cat([t.final for t in rollouts.trajectories]).cpu()
+    # the members of a pair may lie on two ranks, neither of which trains on it
+    latents = rows_of_all(engine, final, [*best.tolist(), *worst.tolist()])
+    win, lose = latents[: len(best)], latents[len(best) :]
     seeds = engine.gather(torch.tensor(rollouts.seeds)).cpu()
     per_rank = -(-len(best) // engine.world_size)
     mine = torch.arange(engine.rank * per_rank, (engine.rank + 1) * per_rank)
     weight = (mine < len(best)).float()
-    if len(best) == 0:
-        return Pairs(torch.zeros(0, dtype=torch.long), seeds[:0], everyone[:0], everyone[:0], weight)
-    mine = mine.clamp(max=len(best) - 1)
-    return Pairs(rewards.position[best[mine]], seeds[best[mine]], everyone[best[mine]], everyone[worst[mine]], weight)
+    mine = mine.clamp(max=max(0, len(best) - 1))  # none where there are no pairs
+    return Pairs(rewards.position[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
 
 
 def best_and_worst(rewards: RewardRows, combine: str) -> tuple[Tensor, Tensor]:
@@ -144,34 +151,45 @@ def train_step(
     session: Session, data: EncodedData, algorithm: DpoConfig, pairs: Pairs, rows: Tensor
 ) -> tuple[dict[str, float], bool]:
     """One optimizer step on some pairs -> (metrics, whether the weights changed)."""
-    run, progress, optimizer = session.run, session.progress, session.run.config.optimizer
+    run, optimizer = session.run, session.run.config.optimizer
     total = run.engine.sum(pairs.weight[rows].sum())
     refresh_reference(session, algorithm)
     if float(total) == 0:  # every group tied
         return {"skipped": 1.0}, False
-    noised: list[tuple[Tensor, NoisedRows]] = []
-    for chunk in rows.split(optimizer.batch_size_per_device):
-        condition = data.conditions(pairs.position[chunk].tolist(), run.engine.device)
-        both = condition.select(torch.arange(len(chunk), device=run.engine.device).repeat(2))
-        # win and lose of a pair draw from generators of one seed: one time, one noise
-        generators = row_generators(pairs.seed[chunk].repeat(2), "dpo", progress.position)
-        x0 = torch.cat([pairs.win[chunk], pairs.lose[chunk]])
-        noised.append((pairs.weight[chunk], noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair)))
+    chunks = rows.split(optimizer.batch_size_per_device)
+    # drawn twice and alike, for the reference and for the policy: a step's worth of conditions would fill a GPU
+    noised = [partial(noised_pairs, session, data, algorithm, pairs, chunk) for chunk in chunks]
     with run.clock.part("train_forward"), run.policy.use("reference"):
-        references = [errors(run, algorithm, copies) for _, copies in noised]
+        references = [errors(run, algorithm, copies()) for copies in noised]
     losses = [
-        partial(micro_loss, run, algorithm, copies, reference, weight, total)
-        for (weight, copies), reference in zip(noised, references, strict=True)
+        partial(micro_loss, run, algorithm, copies, reference, pairs.weight[chunk], total)
+        for chunk, copies, reference in zip(chunks, noised, references, strict=True)
     ]
     values, updated = optimizer_step(session, losses, session.rl_learning_rate(algorithm.warmup_steps))
     return {**values, "rows": float(total), "skipped": 0.0}, updated
 
 
+def noised_pairs(session: Session, data: EncodedData, algorithm: DpoConfig, pairs: Pairs, rows: Tensor) -> NoisedRows:
+    """W noised copies of both members of B pairs, the same whenever it is called in a step."""
+    run, device = session.run, session.run.engine.device
+    condition = data.conditions(pairs.position[rows].tolist(), device)
+    both = condition.select(torch.arange(len(rows), device=device).repeat(2))
+    # win and lose of a pair draw from generators of one seed: one time, one noise
+    generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.position)
+    x0 = torch.cat([pairs.win[rows], pairs.lose[rows]])
+    return noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair)
+
+
 def micro_loss(
-    run: Run, algorithm: DpoConfig, copies: NoisedRows, reference: Tensor, weight: Tensor, total: Tensor
+    run: Run,
+    algorithm: DpoConfig,
+    copies: Callable[[], NoisedRows],
+    reference: Tensor,
+    weight: Tensor,
+    total: Tensor,
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
     """The loss of one forward: B pairs, W noised copies of both members."""
-    win, lose = errors(run, algorithm, copies)
+    win, lose = errors(run, algorithm, copies())
     weight = weight.to(win.device)
     loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, total)
     return loss, values, weight.sum()

@@ -9,19 +9,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from random import Random
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from retouch.build import Run
 from retouch.config.schema import AdvantageConfig, RlConfig
 from retouch.core.advantages import comparable_rows, group_advantages
 from retouch.data import derive_seed, epoch_examples, other_examples
+from retouch.engine import CheckpointError, Engine
 from retouch.recipes.rollouts import RewardRows, Rollouts, gather_rewards, log_rollouts, sample_and_score
 from retouch.recipes.session import Session
 from retouch.rollout import EncodedData
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 logger = logging.getLogger(__name__)
+
+Rows = TypeVar("Rows", bound="DataclassInstance")
 
 
 @dataclass
@@ -61,7 +67,12 @@ class Experience:
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor]) -> Experience:
-        return cls(**tensors)
+        """What a checkpoint kept.
+
+        Raises:
+            CheckpointError: it is not that of these algorithms.
+        """
+        return restored(cls, tensors)
 
     def select(self, rows: Tensor) -> Experience:
         kept = {name: t[rows] if len(t) else t for name, t in self.tensors().items()}
@@ -100,22 +111,24 @@ def collect(session: Session, data: EncodedData, algorithm: AdvantageConfig, pol
         means=torch.cat(recorded).cpu() if recorded else torch.zeros(0),
         reference_means=torch.zeros(0),
     )
-    return experience.select(live_rows(run, experience.weight))
+    return evenly_dealt(run.engine, experience, weight)
 
 
 def rewarded_groups(
     session: Session, data: EncodedData, algorithm: RlConfig, policy: str | None
 ) -> tuple[Rollouts, RewardRows]:
-    """An epoch's images with their rewards. Groups whose rewards are all alike are followed by new ones, for up to
-    `resample_rounds` rounds (DAPO, arXiv 2503.14476); the same decision on every rank."""
+    """An epoch's images with their rewards. Groups without a signal (rewards all alike, or fewer than two that did not
+    fail) are followed by new ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476); the same decision on
+    every rank."""
     run, config, epoch = session.run, session.run.config, session.progress.epoch
     wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
     chosen = epoch_examples(len(run.data), wanted, config.seed, epoch)
     rollouts = sample_and_score(session, data, algorithm, chosen, policy)
     rewards = gather_rewards(run, rollouts)
     for again in range(algorithm.resample_rounds):
-        useless = int(rewards.position[rewards.flat(algorithm.combine)].unique().numel()) - (len(chosen) - wanted)
-        more = other_examples(len(run.data), chosen, useless, config.seed, epoch, again) if useless > 0 else []
+        signal = comparable_rows(rewards.position, rewards.valid) & ~rewards.flat(algorithm.combine)
+        missing = wanted - rewards.position[signal].unique().numel()
+        more = other_examples(len(run.data), chosen, missing, config.seed, epoch, again) if missing > 0 else []
         if not more:
             break
         rollouts += sample_and_score(session, data, algorithm, more, policy)
@@ -140,15 +153,81 @@ def combined_advantages(rewards: RewardRows, combine: str, baseline: str, scale:
     keys, valid = rewards.position, rewards.valid
     if combine == "sum_then_normalize" or len(rewards.names) == 1:
         return group_advantages(rewards.combined, keys, valid, baseline, scale, clip=clip)  # type: ignore[arg-type]
-    parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in rewards.values.T]  # type: ignore[arg-type]
-    return (torch.stack(parts, 1) * rewards.weights).sum(1) / rewards.weights.abs().sum()
+    columns, weights = rewards.values[:, rewards.counted].T, rewards.weights[rewards.counted]
+    parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in columns]  # type: ignore[arg-type]
+    return (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
 
 
-def live_rows(run: Run, weight: Tensor) -> Tensor:
-    """Rows worth a forward, the same number on every rank: those of weight > 0, filled up with rows of weight 0."""
-    live, dead = (weight > 0).nonzero().flatten(), (weight == 0).nonzero().flatten()
-    most = int(run.engine.gather(torch.tensor([len(live)])).max())
-    return torch.cat([live, dead[: most - len(live)]])
+def evenly_dealt(engine: Engine, experience: Experience, weight: Tensor) -> Experience:
+    """The rows worth a forward, the same number on every rank; what is missing is filled up with weight 0.
+
+    Groups are left out and drawn anew wherever they lay: without dealing, the rank with the most rows left would set
+    the number of forwards of all.
+
+    Args:
+        experience: n rows of this rank.
+        weight: [N] of all ranks' rows.
+    """
+    n = len(experience.weight)
+    hands = deal((weight > 0).tolist(), engine.world_size)
+    mine, most = hands[engine.rank], max(map(len, hands))
+    moved = [row for rank, hand in enumerate(hands) for row in hand if row // n != rank]
+    local = [row - engine.rank * n for row in mine if row // n == engine.rank]
+    guests = [place for place, row in enumerate(moved) if row in mine]
+
+    def dealt(t: Tensor) -> Tensor:
+        rows = t[local]
+        if moved and len(t):
+            rows = torch.cat([rows, rows_of_all(engine, t, moved)[guests]])
+        return rows if len(rows) == most else torch.cat([rows, t[:1].expand(most - len(rows), *t.shape[1:])])
+
+    result = Experience(**{name: dealt(t) if len(t) else t for name, t in experience.tensors().items()})
+    result.weight[len(mine) :] = 0
+    return result
+
+
+def deal(live: Sequence[bool], world_size: int) -> list[list[int]]:
+    """Which of N rows in rank order are live -> the rows that each rank gets: its own up to an even share, rounded up;
+    those beyond it go to ranks with fewer. No other row moves."""
+    n, share = len(live) // world_size, -(-sum(live) // world_size)
+    own = [[row for row in range(rank * n, (rank + 1) * n) if live[row]] for rank in range(world_size)]
+    spare = [row for rows in own for row in rows[share:]]
+    hands: list[list[int]] = []
+    for rows in own:
+        room = max(0, share - len(rows))
+        hands.append(rows[:share] + spare[:room])
+        spare = spare[room:]
+    return hands
+
+
+def restored(kind: type[Rows], tensors: Mapping[str, Tensor]) -> Rows:
+    """Rows of an epoch from a checkpoint inside it.
+
+    Raises:
+        CheckpointError: tensors of another algorithm or version.
+    """
+    names = {f.name for f in fields(kind)}
+    if names != tensors.keys():
+        raise CheckpointError(
+            f"rollouts.safetensors holds {', '.join(sorted(tensors))}, but this algorithm goes on with "
+            f"{', '.join(sorted(names))}; resume from a checkpoint without rollouts.safetensors"
+        )
+    return kind(**tensors)
+
+
+def rows_of_all(engine: Engine, values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some of all ranks' rows [M, ...] on the CPU, the same on every rank; only they travel.
+
+    Args:
+        values: [n, ...] of this rank; n is the same on every rank.
+        rows: M indices in rank order.
+    """
+    start = engine.rank * len(values)
+    found = torch.zeros(len(rows), *values.shape[1:], dtype=values.dtype)
+    for place, row in enumerate(rows):
+        if start <= row < start + len(values):
+            found[place] = values[row - start]
+    return engine.sum(found).cpu() if rows else found  # every other rank has zeros there
 
 
 TrainStep = Callable[[Tensor], tuple[dict[str, float], bool]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retouch.build import Run
 from retouch.config.schema import GrpoConfig, RlConfig
-from retouch.core.advantages import zero_std_rows
+from retouch.core.advantages import comparable_rows, zero_std_rows
 from retouch.data import Slot, derive_seed, rank_slots
 from retouch.observe.grids import grid
 from retouch.recipes.session import Session
@@ -61,10 +61,10 @@ class RewardRows:
     Attributes:
         names: R reward names, in the order of the run file.
         values: [N, R] float64, NaN where a reward failed.
-        weights: [R].
+        weights: [R]; one of weight 0 is only logged.
         position: [N] int64 of each row's example in the data set: the key of its group.
         index: [N] int64 within the group.
-        valid: [N] bool; false for padding and rows with a failed reward.
+        valid: [N] bool; false for padding and rows on which a reward with a weight failed.
         padding: [N] bool.
     """
 
@@ -77,15 +77,19 @@ class RewardRows:
     padding: Tensor
 
     @property
+    def counted(self) -> Tensor:
+        """[R] bool: rewards with a weight."""
+        return self.weights != 0
+
+    @property
     def combined(self) -> Tensor:
         """[N] weighted sums; 0 where not valid."""
-        return (torch.where(self.valid[:, None], self.values, 0.0) * self.weights).sum(1)
+        return (torch.where(self.valid[:, None] & self.counted, self.values, 0.0) * self.weights).sum(1)
 
     def flat(self, combine: str) -> Tensor:
         """[N] bool: valid rows of groups without a signal: each reward (or their sum, if that is what is normalised) is
         the same for all of the group."""
-        counted = self.values[:, self.weights != 0]  # one of weight 0 is only logged
-        columns = [self.combined] if combine == "sum_then_normalize" else list(counted.T)
+        columns = [self.combined] if combine == "sum_then_normalize" else list(self.values[:, self.counted].T)
         return torch.stack([zero_std_rows(c, self.position, self.valid) for c in columns]).all(0)
 
     def of_rank(self, rank: int, world_size: int) -> slice:
@@ -155,7 +159,8 @@ def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
     """Rewards of every rank's rows, the same on every rank."""
     names = list(run.rewards.entries)
     local = [[v for s in rollouts.scores for v in s.values(name)] for name in names]
-    failed = torch.tensor([any(column[i] is None for column in local) for i in range(len(rollouts.slots))])
+    counted = [column for name, column in zip(names, local, strict=True) if run.rewards.weights[name]]
+    failed = torch.tensor([any(column[i] is None for column in counted) for i in range(len(rollouts.slots))])
     padding = torch.tensor([s.padding for s in rollouts.slots])
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in local], dtype=torch.float64).T
     position = torch.tensor([s.example for s in rollouts.slots])
@@ -169,14 +174,21 @@ def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:
     """What is logged of the rewards of an epoch, over all ranks."""
     asked, valid = ~rewards.padding, rewards.valid
     statistics = {"images": float(asked.sum()), "failed": float((asked & ~valid).sum())}
+    for i in (~rewards.counted).nonzero().flatten().tolist():  # their failures make no row invalid
+        failed = float((asked & rewards.values[:, i].isnan()).sum())
+        statistics |= {f"failed/{rewards.names[i]}": failed} if failed else {}
     if bool(valid.any()):
         combined = rewards.combined[valid]
         for i, name in enumerate(rewards.names):
-            statistics[f"reward/{name}"] = float(rewards.values[valid, i].mean())
+            scored = valid & ~rewards.values[:, i].isnan()
+            if bool(scored.any()):
+                statistics[f"reward/{name}"] = float(rewards.values[scored, i].mean())
         statistics["combined_score"] = float(combined.mean())
         statistics["combined_std"] = float(combined.std(unbiased=False))
-        groups = rewards.position[valid].unique()
-        statistics["zero_std_groups"] = float(rewards.position[rewards.flat(combine)].unique().numel() / groups.numel())
+        compared = comparable_rows(rewards.position, valid)
+        if bool(compared.any()):  # a group of one image has no std
+            flat = rewards.position[compared & rewards.flat(combine)].unique().numel()
+            statistics["zero_std_groups"] = flat / rewards.position[compared].unique().numel()
     return statistics
 
 

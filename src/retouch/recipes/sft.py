@@ -1,7 +1,8 @@
 """Supervised fine-tuning: the denoising loss on examples with a target picture (flow matching, arXiv 2210.02747).
 
 Alone it is the baseline; before RL it is the warm-up. Departure from the paper: times go through the same shift as
-sampling (`shifted_times`), so that training sees the noise levels that sampling visits.
+sampling (`shifted_times`), so that training sees the noise levels that sampling visits. For classifier-free guidance
+(arXiv 2207.12598) a share of the rows can be trained without caption (`caption_dropout`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from retouch.build import Run
 from retouch.config.schema import Objective, RlConfig, SftConfig
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data import batch_examples, derive_seed
+from retouch.engine import CheckpointError
 from retouch.recipes.session import Session
 from retouch.recipes.update import optimizer_step
 from retouch.rollout import EncodedData, denoising_error, noise_for, objective_region
@@ -34,7 +36,12 @@ def train(run: Run) -> None:
 
 def warm_up(session: Session, algorithm: RlConfig, snapshots: Sequence[str]) -> None:
     """The supervised steps before RL, where there are any. Its end, or the start of the run, is what the named
-    snapshots hold."""
+    snapshots hold.
+
+    Raises:
+        CheckpointError: resumed after the warm-up from a checkpoint without one of them. The policy of today is no
+            stand-in for that of then.
+    """
     run, optimizer = session.run, session.config.optimizer
     if session.progress.phase == "warmup":
         lr = optimizer.warmup_lr or optimizer.lr
@@ -46,14 +53,21 @@ def warm_up(session: Session, algorithm: RlConfig, snapshots: Sequence[str]) -> 
             run.policy.snapshot(name)
         session.save(pinned=True)
     for name in snapshots:
-        if name not in run.policy.snapshots:
-            run.policy.snapshot(name)
+        if name in run.policy.snapshots:
+            continue
+        if session.resumed_from is not None:
+            raise CheckpointError(
+                f"{session.resumed_from}: has no snapshot {name!r}, with which {session.config.algorithm.name} goes "
+                "on; give another checkpoint, or start a new run under another name=..."
+            )
+        run.policy.snapshot(name)
 
 
 def supervised_phase(session: Session, until: int, lr: float, shifted: bool, objective: Objective) -> None:
     """Supervised optimizer steps up to step `until` of the run.
 
-    Row r of step s draws its noise and time from (run seed, s, r), whatever the rank or micro-batch it lands in.
+    Row r of step s draws its noise, its time and whether it loses its caption from (run seed, s, r), whatever the rank
+    or micro-batch it lands in.
     """
     run, progress = session.run, session.progress
     config, engine = run.config, run.engine
@@ -81,11 +95,13 @@ def _loss(
 ) -> tuple[Tensor, Mapping[str, Tensor], int]:
     run, device = session.run, session.run.engine.device
     chosen = [positions[r] for r in rows]
-    condition, x0 = data.conditions(chosen, device), data.targets(chosen, device)
-    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
+    x0 = data.targets(chosen, device)
     seeds = [derive_seed(run.config.seed, "sft", session.progress.step, r) for r in rows]
     noise, generators = noise_for(x0.shape[1:], seeds)
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    uncaptioned = [float(torch.rand((), generator=g)) < objective.caption_dropout for g in generators]
+    condition = data.conditions(chosen, device, uncaptioned)
+    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)
     errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)

@@ -70,11 +70,22 @@ class RewardTable:
             self._backends[place] = self._connect(place, members)
 
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
-        """Wait until every reward can be scored, on all of its servers or on one -> problems that remain."""
+        """Wait until every reward can be scored, on all of its servers or on one -> problems that remain.
+
+        Where only rewards of weight 0 are scored, a problem is a warning; once the run is under way (one server is
+        enough) it is not waited for.
+        """
         deadline = time.monotonic() + timeout_s
         problems: list[str] = []
-        for backend in self._backends.values():
-            problems += backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
+        for place, backend in self._backends.items():
+            counts = any(self.weights[name] for name, p in self._places.items() if p == place)
+            if not counts and not every_server:
+                continue
+            found = backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
+            if counts:
+                problems += found
+            elif found:
+                logger.warning("rewards of weight 0, which are only logged, are not ready: %s", "; ".join(found))
         return problems
 
     def submit(self, items: Sequence[RewardItem]) -> PendingScores:

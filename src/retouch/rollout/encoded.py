@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
@@ -19,6 +20,7 @@ from retouch.data import Dataset
 from retouch.observe import Stopwatch
 from retouch.types import Condition, DiffusionModel, Example
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 Role = Literal["target", "win", "lose"]
@@ -36,22 +38,36 @@ class EncodedData:
         self.guidance_scale = guidance_scale
         self.clock = clock
         self._examples: OrderedDict[int, Example] = OrderedDict()
-        self._conditions: OrderedDict[int, Condition] = OrderedDict()
+        self._conditions: OrderedDict[tuple[int, bool], Condition] = OrderedDict()
         self._pictures: dict[str, OrderedDict[int, Tensor]] = {role: OrderedDict() for role in get_args(Role)}
 
     def guided(self, guidance_scale: float) -> EncodedData:
-        """The same data under another guidance scale; itself where it is the same."""
+        """The same data under another guidance scale; itself where it is the same.
+
+        What does not depend on the scale (pictures and their latents; prompts, which the model keeps) is not encoded
+        again. A condition is: the model may make another one under another scale.
+        """
         if guidance_scale == self.guidance_scale:
             return self
-        return EncodedData(self.model, self.data, guidance_scale, self.clock)
+        other = EncodedData(self.model, self.data, guidance_scale, self.clock)
+        other._examples, other._pictures = self._examples, self._pictures
+        return other
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
         return [_recall(self._examples, p, self.data.__getitem__) for p in positions]
 
-    def conditions(self, positions: Sequence[int], device: torch.device) -> Condition:
-        """One condition with a row for each position, in order."""
+    def conditions(
+        self, positions: Sequence[int], device: torch.device, uncaptioned: Sequence[bool] | None = None
+    ) -> Condition:
+        """One condition with a row for each position, in order.
+
+        Args:
+            uncaptioned: rows that get the empty prompt instead of their own, which is what classifier-free guidance
+                steers away from.
+        """
+        keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
         with self.clock.part("text"):
-            rows = [_recall(self._conditions, p, self._encode) for p in positions]
+            rows = [_recall(self._conditions, key, self._encode) for key in keys]
             names = rows[0].tensors.keys()
             tensors = {name: torch.cat([row.tensors[name] for row in rows]).to(device) for name in names}
             masks = [row.mask for row in rows if row.mask is not None]
@@ -76,8 +92,11 @@ class EncodedData:
             rows = [_recall(cache, p, partial(self._encode_picture, role)) for p in positions]
             return torch.cat(rows).to(device)
 
-    def _encode(self, position: int) -> Condition:
-        return self.model.encode(self.examples([position]), self.guidance_scale).to("cpu")
+    def _encode(self, key: tuple[int, bool]) -> Condition:
+        position, uncaptioned = key
+        example = self.examples([position])[0]
+        example = replace(example, prompt="") if uncaptioned else example
+        return self.model.encode([example], self.guidance_scale).to("cpu")
 
     def _encode_picture(self, role: Role, position: int) -> Tensor:
         example = self.examples([position])[0]
@@ -88,7 +107,7 @@ class EncodedData:
         return self.model.encode_images(pixels).cpu()
 
 
-def _recall(cache: OrderedDict[int, T], key: int, make: Callable[[int], T]) -> T:
+def _recall(cache: OrderedDict[K, T], key: K, make: Callable[[K], T]) -> T:
     if key not in cache:
         cache[key] = make(key)
         if len(cache) > CAPACITY:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
+import torch
+
 from retouch.config.derived import sliding_places, stochastic_steps, trained_steps, window_starts
 from retouch.config.families import ETA, NOISE_LEVEL
 from retouch.config.rules import step_rule
@@ -23,6 +25,10 @@ class StepPlan:
 
     Steps `first .. first + stochastic - 1` use the rule, the others the ODE; the first `trained` of them enter the loss
     and are recorded.
+
+    Raises:
+        ValueError: steps that cannot be trained: not stochastic, of another family's rule, or with a std of 0. It is
+            checked here, on the CPU and before any forward; asking a GPU in every forward would keep it waiting.
     """
 
     schedule: Schedule
@@ -39,6 +45,13 @@ class StepPlan:
             raise ValueError(
                 f"this step rule is for {self.rule.prediction} models, the model predicts {self.schedule.prediction}"
             )
+        if self.rule is not None and self.trained:
+            flat = (self._trained_std(self.rule) <= 0).nonzero().flatten().tolist()
+            if flat:
+                raise ValueError(
+                    f"step {self.first + flat[0]} of {self.num_steps} has a std of 0: a deterministic step has no "
+                    "log-probability and cannot be trained"
+                )
 
     @property
     def num_steps(self) -> int:
@@ -46,6 +59,14 @@ class StepPlan:
 
     def is_stochastic(self, step: int) -> bool:
         return self.first <= step < self.first + self.stochastic
+
+    def _trained_std(self, rule: StepRule) -> torch.Tensor:
+        """[trained], step sizes included."""
+        level = self.schedule.level(self.schedule.times)
+        span = range(self.first, self.first + self.trained)
+        x = torch.zeros(len(span), 1)
+        now, then = level[span.start : span.stop], level[span.start + 1 : span.stop + 1]
+        return rule.mean_std(x, x, now, then, self.strength, float(level[1]))[1]
 
 
 def ode_plan(schedule: Schedule) -> StepPlan:

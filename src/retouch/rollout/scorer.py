@@ -63,17 +63,20 @@ def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[in
 
 
 def settle(table: RewardTable, batches: Sequence[PendingBatch], config: RewardClientConfig) -> list[Scores]:
-    """Wait for every batch.
+    """Wait for every batch. A reward of weight 0 is only logged: it is not waited for, and its failures stop nothing.
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`.
-        FailureRateExceeded: more than `max_failure_rate` of all rewards failed.
+        FailureRateExceeded: more than `max_failure_rate` of the rewards with a weight failed.
     """
     scores = [_settle_one(table, batch, config) for batch in batches]
-    failures = [failure for s in scores for _, failure in s.failures()]
-    total = sum(len(s) * len(s.outcomes) for s in scores)
+    failures = [failure for s in scores for _, failure in s.counted().failures()]
+    total = sum(len(s) * len(s.counted().outcomes) for s in scores)
     if failures:
         logger.warning("%d of %d rewards failed: %s", len(failures), total, summary(failures))
+    aside = [failure for s in scores for name, failure in s.failures() if not s.weights[name]]
+    if aside:
+        logger.warning("%d rewards of weight 0 failed, which are only logged: %s", len(aside), summary(aside))
     if len(failures) > config.max_failure_rate * total:
         raise FailureRateExceeded(
             f"{len(failures)} of {total} rewards failed, over reward_client.max_failure_rate "
@@ -119,10 +122,10 @@ def _ask_again(table: RewardTable, batch: PendingBatch, scores: Scores, rows: Se
 
 
 def unavailable(scores: Scores) -> dict[int, Failure]:
-    """Row -> one of its failures that say a server is away, not that the item is bad."""
+    """Row -> one of its failures that say a server is away, not that the item is bad, of a reward with a weight."""
     return {
         row: outcome
-        for column in scores.outcomes.values()
+        for column in scores.counted().outcomes.values()
         for row, outcome in enumerate(column)
         if isinstance(outcome, Failure) and outcome.retryable
     }
