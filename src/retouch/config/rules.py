@@ -218,11 +218,6 @@ def _objective(run: RunConfig) -> None:
             f"algorithm.caption_dropout: given {algorithm.caption_dropout}, but {run.model.family} has no "
             "classifier-free guidance, which would need a prediction without a caption; leave it out"
         )
-    if algorithm.caption_dropout and not (isinstance(algorithm, SftConfig) or algorithm.warmup_steps):
-        raise ValueError(
-            f"algorithm.caption_dropout: given {algorithm.caption_dropout}, but it is of supervised steps, and "
-            "algorithm.warmup_steps is 0; set warmup_steps, or leave it out"
-        )
     if algorithm.region == "all" and algorithm.region_dilation:
         raise ValueError(
             f"algorithm.region_dilation: given {algorithm.region_dilation}, but algorithm.region is 'all'; set "
