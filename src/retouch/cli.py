@@ -220,11 +220,14 @@ def data_synth(
     caption_noise: Annotated[
         float, typer.Option(help="Share of letters that the list gets wrong, as lists of scraped pictures do.")
     ] = 0.0,
+    styled: Annotated[
+        bool, typer.Option("--styled", help="References are other words in the font and colour of each sign.")
+    ] = False,
 ) -> None:
     """Write signs with words in several fonts and colours, and their masks."""
     from retouch.data.synth import synthesize
 
-    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise)
+    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise, styled)
     typer.echo(f"{out}: {written} items")
 
 

@@ -102,7 +102,7 @@ class Loaded:
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
         self.model: DiffusionModel = load_model(config.model, self.engine.device)
-        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec)
+        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
         self.policy = Policy(self.model.network)
         self.base: dict[str, Tensor] = {n: t.clone() for n, t in self.policy.state().items()}

@@ -33,6 +33,26 @@ FACTS = {
     "sd_inpaint": FamilyFacts("epsilon", 8, 7.5, doubles_for_guidance=True, needs=_INPAINTING),
 }
 
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """The style adapter that a family has where `model.train` says nothing else.
+
+    Attributes:
+        head: how a reference becomes tokens; see retouch.adapters.formats.
+        tokens: how many.
+        image_encoder: hub id of the encoder of references.
+    """
+
+    head: Literal["mlp", "linear"]
+    tokens: int
+    image_encoder: str
+
+
+ADAPTERS = {
+    "flux_fill": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
+}
+
 TINY_SIZE_MULTIPLE = 8
 """Of the tiny bases, whose autoencoder shrinks 4 x."""
 

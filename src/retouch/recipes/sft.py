@@ -18,7 +18,7 @@ from retouch.core.objectives.sft import denoising_loss
 from retouch.data import batch_examples, derive_seed
 from retouch.recipes.session import Session
 from retouch.recipes.update import optimizer_step
-from retouch.rollout import EncodedData, denoising_error, noise_for, objective_region
+from retouch.rollout import EncodedData, denoising_error, drop_references, noise_for, objective_region
 
 
 def train(run: Run) -> None:
@@ -82,6 +82,10 @@ def _loss(
     run, device = session.run, session.run.engine.device
     chosen = [positions[r] for r in rows]
     condition, x0 = data.conditions(chosen, device), data.targets(chosen, device)
+    train = run.config.model.train
+    if train.kind == "ip_adapter":
+        draws = [derive_seed(run.config.seed, "reference", session.progress.step, r) for r in rows]
+        condition = drop_references(condition, train.reference_dropout, draws)
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     seeds = [derive_seed(run.config.seed, "sft", session.progress.step, r) for r in rows]
     noise, generators = noise_for(x0.shape[1:], seeds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
@@ -86,6 +87,16 @@ class EncodedData:
             raise ValueError(f"example {example.id} has no {role} picture")
         pixels = torch.from_numpy(np.asarray(picture, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
         return self.model.encode_images(pixels).cpu()
+
+
+def drop_references(condition: Condition, share: float, seeds: Sequence[int]) -> Condition:
+    """The condition with a share of its rows, drawn from a seed each, attending to no token of their reference."""
+    if not share:
+        return condition
+    draws = torch.tensor([float(torch.rand((), generator=torch.Generator().manual_seed(seed))) for seed in seeds])
+    keep = condition.tensors["reference_keep"]
+    kept = keep * (draws >= share).to(keep)
+    return replace(condition, tensors={**condition.tensors, "reference_keep": kept})
 
 
 def _recall(cache: OrderedDict[int, T], key: int, make: Callable[[int], T]) -> T:
