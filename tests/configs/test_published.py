@@ -32,7 +32,7 @@ LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
 SD1.5: self- and cross-attention of 16 blocks."""
 
-ADAPTER_PARAMETERS = {"flux_fill": 2.65e9}
+ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6}
 """Of the style adapters, on vectors of SigLIP so400m."""
 
 SIGLIP_WIDTH = 1152

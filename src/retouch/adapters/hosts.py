@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from torch import Tensor, nn
 
 from retouch.adapters.formats import AdapterShape, Head
 from retouch.adapters.processors import FluxIpProcessor, IpProcessor
-from retouch.adapters.projections import ImageProjection
+from retouch.adapters.projections import TokenProjection
 from retouch.config.errors import ConfigError
 
 
@@ -51,8 +54,8 @@ class Host(Protocol):
         """Key of the file -> parameter name in the network."""
         ...
 
-    def call_options(self, vectors: Tensor) -> dict[str, Any]:
-        """Arguments of the pipeline's call for vectors [B, D] of references."""
+    def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
+        """Arguments of the pipeline's call for vectors [B, D] of references; `guided`: with two forwards a step."""
         ...
 
 
@@ -79,7 +82,7 @@ class BlockHost:
 
     def place(self, shape: AdapterShape) -> None:
         former = shape.head == "mlp+query_former"
-        projection = ImageProjection(shape.width, shape.tokens, shape.token_width, query_former=former)
+        projection = TokenProjection(shape.width, shape.tokens, shape.token_width, query_former=former)
         self.network.encoder_hid_proj = projection.to(self.network.device)
         for block, inner in zip(self._blocks(), shape.inner, strict=True):
             attention = self._attention(block)
@@ -109,7 +112,7 @@ class BlockHost:
                 found[key] = f"{sections[section]}.{rest}"
         return found
 
-    def call_options(self, vectors: Tensor) -> dict[str, Any]:
+    def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
         return {"joint_attention_kwargs": {"ip_adapter_image_embeds": vectors}}
 
 
@@ -119,7 +122,81 @@ class FluxHost(BlockHost):
     processor = FluxIpProcessor
 
 
-HOSTS: dict[str, Callable[[Any], Host]] = {"FluxTransformer2DModel": FluxHost}
+class UnetHost:
+    """The U-Net of Stable Diffusion: diffusers' own modules at every cross-attention, in Tencent's layout."""
+
+    heads: tuple[Head, ...] = ("linear",)
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self._stock: dict[str, Any] = {}
+
+    def _blocks(self) -> list[str]:
+        names = [name.removesuffix(".processor") for name in self.network.attn_processors]
+        return [name for name in names if name.endswith(".attn2")]
+
+    def inner(self) -> tuple[int, ...]:
+        return tuple(self.network.get_submodule(block).to_k.out_features for block in self._blocks())
+
+    def token_width(self) -> int:
+        return self.network.config.cross_attention_dim
+
+    def place(self, shape: AdapterShape) -> None:
+        network = self.network
+        projection = MultiIPAdapterImageProjection([ImageProjection(shape.width, shape.token_width, shape.tokens)])
+        network.encoder_hid_proj = projection.to(network.device)
+        network.register_to_config(encoder_hid_dim_type="ip_image_proj")
+        for block, inner in zip(self._blocks(), shape.inner, strict=True):
+            attention = network.get_submodule(block)
+            self._stock[block] = attention.processor
+            made = IPAdapterAttnProcessor2_0(inner, shape.token_width, num_tokens=(shape.tokens,))
+            made.to_k_ip[0], made.to_v_ip[0] = (
+                CastLinear(shape.token_width, inner, bias=False, out_dtype=network.dtype) for _ in "kv"
+            )
+            nn.init.zeros_(made.to_v_ip[0].weight)  # type: ignore[arg-type]
+            attention.set_processor(made.to(network.device))
+
+    def remove(self) -> None:
+        del self.network.encoder_hid_proj
+        self.network.encoder_hid_proj = None
+        self.network.register_to_config(encoder_hid_dim_type=None)
+        for block, stock in self._stock.items():
+            self.network.get_submodule(block).set_processor(stock)
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        for block, scale in zip(self._blocks(), scales, strict=True):
+            self.network.get_submodule(block).processor.scale = [scale]
+
+    def names(self, shape: AdapterShape) -> dict[str, str]:
+        inside = "encoder_hid_proj.image_projection_layers.0"
+        parts = {"proj": f"{inside}.image_embeds", "norm": f"{inside}.norm"}
+        blocks = dict(zip(shape.numbers(), self._blocks(), strict=True))
+        found: dict[str, str] = {}
+        for key in shape.tensors():
+            section, first, *rest = key.split(".")
+            if section == "image_proj":
+                found[key] = f"{parts[first]}.{rest[0]}"
+            else:
+                found[key] = f"{blocks[int(first)]}.processor.{rest[0]}.0.weight"
+        return found
+
+    def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
+        rows = vectors[:, None]
+        return {"ip_adapter_image_embeds": [torch.cat([torch.zeros_like(rows), rows]) if guided else rows]}
+
+
+class CastLinear(nn.Linear):
+    """A layer in its own precision among others: diffusers' processor mixes its output with the network's."""
+
+    def __init__(self, *sizes: int, bias: bool, out_dtype: torch.dtype) -> None:
+        super().__init__(*sizes, bias=bias)
+        self.out_dtype = out_dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(self.weight.dtype)).to(self.out_dtype)
+
+
+HOSTS: dict[str, Callable[[Any], Host]] = {"FluxTransformer2DModel": FluxHost, "UNet2DConditionModel": UnetHost}
 """Class of a network -> its host."""
 
 

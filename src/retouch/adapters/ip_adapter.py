@@ -135,11 +135,14 @@ class StyleAdapter:
         """How much the reference counts, in all blocks or in each."""
         self._attached().set_scale(scale)
 
-    def condition(self, references: Sequence[Image], encoder: ImageEncoder | str | None = None) -> dict[str, Any]:
+    def condition(
+        self, references: Sequence[Image], encoder: ImageEncoder | str | None = None, *, guided: bool = True
+    ) -> dict[str, Any]:
         """Arguments of the pipeline's call for one reference each image (or one for all).
 
         Args:
             encoder: what embeds the pictures; None loads the one that the file names.
+            guided: whether the call uses classifier-free guidance; only Stable Diffusion must know.
 
         Raises:
             ConfigError: a file that names no encoder, or one of another width.
@@ -154,7 +157,8 @@ class StyleAdapter:
                 f"{self.path}: takes vectors of width {self.file.shape.width}, the encoder makes {self._encoder.width}"
             )
         network = self._attached().host.network
-        return self._attached().host.call_options(self._encoder(references).to(network.device))
+        vectors = self._encoder(references).to(network.device, network.dtype)
+        return self._attached().host.call_options(vectors, guided=guided)
 
     def _attached(self) -> IpAdapter:
         if self._inside is None:

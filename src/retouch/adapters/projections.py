@@ -53,7 +53,7 @@ class QueryFormer(nn.Module):
         return _apply(self.norm, _apply(self.cross_attn_norm, attended + queries))
 
 
-class ImageProjection(nn.Module):
+class TokenProjection(nn.Module):
     """The head or the sum of both heads, where a network expects its `encoder_hid_proj`."""
 
     def __init__(self, width: int, tokens: int, token_width: int, *, query_former: bool) -> None:

@@ -51,6 +51,7 @@ class AdapterFacts:
 
 ADAPTERS = {
     "flux_fill": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
+    "sd_inpaint": AdapterFacts("linear", 4, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
 }
 
 TINY_SIZE_MULTIPLE = 8

@@ -65,6 +65,13 @@ def _adapter(run: RunConfig) -> None:
             f"model.train.kind: given 'ip_adapter', which is for {', '.join(ADAPTERS)}; set kind=lora for "
             f"{run.model.family}"
         )
+    if ADAPTERS[run.model.family].head == "linear":
+        for key, value in (("query_former", train.query_former), ("weights", train.weights == "no_last_layer")):
+            if value:
+                raise ValueError(
+                    f"model.train.{key}: given {getattr(train, key)!r}, but the projection of {run.model.family} is "
+                    f"one layer; leave {key} out"
+                )
     defaults = TrainIpAdapter()
     if train.weights != "kv_lora" and (train.rank, train.alpha) != (defaults.rank, defaults.alpha):
         raise ValueError(

@@ -58,9 +58,9 @@ class TrainIpAdapter(Section):
     kind: Literal["ip_adapter"] = "ip_adapter"
     image_encoder: Text | None = None
     """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
-    Null is google/siglip-so400m-patch14-384."""
+    Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
     tokens: PositiveInt | None = None
-    """Tokens that a reference becomes; null is 128, what ComfyUI's nodes read."""
+    """Tokens that a reference becomes; null is 128, what ComfyUI's nodes read; 4 for sd_inpaint, what diffusers reads."""
     query_former: bool = False
     """Add the second head of the released Calligrapher to the projection."""
     weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
@@ -73,7 +73,8 @@ class TrainIpAdapter(Section):
     scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] = 1.0
     """How much the reference counts: in all blocks, or a factor for each."""
     reference_dropout: Unit = 0.0
-    """Share of the rows of supervised steps that attend to no token. On a frozen network these rows train nothing."""
+    """Share of the rows of supervised steps without their reference. Such a row attends to no token, so that on a
+    frozen network it trains nothing; for sd_inpaint its vector is 0, as in the unconditional half of guidance."""
     initial_adapter: Text | None = None
     """File to start from, of any layout (or a folder of a checkpoint); null starts with a new adapter, which changes
     nothing at first."""

@@ -15,7 +15,7 @@ from retouch.models.loading import DTYPES
 from retouch.types import Example, ModelSpec
 
 if TYPE_CHECKING:
-    from retouch.config.schema import FluxFillModel
+    from retouch.config.schema import Model
 
 
 def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torc
     return images, masks
 
 
-def reference_encoder(config: FluxFillModel) -> ImageEncoder | None:
+def reference_encoder(config: Model) -> ImageEncoder | None:
     """The encoder of references that `model.train` names; None where it trains no style adapter."""
     train = config.train
     if train.kind != "ip_adapter":
