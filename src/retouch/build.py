@@ -86,7 +86,7 @@ def build(config: RunConfig) -> Run:
     _can_begin(config, run_dir)
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
-    trainee = make_trainable(model.network, config.model.train, model.spec)
+    trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
     network = engine.prepare(model.network, gradient_checkpointing=config.training.gradient_checkpointing)
     policy = Policy(model.network)
     if config.model.free_text_encoders:

@@ -81,6 +81,9 @@ def sample(
     mask: Annotated[Path | None, typer.Option(help="Its mask, white where to repaint.")] = None,
     text: Annotated[str | None, typer.Option(help="Text to write; the prompt is made from it.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The whole prompt.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Picture whose style to take, for a run that trained a style adapter.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures of each item.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Solver steps; default: the run's.")] = None,
@@ -97,7 +100,7 @@ def sample(
     from retouch.use import SampleRequest, sample_to_folder
 
     size = _size(resolution) if resolution else None
-    request = SampleRequest(data, image, mask, text, prompt, seed, count, steps, size, fit, feather)
+    request = SampleRequest(data, image, mask, text, prompt, reference, seed, count, steps, size, fit, feather)
     for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
         typer.echo(str(path))
 
@@ -113,6 +116,9 @@ def evaluate_command(
     data: Annotated[
         Path | None, typer.Option(help="self_bench folder or manifest; default: the run's evaluation.data.")
     ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Picture whose style every example takes, instead of its own reference.")
+    ] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images per example; default: the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a grid and a row for each image.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -121,14 +127,16 @@ def evaluate_command(
     _logging(False)
     from retouch.use import compare, comparison_table
 
-    result = compare(_trained(run, config, weights, raw), data, images, out)
+    result = compare(_trained(run, config, weights, raw), data, images, out, reference)
     typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
 
 
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of a run.")],
-    to: Annotated[str, typer.Option(help="diffusers | diffusers-lora | safetensors")],
+    to: Annotated[
+        str, typer.Option(help="comfyui | diffusers | diffusers-ip-adapter | diffusers-lora | ip-adapter | safetensors")
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
 ) -> None:
@@ -224,11 +232,14 @@ def data_synth(
     caption_noise: Annotated[
         float, typer.Option(help="Share of letters that the list gets wrong, as lists of scraped pictures do.")
     ] = 0.0,
+    styled: Annotated[
+        bool, typer.Option("--styled", help="References are other words in the font and colour of each sign.")
+    ] = False,
 ) -> None:
     """Write signs with words in several fonts and colours, and their masks."""
     from retouch.data.synth import synthesize
 
-    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise)
+    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise, styled)
     typer.echo(f"{out}: {written} items")
 
 

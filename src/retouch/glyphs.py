@@ -93,14 +93,33 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
     return max(_correlation(ink, rendered_ink(text, name, spaced)) for name in FONTS for spaced in (False, True))
 
 
+def font_of(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> str | None:
+    """The font of `FONTS` that the ink inside the mask looks most like, written as `text` with spaced letters; None
+    where there is no ink."""
+    left, top, right, bottom = mask_box(mask)
+    ink = ink_of(image[top:bottom, left:right])
+    if ink is None:
+        return None
+    return max(FONTS, key=lambda name: _correlation(ink, rendered_ink(text, name, True)))
+
+
+def ink_colour(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> tuple[float, float, float]:
+    """The colour inside the mask that is furthest from the ground: the median of the twentieth of the pixels that
+    differ most from it."""
+    left, top, right, bottom = mask_box(mask)
+    pixels = image[top:bottom, left:right].astype(np.float64)
+    distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
+    r, g, b = np.median(pixels[distance >= np.quantile(distance, 0.95)], axis=0)
+    return float(r), float(g), float(b)
+
+
 def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
     """Ink of a picture of a word on an even ground, cut to where it is and scaled to the canvas; None without any.
 
     Ink is the distance in colour from the ground, whose colour is the median of the crop's border.
     """
     pixels = crop.astype(np.float64)
-    border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    distance = np.abs(pixels - np.median(border, axis=0)).mean(axis=2)
+    distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
     strongest = float(distance.max())
     if strongest < 24:  # of 255: nothing stands out from the ground
         return None
@@ -120,6 +139,12 @@ def rendered_ink(text: str, name: str, spaced: bool) -> Ink:
         ImageDraw.Draw(page).text((8, 8), text, font=fit_font(text, name, page.width - 16, 40), fill="black")
     found = ink_of(np.asarray(page))
     return np.zeros(_CANVAS[::-1]) if found is None else found
+
+
+def _ground_colour(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The median of the border."""
+    border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    return np.median(border, axis=0)
 
 
 def _correlation(a: Ink, b: Ink) -> float:

@@ -59,6 +59,7 @@ class ModelSpec:
         needs: the fields of `Example` that must be there.
         lora_targets: module-name suffixes that LoRA adapts by default.
         network_name: subfolder of the trained network in a diffusers model, and prefix of its LoRA keys.
+        reference_width: width of the vector of a reference; None where references are not encoded.
     """
 
     family: str
@@ -70,6 +71,7 @@ class ModelSpec:
     needs: frozenset[str]
     lora_targets: tuple[str, ...]
     network_name: str
+    reference_width: int | None = None
 
 
 @dataclass(frozen=True)

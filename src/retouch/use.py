@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.errors import nearest
 from retouch.config.rules import needed_pictures
 from retouch.config.schema import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
-from retouch.data import DataError, ItemFiles, derive_seed, load_dataset
+from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
 from retouch.engine import CheckpointError, Engine, Policy
@@ -79,6 +79,7 @@ class SampleRequest:
     """What to repaint: a data set, or one picture.
 
     Attributes:
+        reference: picture whose style to take, instead of the items' own; for a run that trained a style adapter.
         size: (height, width) to repaint at; None: the run's.
         fit: as `data.fit`; None: the run's.
         feather: radius in pixels of a soft edge inside the mask.
@@ -89,6 +90,7 @@ class SampleRequest:
     mask: Path | None
     text: str | None
     prompt: str | None
+    reference: Path | None
     seed: int
     count: int
     steps: int | None
@@ -104,7 +106,7 @@ class Loaded:
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
         self.model: DiffusionModel = load_model(config.model, self.engine.device)
-        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec)
+        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
         self.policy = Policy(self.model.network)
         self.base: dict[str, Tensor] = {n: t.clone() for n, t in self.policy.state().items()}
@@ -180,7 +182,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
         section = _like(config, request.data).model_copy(update=update)
-        return section, load_dataset(section, "--data", needed_pictures(config, training=False)).items
+        return section, _examples_of(config, section, "--data", request.reference).items
     if request.mask is None or (request.text is None and request.prompt is None):
         raise ConfigError("--image needs --mask and --text (or --prompt)")
     if request.text is not None and not request.text.strip():
@@ -188,15 +190,25 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     section = config.data.model_copy(update=update)
     template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
     prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
-    item = ItemFiles(0, prompt, request.image, request.mask)
+    if config.model.train.kind == "ip_adapter" and request.reference is None:
+        raise ConfigError(
+            "--image needs --reference: the run trained a style adapter; give the picture to take it from"
+        )
+    _takes_references(config, request.reference)
+    item = ItemFiles(0, prompt, request.image, request.mask, request.reference)
     problem = check_item(item, section, needed_pictures(config, training=False))
     if problem:
         raise DataError(problem.problem)
     return section, [item]
 
 
-def compare(trained: Trained, data: Path | None, images: int | None, out: Path | None) -> dict[str, Any]:
+def compare(
+    trained: Trained, data: Path | None, images: int | None, out: Path | None, reference: Path | None = None
+) -> dict[str, Any]:
     """Evaluate base and weights on the same examples and seeds.
+
+    Args:
+        reference: picture whose style every example takes, instead of its own.
 
     Returns:
         {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}, gains
@@ -209,8 +221,8 @@ def compare(trained: Trained, data: Path | None, images: int | None, out: Path |
     section = _like(config, data) if data else config.evaluation.data
     if section is None:
         raise ConfigError("the run names no evaluation.data; give --data")
-    needs = needed_pictures(config, training=False)
-    examples = load_dataset(section, "--data" if data else "evaluation.data", needs)[: config.evaluation.num_examples]
+    dataset = _examples_of(config, section, "--data" if data else "evaluation.data", reference)
+    examples = dataset[: config.evaluation.num_examples]
     if out is not None:
         _make_folder(out)
     loaded = Loaded(config)
@@ -331,6 +343,30 @@ def _stage(folder: Path, config: RunConfig) -> str:
     if config.algorithm.name == "sft" or progress["phase"] != "rl":
         return "trained"
     return "warmed up" if progress["step"] == config.algorithm.warmup_steps > 0 else "after RL"
+
+
+def _examples_of(config: RunConfig, section: Any, purpose: str, reference: Path | None) -> Dataset:
+    """The usable examples of a section, with one reference for all where one is given.
+
+    Raises:
+        ConfigError: a reference that the run cannot take.
+        DataError: more broken items than the section allows, or a broken reference.
+    """
+    _takes_references(config, reference)
+    needs = needed_pictures(config, training=False)
+    if reference is None:
+        return load_dataset(section, purpose, needs)
+    to_rgb(open_image(reference))  # one message, not one an item
+    found = load_dataset(section, purpose, needs - {"reference"})
+    return Dataset(section, [replace(item, reference_path=reference) for item in found.items])
+
+
+def _takes_references(config: RunConfig, reference: Path | None) -> None:
+    if reference is not None and config.model.train.kind != "ip_adapter":
+        raise ConfigError(
+            f"--reference: given {reference}, but the run trained {config.model.train.kind} weights, which see no "
+            "reference; leave it out"
+        )
 
 
 def _make_folder(out: Path) -> None:

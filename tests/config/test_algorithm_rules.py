@@ -410,3 +410,30 @@ def test_the_pictures_a_run_needs(
 def test_numbers_of_the_guide_stand_for_decays(written: str, kind: str, run_with: RunWith) -> None:
     algorithm: Any = run_with(f"algorithm={{name: nft, old_policy: {written}}}").algorithm
     assert algorithm.old_policy == kind
+
+
+# --- style adapters ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.train={kind: ip_adapter, rank: 4}"], "model.train.rank: rank and alpha are of weights=kv_lora"),
+        (["model.train={kind: ip_adapter, weights: kv, alpha: 4}"], "but weights is 'kv'; leave them out"),
+        (
+            ["model.train={kind: ip_adapter, reference_dropout: 0.1}"],
+            "model.train.reference_dropout: given 0.1, but the run has no supervised steps",
+        ),
+    ],
+)
+def test_options_of_a_style_adapter_that_nothing_reads(
+    overrides: list[str], message: str, problems: Callable[..., list[str]]
+) -> None:
+    [line] = problems(*overrides)
+    assert message in line
+
+
+def test_a_style_adapter_needs_references(run_with: Callable[..., RunConfig]) -> None:
+    plain, styled = run_with(), run_with("model.train={kind: ip_adapter, weights: kv_lora, rank: 4}")
+    for training in (True, False):
+        assert needed_pictures(styled, training=training) == needed_pictures(plain, training=training) | {"reference"}

@@ -168,6 +168,22 @@ ELEMENTS = [
         "{kind: lora, targets: []}",
         "model.train.targets: given []; list should have at least 1 item after validation, not 0",
     ),
+    ("model.train", "{kind: ip_adapter, tokens: 0}", f"model.train.tokens: given 0; {POSITIVE}"),
+    (
+        "model.train",
+        "{kind: ip_adapter, weights: k}",
+        "model.train.weights: given 'k'; input should be 'all', 'no_last_layer', 'kv' or 'kv_lora'",
+    ),
+    (
+        "model.train",
+        "{kind: ip_adapter, reference_dropout: 1.5}",
+        f"model.train.reference_dropout: given 1.5; {AT_MOST_1}",
+    ),
+    (
+        "model.train",
+        "{kind: ip_adapter, scale: [1, -1]}",
+        ("model.train.scale: given [1, -1]; write a factor of 0 or more, like 1.0, or a list with one for each block"),
+    ),
 ]
 
 

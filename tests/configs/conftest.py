@@ -40,6 +40,7 @@ def signs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "image_path": f"test{number}_source.png",
             "mask_path": f"test{number}_mask.png",
             "target_path": f"test{number}_source.png",
+            "reference_path": f"test{number}_ref.png",
             "prompt": f"The text is '{text}'.",
             "text": text,
         }
@@ -59,6 +60,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     overrides = ["model.path=tiny", "model.dtype=fp32", f"logging.dir={out}"]
     if published["model"]["family"] == "flux_fill":
         overrides += ["model.max_sequence_length=24"]
+    if published["model"]["train"]["kind"] == "ip_adapter":
+        overrides += ["model.train.image_encoder=tiny"]
     sections = {
         "data": published["data"],
         "warmup_data": published.get("warmup_data"),

@@ -6,6 +6,7 @@ A new file under configs/ is tested by being there.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9}
 LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
 SD1.5: self- and cross-attention of 16 blocks."""
+
+ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6}
+"""Of the style adapters, on vectors of SigLIP so400m."""
+
+SIGLIP_WIDTH = 1152
 
 HUB = {
     "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
@@ -145,7 +151,11 @@ def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -
 @pytest.mark.parametrize("path", RELEASED, ids=name_of)
 def test_what_it_trains_is_in_the_released_network(path: Path) -> None:
     config = load_run(path).model
-    spec = load_model(config.model_copy(update={"path": "tiny"})).spec
+    train = config.train
+    if train.kind == "ip_adapter":
+        train = train.model_copy(update={"image_encoder": "tiny"})
+    spec = load_model(config.model_copy(update={"path": "tiny", "train": train})).spec
+    spec = replace(spec, reference_width=SIGLIP_WIDTH)
     network = released_network(config.family)
     base = parameters(network)
     with torch.device("meta"):
@@ -153,6 +163,9 @@ def test_what_it_trains_is_in_the_released_network(path: Path) -> None:
     trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     if config.train.kind == "full":
         assert sum(p.numel() for p in network.parameters() if p.requires_grad) == base
+    elif config.train.kind == "ip_adapter":
+        assert parameters(network) - base == pytest.approx(ADAPTER_PARAMETERS[config.family], rel=0.005)
+        assert len(trained) == len(trainee.adapter.names)  # type: ignore[attr-defined]
     else:
         assert trainee.kind == "lora"
         assert len(trained) == 2 * LORA_MODULES[config.family]

@@ -7,7 +7,18 @@ import pytest
 from PIL import Image, ImageDraw
 
 from retouch import glyphs
-from retouch.glyphs import FONTS, FontsMissing, fit_font, font, glyph_correlation, ink_of, write_spaced
+from retouch.data.synth import draw_sign, draw_words
+from retouch.glyphs import (
+    FONTS,
+    FontsMissing,
+    fit_font,
+    font,
+    font_of,
+    glyph_correlation,
+    ink_colour,
+    ink_of,
+    write_spaced,
+)
 from retouch.imaging import Box
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -141,3 +152,16 @@ def test_missing_fonts_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(FontsMissing) as caught:
         glyphs.font_path("Nowhere")
     assert str(caught.value) == 'font Nowhere is not installed: pip install "retouch[train]"'
+
+
+# --- style ---
+
+
+def test_font_and_ink_of_true_signs() -> None:
+    """Fonts are told far above chance, inks exactly; styles tell signs apart."""
+    signs = [draw_sign(word, (32, 64), 3) for word in draw_words(40, "held_out", 3)]
+    images = [(np.asarray(s.picture), np.asarray(s.mask)) for s in signs]
+    assert sum(font_of(*image, s.word) == s.face for image, s in zip(images, signs, strict=True)) >= 32
+    for image, sign in zip(images, signs, strict=True):
+        assert np.abs(np.subtract(ink_colour(*image), sign.ink)).max() <= 1
+    assert font_of(np.full((32, 64, 3), 200, np.uint8), images[0][1], "MOON") is None

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retouch.adapters.lora import FILE, add_lora, load_lora, lora_shape, save_lora
+from retouch.adapters.train_ip_adapter import train_ip_adapter
 
 if TYPE_CHECKING:
     from retouch.config.schema import Train
@@ -33,11 +34,17 @@ class Trainee(Protocol):
         ...
 
 
-def make_trainable(network: nn.Module, train: Train, spec: ModelSpec) -> Trainee:
-    """Set what requires a gradient, adding adapters where the run file asks for them."""
+def make_trainable(network: nn.Module, train: Train, spec: ModelSpec, seed: int = 0) -> Trainee:
+    """Set what requires a gradient, adding adapters where the run file asks for them.
+
+    Args:
+        seed: of the weights of a new style adapter.
+    """
     if train.kind == "full":
         network.requires_grad_(True)
         return FullWeights(network)
+    if train.kind == "ip_adapter":
+        return train_ip_adapter(network, train, spec, seed)
     add_lora(network, train.rank, train.alpha, train.targets or spec.lora_targets)
     return LoraWeights(train.rank, train.alpha, spec.network_name)
 

@@ -36,6 +36,27 @@ FACTS = {
 DEFAULT_FAMILY = "flux_fill"
 """Of a model section that names none."""
 
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """The style adapter that a family has where `model.train` says nothing else.
+
+    Attributes:
+        head: how a reference becomes tokens; see retouch.adapters.formats.
+        tokens: how many.
+        image_encoder: hub id of the encoder of references.
+    """
+
+    head: Literal["mlp", "linear"]
+    tokens: int
+    image_encoder: str
+
+
+ADAPTERS = {
+    "flux_fill": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
+    "sd_inpaint": AdapterFacts("linear", 4, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
+}
+
 TINY_SIZE_MULTIPLE = 8
 """Of the tiny bases, whose autoencoder shrinks 4 x."""
 

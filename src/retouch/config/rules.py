@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from retouch.config.families import ENDS_WITHOUT_NOISE, ETA, FACTS, NOISE_LEVEL, RULES_OF, TINY_SIZE_MULTIPLE
-from retouch.config.schema import AdvantageConfig, DpoConfig, GrpoConfig, RunConfig, SftConfig
+from retouch.config.families import (
+    ADAPTERS,
+    ENDS_WITHOUT_NOISE,
+    ETA,
+    FACTS,
+    NOISE_LEVEL,
+    RULES_OF,
+    TINY_SIZE_MULTIPLE,
+)
+from retouch.config.schema import AdvantageConfig, DpoConfig, GrpoConfig, RunConfig, SftConfig, TrainIpAdapter
 
 
 def check(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
     _model(run)
+    _adapter(run)
     _rewards(run)
     _groups(run)
     _steps(run)
@@ -33,6 +42,8 @@ def step_rule(run: RunConfig) -> str | None:
 def needed_pictures(run: RunConfig, *, training: bool) -> frozenset[str]:
     """Pictures that every example of the run must have; `training`: those of `data`."""
     needs = FACTS[run.model.family].needs
+    if run.model.train.kind == "ip_adapter":
+        needs |= {"reference"}
     return needs | {"win", "lose"} if training and _takes_given_pairs(run.algorithm) else needs
 
 
@@ -43,6 +54,36 @@ def _takes_given_pairs(algorithm: object) -> bool:
 def _model(run: RunConfig) -> None:
     if not run.model.path:
         raise ValueError("model.path: empty; set a hub id or a folder in the diffusers layout")
+
+
+def _adapter(run: RunConfig) -> None:
+    train = run.model.train
+    if not isinstance(train, TrainIpAdapter):
+        return
+    if run.model.family not in ADAPTERS:
+        raise ValueError(
+            f"model.train.kind: given 'ip_adapter', which is for {', '.join(ADAPTERS)}; set kind=lora for "
+            f"{run.model.family}"
+        )
+    if ADAPTERS[run.model.family].head == "linear":
+        for key, value in (("query_former", train.query_former), ("weights", train.weights == "no_last_layer")):
+            if value:
+                raise ValueError(
+                    f"model.train.{key}: given {getattr(train, key)!r}, but the projection of {run.model.family} is "
+                    f"one layer; leave {key} out"
+                )
+    defaults = TrainIpAdapter()
+    if train.weights != "kv_lora" and (train.rank, train.alpha) != (defaults.rank, defaults.alpha):
+        raise ValueError(
+            f"model.train.rank: rank and alpha are of weights=kv_lora, but weights is {train.weights!r}; leave them "
+            "out, or set weights=kv_lora"
+        )
+    supervised = isinstance(run.algorithm, SftConfig) or run.algorithm.warmup_steps > 0
+    if train.reference_dropout and not supervised:
+        raise ValueError(
+            f"model.train.reference_dropout: given {train.reference_dropout}, but the run has no supervised steps; "
+            "leave it out, or set algorithm.warmup_steps"
+        )
 
 
 def _rewards(run: RunConfig) -> None:

@@ -54,7 +54,46 @@ class TrainLora(Section):
     """Module-name suffixes to adapt; null takes those of the family."""
 
 
-Train = Annotated[TrainFull | TrainLora, Field(discriminator="kind")]
+class TrainIpAdapter(Section):
+    """Train a style adapter (IP-Adapter, arXiv 2308.06721) on the frozen network: a reference picture becomes tokens
+    that every block attends to. Every example needs a reference."""
+
+    kind: Literal["ip_adapter"] = "ip_adapter"
+    image_encoder: Text | None = None
+    """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
+    Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
+    tokens: PositiveInt | None = None
+    """Tokens that a reference becomes; null is 128, which ComfyUI reads; 4 for sd_inpaint, which diffusers reads."""
+    query_former: bool = False
+    """Add the second head of the released Calligrapher to the projection."""
+    weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
+    """What of the adapter is trained: everything; all but the last layer of each head of the projection, which is
+    nearly half of everything; keys and values alone; low-rank adapters on these."""
+    rank: PositiveInt = 32
+    """Columns of the factors of kv_lora."""
+    alpha: Positive = 64
+    """Updates of kv_lora are scaled by alpha / rank."""
+    scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] = 1.0
+    """How much the reference counts: in all blocks, or a factor for each."""
+    reference_dropout: Unit = 0.0
+    """Share of the rows of supervised steps without their reference. Such a row attends to no token, so that on a
+    frozen network it trains nothing; for sd_inpaint its vector is 0, as in the unconditional half of guidance."""
+    initial_adapter: Text | None = None
+    """File to start from, of any layout (or a folder of a checkpoint); null starts with a new adapter, which changes
+    nothing at first."""
+
+    @field_validator("scale", mode="wrap")
+    @classmethod
+    def _is_one_or_many(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # two lines, one for each kind
+            raise ValueError(
+                f"given {value!r}; write a factor of 0 or more, like 1.0, or a list with one for each block"
+            ) from None
+
+
+Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
 
 class FluxFillModel(Section):

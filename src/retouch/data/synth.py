@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +40,16 @@ class Sign:
         picture: with the word, RGB.
         ground: the same without it.
         mask: "L", 255 over the place of the word; it does not tell the word's length.
+        face: font of the word, of `retouch.glyphs.FONTS`.
+        ink: its colour.
     """
 
     word: str
     picture: Image.Image
     ground: Image.Image
     mask: Image.Image
+    face: str
+    ink: tuple[int, int, int]
 
 
 def half_of(word: str) -> Half:
@@ -108,13 +112,20 @@ def _words_to_find(half: Half, length: int, left_out: Collection[str]) -> int:
     return language * shares * 9 // (_HELD_OUT_SHARE * 10) - len(left_out)
 
 
-def draw_sign(word: str, size: tuple[int, int], seed: int, face: str | None = None) -> Sign:
+def draw_sign(
+    word: str,
+    size: tuple[int, int],
+    seed: int,
+    face: str | None = None,
+    ink: tuple[int, int, int] | None = None,
+) -> Sign:
     """A sign of `size` (height, width) in pixels.
 
     Letters stand on an even pitch across the mask, as on many signs; ground light, ink dark, both of any hue.
 
     Args:
         face: a font of `retouch.glyphs.FONTS`; None draws one.
+        ink: a colour; None draws a dark one.
     """
     draw = Random(derive_seed("sign", seed, word))
     height, width = size
@@ -126,8 +137,9 @@ def draw_sign(word: str, size: tuple[int, int], seed: int, face: str | None = No
     mask[top : top + box_height, left : left + box_width] = 255
     picture = ground.copy()
     name = face or draw.choice(list(FONTS))
-    write_spaced(picture, word, name, (left, top, left + box_width, top + box_height), _ink(draw))
-    return Sign(word, picture, ground, Image.fromarray(mask, "L"))
+    colour = ink or draw_ink(draw)
+    write_spaced(picture, word, name, (left, top, left + box_width, top + box_height), colour)
+    return Sign(word, picture, ground, Image.fromarray(mask, "L"), name, colour)
 
 
 def write_signs(
@@ -139,11 +151,14 @@ def write_signs(
     with_targets: bool = True,
     first_id: int = 0,
     caption_noise: float = 0.0,
+    styled: bool = False,
 ) -> None:
     """Write a self_bench folder.
 
     Args:
         caption_noise: share of the letters that the list gets wrong; the pictures show the words.
+        styled: the reference is a crop of another sign, whose other word has the font and colour of this one's:
+            style can be taken from it, letters cannot. Also without targets.
         with_targets: False writes the bare ground as source and no reference: prompts that have no target picture at
             all, for RL (`data.target: none`).
 
@@ -160,11 +175,19 @@ def write_signs(
         sign = draw_sign(word, size, seed)
         (sign.picture if with_targets else sign.ground).save(out / f"test{n}_source.png")
         sign.mask.save(out / f"test{n}_mask.png")
-        if with_targets:
-            sign.picture.crop(mask_box(sign.mask)).save(out / f"test{n}_ref.png")
+        shown = _other_word(sign, words[n - first_id - 1], seed) if styled else sign
+        if with_targets or styled:
+            shown.picture.crop(mask_box(shown.mask)).save(out / f"test{n}_ref.png")
     # the list comes last: a folder that was cut off has none and is refused
     captions = [misheard(word, caption_noise, seed) for word in words]
     listing.write_text("".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)), encoding="utf-8")
+
+
+def _other_word(sign: Sign, word: str, seed: int) -> Sign:
+    """A sign of another ground with `word` (backwards where it is the same) in the font and colour of `sign`."""
+    other = word if word != sign.word else word[::-1]
+    size = (sign.picture.height, sign.picture.width)
+    return draw_sign(other, size, derive_seed("reference", seed, sign.word), sign.face, sign.ink)
 
 
 def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:
@@ -177,7 +200,7 @@ def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:
     return np.rint(colour * shade * 255).astype(np.uint8)
 
 
-def _ink(draw: Random) -> tuple[int, int, int]:
+def draw_ink(draw: Random) -> tuple[int, int, int]:
     """A dark colour."""
     r, g, b = colorsys.hsv_to_rgb(draw.random(), draw.uniform(0.3, 1.0), draw.uniform(0.05, 0.4))
     return round(r * 255), round(g * 255), round(b * 255)
@@ -193,6 +216,7 @@ def synthesize(
     targets: bool,
     exclude: Path | None,
     caption_noise: float,
+    styled: bool = False,
 ) -> int:
     """What `retouch data synth` does -> the number of items written.
 
@@ -209,7 +233,8 @@ def synthesize(
     if size[0] < _SMALLEST[0] or size[1] < _SMALLEST[1]:
         raise DataError(f"--size: given {size[0]}x{size[1]}; a sign has at least {_SMALLEST[0]}x{_SMALLEST[1]} pixels")
     words = draw_words(count, half, seed, length, words_of(exclude) if exclude else ())
-    write_signs(out, words, size, seed, with_targets=targets, caption_noise=caption_noise)
+    options: dict[str, Any] = {"with_targets": targets, "caption_noise": caption_noise, "styled": styled}
+    write_signs(out, words, size, seed, **options)
     return len(words)
 
 

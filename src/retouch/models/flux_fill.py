@@ -10,7 +10,7 @@ Legend: B rows, C latent channels, h w latent sides, f pixels a latent cell cove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from retouch.core.schedule import FlowSchedule, flux_shift
-from retouch.models.inputs import inpainting_inputs
+from retouch.image_encoder import ImageEncoder
+from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
@@ -73,12 +74,16 @@ class FluxFill:
         text: TextEncoders,
         scheduler: Any,  # FlowMatchEulerDiscreteScheduler
         device: torch.device | str = "cpu",
+        image_encoder: ImageEncoder | None = None,  # of references, for a style adapter in the network
     ) -> None:
         self.network: nn.Module = network
         self.vae = vae.eval().requires_grad_(False).to(device)
         self.text = text
         self.scheduler = scheduler
+        self.image_encoder = image_encoder
         self.device = torch.device(device)
+        if image_encoder is not None:
+            image_encoder.to(device)
         self.dtype: torch.dtype = network.dtype
         self._embeds_guidance = bool(network.config.guidance_embeds)
         self._factor = 2 ** (len(vae.config.block_out_channels) - 1)
@@ -92,6 +97,7 @@ class FluxFill:
             needs=frozenset({"source", "mask"}),
             lora_targets=LORA_TARGETS,
             network_name=self.network_name,
+            reference_width=image_encoder.width if image_encoder is not None else None,
         )
         expected = 4 * (2 * vae.config.latent_channels + self._factor**2)
         if network.config.in_channels != expected:
@@ -107,6 +113,7 @@ class FluxFill:
 
         Raises:
             ModelFilesError: a component is missing or of another class.
+            ConfigError: no such image encoder.
         """
         path = component_path(config.path, config.family)
         require_pipeline(path, "FluxFillPipeline")
@@ -125,6 +132,7 @@ class FluxFill:
             ),
             scheduler=load_component(FlowMatchEulerDiscreteScheduler, path, "scheduler", None),
             device=device,
+            image_encoder=reference_encoder(config),
         )
 
     @classmethod
@@ -144,6 +152,8 @@ class FluxFill:
         self.device = torch.device(device)
         self.vae.to(self.device)
         self.text.to(self.device)
+        if self.image_encoder is not None:
+            self.image_encoder.to(self.device)
 
     def schedule(self, num_steps: int, size: tuple[int, int]) -> FlowSchedule:
         config = self.scheduler.config
@@ -161,13 +171,14 @@ class FluxFill:
 
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
-        """Text, masked-image latents and unshuffled mask of examples of one size."""
+        """Text, masked-image latents, unshuffled mask and vectors of the references of examples of one size."""
         images, mask = inpainting_inputs(examples, self.spec, self.device)
         tensors = {
             **self.text.encode([e.prompt for e in examples]),
             "masked_latents": self.encode_images(images * (1 - mask)),
             "mask_cells": nn.functional.pixel_unshuffle(mask, self._factor),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            **reference_inputs(examples, self.image_encoder, self.device),
         }
         return Condition(tensors, mask, (images.shape[2], images.shape[3]))
 
@@ -198,6 +209,7 @@ class FluxFill:
             encoder_hidden_states=c["text"].to(self.dtype),
             txt_ids=torch.zeros(c["text"].shape[1], 3, device=x.device, dtype=self.dtype),
             img_ids=_grid_ids(h // 2, w // 2, str(x.device), self.dtype),
+            joint_attention_kwargs=_reference(c),
             return_dict=False,
         )[0]
         return unpack(output.float(), h, w)
@@ -207,6 +219,13 @@ class FluxFill:
 
     def release_text_encoders(self) -> None:
         self.text.release()
+
+
+def _reference(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """What the attention processors of a style adapter take; its projection runs inside the network's forward."""
+    if "reference" not in tensors:
+        return None
+    return {"ip_adapter_image_embeds": (tensors["reference"], tensors["reference_keep"])}
 
 
 def pack(x: Tensor) -> Tensor:

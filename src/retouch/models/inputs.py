@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from retouch.config.families import ADAPTERS
+from retouch.image_encoder import ImageEncoder
+from retouch.models.loading import DTYPES
 from retouch.types import Example, ModelSpec
+
+if TYPE_CHECKING:
+    from retouch.config.schema import Model
 
 
 def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -24,6 +30,28 @@ def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torc
     if height % spec.size_multiple or width % spec.size_multiple:
         raise ValueError(f"images are {height} x {width}; {spec.family} needs multiples of {spec.size_multiple}")
     return images, masks
+
+
+def reference_encoder(config: Model) -> ImageEncoder | None:
+    """The encoder of references that `model.train` names; None where it trains no style adapter."""
+    train = config.train
+    if train.kind != "ip_adapter":
+        return None
+    return ImageEncoder.load(train.image_encoder or ADAPTERS[config.family].image_encoder, DTYPES[config.dtype])
+
+
+def reference_inputs(
+    examples: Sequence[Example], encoder: ImageEncoder | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Vectors of the references [B, D] as `reference`, and [B] `reference_keep`: 0 where there is none. Nothing without
+    an encoder."""
+    if encoder is None:
+        return {}
+    there = [e.reference for e in examples if e.reference is not None]
+    vectors = iter(encoder(there) if there else [])
+    rows = [torch.zeros(encoder.width) if e.reference is None else next(vectors) for e in examples]
+    keep = [float(e.reference is not None) for e in examples]
+    return {"reference": torch.stack(rows).to(device), "reference_keep": torch.tensor(keep, device=device)}
 
 
 def _image_tensor(image: Any, example: Example, family: str) -> Tensor:

@@ -12,7 +12,7 @@ Legend: B rows, C latent channels, h w latent sides, S text tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from retouch.core.schedule import AlphaBarSchedule
-from retouch.models.inputs import inpainting_inputs
+from retouch.image_encoder import ImageEncoder
+from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
@@ -60,12 +61,16 @@ class SdInpaint:
         text: TextEncoders,
         scheduler: Any,  # any of the pipeline's schedulers: only the noise levels of its config are read
         device: torch.device | str = "cpu",
+        image_encoder: ImageEncoder | None = None,  # of references, for a style adapter in the network
     ) -> None:
         self.network: nn.Module = network
         self.vae = vae.eval().requires_grad_(False).to(device)
         self.text = text
         self.scheduler: Any = DDIMScheduler.from_config(scheduler.config)
+        self.image_encoder = image_encoder
         self.device = torch.device(device)
+        if image_encoder is not None:
+            image_encoder.to(device)
         self.dtype: torch.dtype = network.dtype
         self._factor = 2 ** (len(vae.config.block_out_channels) - 1)
         self.spec = ModelSpec(
@@ -78,6 +83,7 @@ class SdInpaint:
             needs=frozenset({"source", "mask"}),
             lora_targets=LORA_TARGETS,
             network_name=self.network_name,
+            reference_width=image_encoder.width if image_encoder is not None else None,
         )
         expected = 2 * vae.config.latent_channels + 1
         if network.config.in_channels != expected:
@@ -100,6 +106,7 @@ class SdInpaint:
 
         Raises:
             ModelFilesError: a component is missing or of another class.
+            ConfigError: no such image encoder.
         """
         path = component_path(config.path, config.family)
         require_pipeline(path, "StableDiffusionInpaintPipeline")
@@ -113,6 +120,7 @@ class SdInpaint:
             ),
             scheduler=load_component(DDIMScheduler, path, "scheduler", None),
             device=device,
+            image_encoder=reference_encoder(config),
         )
 
     @classmethod
@@ -130,6 +138,8 @@ class SdInpaint:
         self.device = torch.device(device)
         self.vae.to(self.device)
         self.text.to(self.device)
+        if self.image_encoder is not None:
+            self.image_encoder.to(self.device)
 
     def schedule(self, num_steps: int, size: tuple[int, int]) -> AlphaBarSchedule:
         final = float(self.scheduler.final_alpha_cumprod)
@@ -138,8 +148,8 @@ class SdInpaint:
 
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
-        """Text, mask and masked-image latents of examples of one size; a `guidance_scale` above 1 adds the empty
-        prompt, and `predict` then runs the network on twice the rows."""
+        """Text, mask, masked-image latents and vectors of the references of examples of one size; a `guidance_scale`
+        above 1 adds the empty prompt, and `predict` then runs the network on twice the rows."""
         images, mask = inpainting_inputs(examples, self.spec, self.device)
         size = (images.shape[2], images.shape[3])
         tensors = {
@@ -147,6 +157,7 @@ class SdInpaint:
             "mask_cells": nn.functional.interpolate(mask, size=(size[0] // self._factor, size[1] // self._factor)),
             "masked_latents": self.encode_images(images * (mask < 0.5)),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            **reference_inputs(examples, self.image_encoder, self.device),
         }
         if guidance_scale > 1:
             tensors["negative_text"] = self.text.encode([""])["text"].expand_as(tensors["text"])
@@ -176,6 +187,7 @@ class SdInpaint:
             sample=channels.to(self.dtype),
             timestep=timestep,
             encoder_hidden_states=text.to(self.dtype),
+            added_cond_kwargs=_reference(c, guided=guided),
             return_dict=False,
         )[0].float()
         if not guided:
@@ -188,3 +200,13 @@ class SdInpaint:
 
     def release_text_encoders(self) -> None:
         self.text.release()
+
+
+def _reference(tensors: Mapping[str, Tensor], *, guided: bool) -> dict[str, Any] | None:
+    """What diffusers' processors of a style adapter take. A reference that is not there is the vector 0, and so is that
+    of the rows without text: Tencent's convention, which every program that samples follows."""
+    if "reference" not in tensors:
+        return None
+    vectors = tensors["reference"] * tensors["reference_keep"][:, None]
+    rows = torch.cat([torch.zeros_like(vectors), vectors]) if guided else vectors
+    return {"image_embeds": [rows[:, None]]}

@@ -20,7 +20,7 @@ from retouch.data import batch_examples, derive_seed
 from retouch.engine import CheckpointError
 from retouch.recipes.session import Session
 from retouch.recipes.update import optimizer_step
-from retouch.rollout import EncodedData, denoising_error, noise_for, objective_region
+from retouch.rollout import EncodedData, denoising_error, drop_references, noise_for, objective_region
 
 
 def train(run: Run) -> None:
@@ -101,6 +101,10 @@ def _loss(
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
     uncaptioned = [float(torch.rand((), generator=g)) < objective.caption_dropout for g in generators]
     condition = data.conditions(chosen, device, uncaptioned)
+    train = run.config.model.train
+    if train.kind == "ip_adapter":
+        draws = [derive_seed(run.config.seed, "reference", session.progress.step, r) for r in rows]
+        condition = drop_references(condition, train.reference_dropout, draws)
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)

@@ -1,6 +1,6 @@
 """Sampling, scoring, and the two computations that sampling and training share. Nothing here steps an optimizer."""
 
-from retouch.rollout.encoded import EncodedData
+from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.plan import StepPlan, make_plan, ode_plan
 from retouch.rollout.sampler import latent_noise, noise_for, sample, to_uint8
 from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle
@@ -13,6 +13,7 @@ __all__ = [
     "RewardOutage",
     "StepPlan",
     "denoising_error",
+    "drop_references",
     "items_of",
     "latent_noise",
     "latent_region",

@@ -107,6 +107,16 @@ class EncodedData:
         return self.model.encode_images(pixels).cpu()
 
 
+def drop_references(condition: Condition, share: float, seeds: Sequence[int]) -> Condition:
+    """The condition with a share of its rows, drawn from a seed each, attending to no token of their reference."""
+    if not share:
+        return condition
+    draws = torch.tensor([float(torch.rand((), generator=torch.Generator().manual_seed(seed))) for seed in seeds])
+    keep = condition.tensors["reference_keep"]
+    kept = keep * (draws >= share).to(keep)
+    return replace(condition, tensors={**condition.tensors, "reference_keep": kept})
+
+
 def _recall(cache: OrderedDict[K, T], key: K, make: Callable[[K], T]) -> T:
     if key not in cache:
         cache[key] = make(key)

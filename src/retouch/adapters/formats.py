@@ -1,0 +1,263 @@
+"""Files of style adapters: read whatever programs wrote, checked to the last key, and written as they expect it.
+
+    standard   image_proj, ip_adapter                                 ComfyUI-IPAdapter-Flux, InstantX
+    legacy     image_proj_mlp, attn_adapter
+    released   image_proj_mlp, attn_adapter, image_proj_qformer       Calligrapher's own file
+    Tencent    image_proj (one Linear), ip_adapter with odd numbers   SD1.5, what diffusers' load_ip_adapter takes
+
+Inside, keys are flat and those of the standard file: `image_proj.proj.0.weight`, `image_proj_qformer.norm.bias`,
+`ip_adapter.0.to_k_ip.weight`. A safetensors file has the same keys and metadata. `.bin` files are pickles: read with
+weights_only=True alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retouch.adapters.projections import HEADS, SOURCES
+
+NAME = "ip-adapter"
+"""Of the files in a checkpoint: ip-adapter.safetensors and ip-adapter.bin."""
+
+SECTIONS = {
+    "image_proj": "image_proj",
+    "image_proj_mlp": "image_proj",
+    "image_proj_qformer": "image_proj_qformer",
+    "ip_adapter": "ip_adapter",
+    "attn_adapter": "ip_adapter",
+}
+"""Top-level key of a file -> the same here."""
+
+LAYOUTS = (
+    {"image_proj", "ip_adapter"},
+    {"image_proj", "ip_adapter", "image_proj_qformer"},
+    {"image_proj_mlp", "attn_adapter"},
+    {"image_proj_mlp", "attn_adapter", "image_proj_qformer"},
+)
+"""Sets of top-level keys that files have."""
+
+Head = Literal["mlp", "mlp+query_former", "linear"]
+
+
+class AdapterFileError(ValueError):
+    """A file that is not an adapter, or not whole; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Sizes that make an adapter.
+
+    Attributes:
+        head: how the vector of a picture becomes tokens.
+        width: D of the vector.
+        tokens: T.
+        token_width: W.
+        inner: for each block, the width of its keys and values.
+    """
+
+    head: Head
+    width: int
+    tokens: int
+    token_width: int
+    inner: tuple[int, ...]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every key of the file, in the order that other programs write, with its shape."""
+        d, w, flat = self.width, self.token_width, self.tokens * self.token_width
+        norm: dict[str, tuple[int, ...]] = {"weight": (w,), "bias": (w,)}
+        if self.head == "linear":
+            own = {"proj.weight": (flat, d), "proj.bias": (flat,)}
+        else:
+            own = _two_layers("proj", d, flat)
+        found = {f"image_proj.{k}": v for k, v in {**own, **{f"norm.{k}": v for k, v in norm.items()}}.items()}
+        if self.head == "mlp+query_former":
+            attention = {
+                "in_proj_weight": (3 * w, w),
+                "in_proj_bias": (3 * w,),
+                "out_proj.weight": (w, w),
+                "out_proj.bias": (w,),
+            }
+            parts = {
+                "query_embeds": (self.tokens, w),
+                **_two_layers("id_proj", d, SOURCES * w),
+                **{f"cross_attn.{k}": v for k, v in attention.items()},
+                **{f"{part}.{k}": v for part in ("cross_attn_norm", "norm") for k, v in norm.items()},
+            }
+            found |= {f"image_proj_qformer.{k}": v for k, v in parts.items()}
+        for number, inner in zip(self.numbers(), self.inner, strict=True):
+            found |= {f"ip_adapter.{number}.to_{x}_ip.weight": (inner, w) for x in "kv"}
+        return found
+
+    def numbers(self) -> list[int]:
+        """How the file counts the blocks: Tencent's numbers all attentions of a U-Net, of which every other one has
+        keys from the picture."""
+        return [2 * i + 1 if self.head == "linear" else i for i in range(len(self.inner))]
+
+    def parameters(self) -> dict[str, int]:
+        """Number of weights by top-level key."""
+        counts: dict[str, int] = {}
+        for key, shape in self.tensors().items():
+            section = key.partition(".")[0]
+            counts[section] = counts.get(section, 0) + math.prod(shape)
+        return counts
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter in memory, checked.
+
+    Attributes:
+        tensors: by key, complete.
+        metadata: of a safetensors file: `family`, `image_encoder`, ...; {} for a .bin.
+    """
+
+    tensors: Mapping[str, Tensor]
+    shape: AdapterShape
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """Read a file of any of the layouts, or the one in a checkpoint's `weights/` or `ema/` folder.
+
+    Raises:
+        AdapterFileError: no such file, a pickle that holds more than tensors, or keys and shapes that do not fit
+            together. Nothing is loaded in part.
+    """
+    if path.is_dir():
+        inside = [path / f"{NAME}{suffix}" for suffix in (".safetensors", ".bin")]
+        path = next((file for file in inside if file.is_file()), inside[0])
+    if not path.is_file():
+        raise AdapterFileError(f"{path}: no such adapter file")
+    try:
+        found, metadata = _read_safetensors(path) if path.suffix == ".safetensors" else (_read_pickle(path), {})
+    except pickle.UnpicklingError:
+        raise AdapterFileError(
+            f"{path}: refused: it is no plain file of tensors, and to unpickle more can run any program; ask its "
+            "author for a safetensors file"
+        ) from None
+    except (OSError, EOFError, RuntimeError, SafetensorError, json.JSONDecodeError) as error:
+        raise AdapterFileError(f"{path}: damaged ({str(error).splitlines()[0] or type(error).__name__})") from None
+    top = {key.partition(".")[0] for key in found}
+    if top not in LAYOUTS:
+        known = "; or ".join(", ".join(sorted(layout)) for layout in LAYOUTS)
+        raise AdapterFileError(f"{path}: has the parts {', '.join(sorted(top)) or 'none'}; an adapter has {known}")
+    tensors = {f"{SECTIONS[(parts := key.partition('.'))[0]]}.{parts[2]}": t for key, t in found.items()}
+    shape = _shape_of(tensors, path)
+    expected = shape.tensors()
+    _same_keys(tensors, expected, path)
+    return AdapterFile({key: tensors[key] for key in expected}, shape, metadata)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Flat keys, and metadata as JSON under `retouch_adapter`."""
+    about = {"format": "pt", "retouch_adapter": json.dumps(dict(metadata), sort_keys=True)}
+    save_file(_copies(tensors), path, metadata=about)
+
+
+def write_bin(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A pickle of nested dicts: the standard layout, or with a query-former the one of the released Calligrapher."""
+    released = any(key.startswith("image_proj_qformer.") for key in tensors)
+    names = {"image_proj": "image_proj_mlp", "ip_adapter": "attn_adapter"} if released else {}
+    nested: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in _copies(tensors).items():
+        section, _, rest = key.partition(".")
+        nested.setdefault(names.get(section, section), {})[rest] = tensor
+    torch.save(nested, path)
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shape: AdapterShape, where: str) -> None:
+    """Keys and shapes must be exactly those of `shape`.
+
+    Raises:
+        AdapterFileError: with the first keys that are missing, unknown or of another shape.
+    """
+    _same_keys(tensors, shape.tensors(), Path(where))
+
+
+def _two_layers(name: str, width: int, out: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.0.weight": (2 * width, width),
+        f"{name}.0.bias": (2 * width,),
+        f"{name}.2.weight": (out, 2 * width),
+        f"{name}.2.bias": (out,),
+    }
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    return load_file(path), cast("dict[str, Any]", json.loads(metadata.get("retouch_adapter", "{}")))
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """Flat keys of a dict of dicts of tensors."""
+    nested = torch.load(path, weights_only=True, map_location="cpu")
+    flat: dict[str, Tensor] = {}
+    sections: dict[Any, Any] = nested if isinstance(nested, dict) else {}
+    for section, inside in sections.items():
+        if not isinstance(inside, dict):
+            raise AdapterFileError(f"{path}: {section!r} holds no named tensors; an adapter's parts are dicts of them")
+        for key, tensor in inside.items():
+            if not isinstance(tensor, Tensor):
+                raise AdapterFileError(f"{path}: {section}.{key} is no tensor")
+            flat[f"{section}.{key}"] = tensor
+    return flat
+
+
+def _shape_of(tensors: Mapping[str, Tensor], path: Path) -> AdapterShape:
+    """Sizes by a few tensors that every adapter has; the caller compares the others with them.
+
+    Raises:
+        AdapterFileError: these are not there, or fit no adapter.
+    """
+    linear = "image_proj.proj.weight" in tensors
+    first, last = (("proj.weight",) * 2) if linear else ("proj.0.weight", "proj.2.weight")
+    numbers = sorted(
+        {int(parts[1]) for key in tensors if (parts := key.split("."))[0] == "ip_adapter" and parts[1].isdecimal()}
+    )
+    try:
+        width = tensors[f"image_proj.{first}"].shape[1]
+        token_width = tensors["image_proj.norm.weight"].shape[0]
+        flat = tensors[f"image_proj.{last}"].shape[0]
+        inner = tuple(tensors[f"ip_adapter.{n}.to_k_ip.weight"].shape[0] for n in numbers)
+    except (KeyError, IndexError) as error:
+        raise AdapterFileError(f"{path}: {str(error).strip(chr(39))} is missing, or no matrix") from None
+    former = any(key.startswith("image_proj_qformer.") for key in tensors)
+    if flat % token_width or (former and token_width % HEADS):
+        raise AdapterFileError(f"{path}: its {flat} outputs are no whole number of tokens of width {token_width}")
+    head: Head = "linear" if linear else "mlp+query_former" if former else "mlp"
+    return AdapterShape(head, width, flat // token_width, token_width, inner)
+
+
+def _same_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    missing = [key for key in expected if key not in tensors]
+    extra = [key for key in tensors if key not in expected]
+    wrong = [
+        f"{key} ({list(tensors[key].shape)} instead of {list(shape)})"
+        for key, shape in expected.items()
+        if key in tensors and tuple(tensors[key].shape) != shape
+    ]
+    whole = [key for key, t in tensors.items() if not t.is_floating_point()]
+    problems = [
+        f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for what, names in (("missing", missing), ("unknown", extra), ("shape", wrong), ("no weights", whole))
+        if names
+    ]
+    if problems:
+        raise AdapterFileError(f"{path}: not a whole adapter ({len(expected)} tensors): {'; '.join(problems)}")
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, none sharing memory with another: safetensors would refuse, and accelerate drops what shares."""
+    return {key: t.detach().to("cpu", copy=True).contiguous() for key, t in tensors.items()}

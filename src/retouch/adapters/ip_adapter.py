@@ -1,0 +1,188 @@
+"""Style adapters (IP-Adapter, arXiv 2308.06721): a reference picture that every block of a frozen network attends to.
+
+    import retouch.adapters
+    adapter = retouch.adapters.load("ip-adapter.safetensors").attach(pipe)
+    pipe(..., **adapter.condition([picture]))
+    adapter.detach()
+
+Nothing of diffusers is forked: attention processors take the picture's tokens, and the projection that makes them sits
+where stock networks look for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from retouch.adapters.formats import AdapterFile, AdapterShape, Head, check_tensors, read_adapter
+from retouch.adapters.hosts import Host, host_of
+from retouch.config.errors import ConfigError
+from retouch.image_encoder import ImageEncoder
+
+
+class IpAdapter:
+    """An adapter inside a network.
+
+    Attributes:
+        names: key of the file -> parameter name in the network.
+    """
+
+    def __init__(self, network: Any, shape: AdapterShape, where: str) -> None:
+        """Put new modules into a network: a start that changes nothing.
+
+        Args:
+            where: names the adapter in messages.
+
+        Raises:
+            ConfigError: another number or other sizes of blocks; the network is left as it was.
+        """
+        self.host: Host = host_of(network)
+        self.shape = shape
+        _fits(self.host, shape, where, type(network).__name__)
+        self.host.place(shape)
+        self.names = self.host.names(shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight by the key of the file; under LoRA, what is below it."""
+        parameters = dict(self.host.network.named_parameters())
+        below = {key: name.removesuffix("weight") + "base_layer.weight" for key, name in self.names.items()}
+        return {
+            key: parameters[name if name in parameters else below[key]].detach() for key, name in self.names.items()
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill in all weights by the keys of the file.
+
+        Raises:
+            AdapterFileError: keys or shapes that do not match exactly; nothing is filled in then.
+        """
+        check_tensors(tensors, self.shape, "adapter")
+        for key, own in self.tensors().items():
+            own.copy_(tensors[key])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every weight by the key of the file, to be trained or frozen."""
+        parameters = dict(self.host.network.named_parameters())
+        return {key: parameters[name] for key, name in self.names.items()}
+
+    def set_scale(self, scale: float | Sequence[float]) -> None:
+        """How much the picture counts, in all blocks or in each; 0 leaves the stock model.
+
+        Raises:
+            ConfigError: not as many factors as blocks.
+        """
+        blocks = len(self.shape.inner)
+        scales = [float(s) for s in scale] if isinstance(scale, Sequence) else [float(scale)] * blocks
+        if len(scales) != blocks:
+            raise ConfigError(f"scale: given {len(scales)} factors; the network has {blocks} blocks: give one for each")
+        self.host.set_scales(scales)
+
+    def detach(self) -> None:
+        """Leave the network as it was before."""
+        self.host.remove()
+
+
+def new_adapter(network: Any, head: Head, width: int, tokens: int, seed: int = 0) -> IpAdapter:
+    """A fresh adapter in a network, its weights drawn from a seed: its values are 0, so that it changes nothing yet."""
+    host = host_of(network)
+    shape = AdapterShape(head, width, tokens, host.token_width(), host.inner())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return IpAdapter(network, shape, "model.train")
+
+
+class StyleAdapter:
+    """An adapter file in use: what `retouch.adapters.load` gives.
+
+    Attributes:
+        file: the weights, checked.
+    """
+
+    def __init__(self, file: AdapterFile, path: Path) -> None:
+        self.file = file
+        self.path = path
+        self._inside: IpAdapter | None = None
+        self._encoder: ImageEncoder | None = None
+
+    def attach(self, pipe: Any, scale: float | Sequence[float] = 1.0) -> StyleAdapter:
+        """Put it into a diffusers pipeline (or its network), in the network's precision.
+
+        Raises:
+            ConfigError: a network of other sizes, or one that has an adapter; the network is left as it was.
+        """
+        network = getattr(pipe, "transformer", None) or getattr(pipe, "unet", None) or pipe
+        inside = IpAdapter(network, self.file.shape, str(self.path))
+        for parameter in inside.parameters().values():
+            parameter.data = parameter.data.to(network.dtype)
+            parameter.requires_grad_(False)
+        inside.load(self.file.tensors)
+        inside.set_scale(scale)
+        self._inside = inside
+        return self
+
+    def detach(self) -> None:
+        """Leave the pipeline as it was before."""
+        self._attached().detach()
+        self._inside = None
+
+    def set_scale(self, scale: float | Sequence[float]) -> None:
+        """How much the reference counts, in all blocks or in each."""
+        self._attached().set_scale(scale)
+
+    def condition(
+        self, references: Sequence[Image], encoder: ImageEncoder | str | None = None, *, guided: bool = True
+    ) -> dict[str, Any]:
+        """Arguments of the pipeline's call for one reference each image (or one for all).
+
+        Args:
+            encoder: what embeds the pictures; None loads the one that the file names.
+            guided: whether the call uses classifier-free guidance; only Stable Diffusion must know.
+
+        Raises:
+            ConfigError: a file that names no encoder, or one of another width.
+        """
+        if encoder is not None or self._encoder is None:
+            named = encoder or self.file.metadata.get("image_encoder")
+            if named is None:
+                raise ConfigError(f"{self.path} does not say which encoder it is for; give condition(..., encoder=...)")
+            self._encoder = named if isinstance(named, ImageEncoder) else ImageEncoder.load(named)
+        if self._encoder.width != self.file.shape.width:
+            raise ConfigError(
+                f"{self.path}: takes vectors of width {self.file.shape.width}, the encoder makes {self._encoder.width}"
+            )
+        network = self._attached().host.network
+        vectors = self._encoder(references).to(network.device, network.dtype)
+        return self._attached().host.call_options(vectors, guided=guided)
+
+    def _attached(self) -> IpAdapter:
+        if self._inside is None:
+            raise ConfigError(f"{self.path} is not attached; call attach(pipe) first")
+        return self._inside
+
+
+def load(path: str | Path) -> StyleAdapter:
+    """Read an adapter file of any program, checked to the last key.
+
+    Raises:
+        AdapterFileError: not a whole adapter, or a pickle that holds more than tensors.
+    """
+    return StyleAdapter(read_adapter(Path(path)), Path(path))
+
+
+def _fits(host: Host, shape: AdapterShape, where: str, name: str) -> None:
+    inner, width = host.inner(), host.token_width()
+    if shape.head not in host.heads:
+        raise ConfigError(f"{where}: a {shape.head} adapter; a {name} takes {' or '.join(host.heads)}")
+    if len(shape.inner) != len(inner):
+        raise ConfigError(f"{where}: an adapter for {len(shape.inner)} blocks; the {name} has {len(inner)}")
+    if shape.inner != inner or shape.token_width != width:
+        raise ConfigError(
+            f"{where}: an adapter of token width {shape.token_width} for blocks of width {shape.inner[0]}; the {name} "
+            f"has {width} and {inner[0]}"
+        )

@@ -1,0 +1,178 @@
+"""A style adapter under training: which of its weights, and the files of a checkpoint.
+
+A checkpoint holds the whole adapter as `ip-adapter.safetensors` and `ip-adapter.bin`, whatever part of it is trained,
+so that its files work everywhere. LoRA is merged into them; its factors, which training goes on from, lie beside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retouch.adapters.formats import NAME, AdapterFile, Head, read_adapter, write_bin, write_safetensors
+from retouch.adapters.ip_adapter import IpAdapter, new_adapter
+from retouch.adapters.lora import add_lora
+from retouch.config.errors import ConfigError
+from retouch.config.families import ADAPTERS
+
+if TYPE_CHECKING:
+    from retouch.config.schema import TrainIpAdapter
+    from retouch.types import ModelSpec
+
+FACTORS = f"{NAME}-lora.safetensors"
+"""Factors of `weights: kv_lora`, by parameter name."""
+
+
+def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed: int) -> IpAdapterWeights:
+    """Put a new or given adapter into a frozen network, and set which of its weights require a gradient.
+
+    Trained weights are fp32, frozen ones of the adapter have the network's precision.
+
+    Raises:
+        ConfigError: an initial adapter of other sizes than the run file says, or not whole.
+    """
+    assert spec.reference_width is not None, "the family loads the image encoder of model.train"
+    given = read_adapter(Path(train.initial_adapter).expanduser()) if train.initial_adapter else None
+    facts = ADAPTERS[spec.family]
+    head: Head = facts.head if not train.query_former else "mlp+query_former"
+    tokens = train.tokens or facts.tokens
+    if given is not None:
+        _same_sizes(given, head, spec.reference_width, tokens, train.initial_adapter or "")
+    network.requires_grad_(False)
+    adapter = new_adapter(network, head, spec.reference_width, tokens, seed)
+    if given is not None:
+        adapter.load(given.tensors)
+    adapter.set_scale(train.scale)
+    for key, parameter in adapter.parameters().items():
+        parameter.requires_grad_(is_trained(key, train.weights))
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(network.dtype)
+    factor = None
+    if train.weights == "kv_lora":
+        add_lora(network, train.rank, train.alpha, tuple(sorted({_module_suffix(n) for n in _kv(adapter.names)})))
+        factor = train.alpha / train.rank
+    about = {"family": spec.family, "image_encoder": train.image_encoder or facts.image_encoder}
+    return IpAdapterWeights(adapter, train.weights, factor, about)
+
+
+def is_trained(key: str, weights: str) -> bool:
+    """Whether a weight of the file is trained itself.
+
+    Args:
+        weights: `model.train.weights`.
+    """
+    if weights == "all":
+        return True
+    if weights == "no_last_layer":
+        return not key.startswith(("image_proj.proj.2.", "image_proj_qformer.id_proj.2."))
+    return weights == "kv" and key.startswith("ip_adapter.")
+
+
+class IpAdapterWeights:
+    """Style adapters as files: whole ones, exact both ways."""
+
+    kind = "ip_adapter"
+
+    def __init__(self, adapter: IpAdapter, weights: str, factor: float | None, about: Mapping[str, Any]) -> None:
+        self.adapter = adapter
+        self.about = about
+        self._weights = weights
+        self._factor = factor  # alpha / rank of LoRA
+        self._trained = {key: name for key, name in adapter.names.items() if is_trained(key, weights)}
+
+    def save(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self._whole(state)
+        write_safetensors(folder / f"{NAME}.safetensors", tensors, self.about)
+        write_bin(folder / f"{NAME}.bin", tensors)
+        if self._factor is not None:
+            factors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+            save_file(factors, folder / FACTORS, metadata={"format": "pt", "factor": json.dumps(self._factor)})
+
+    def load(self, folder: Path) -> dict[str, Tensor]:
+        if not (folder / f"{NAME}.safetensors").is_file():
+            raise ValueError(f"no {NAME}.safetensors in it, which model.train.kind=ip_adapter needs")
+        file = read_adapter(folder / f"{NAME}.safetensors")
+        if file.shape != self.adapter.shape:
+            raise ValueError(f"an adapter of {describe(file)}, but model.train says {describe(self.adapter)}")
+        state = {name: file.tensors[key] for key, name in self._trained.items()}
+        if self._factor is not None:
+            state = self._load_factors(folder / FACTORS)
+        for key, tensor in self._whole(state).items():
+            if not _close(tensor, file.tensors[key], exact=self._factor is None or not key.startswith("ip_adapter.")):
+                raise ValueError(
+                    f"{key} is frozen, but differs from the network's: model.train.initial_adapter, or the seed of a "
+                    "new adapter, is another than in training"
+                )
+        return state
+
+    def _whole(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All weights of the adapter: what `state` has, and what is frozen."""
+        tensors = self.adapter.tensors()
+        if self._factor is None:
+            return {key: state.get(self.adapter.names[key], t) for key, t in tensors.items()}
+        merged = dict(tensors)
+        for name in _kv(self.adapter.names):
+            key = next(k for k, n in self.adapter.names.items() if n == name)
+            module = name.removesuffix(".weight")
+            a, b = (state[f"{module}.lora_{x}.default.weight"].float() for x in "AB")
+            merged[key] = tensors[key].float() + self._factor * (b @ a)
+        return merged
+
+    def _load_factors(self, path: Path) -> dict[str, Tensor]:
+        if not path.is_file():
+            raise ValueError(f"no {FACTORS} in it, which model.train.weights=kv_lora needs")
+        try:
+            with safe_open(path, "pt") as file:
+                factor = json.loads((file.metadata() or {}).get("factor", "null"))
+            state = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"damaged weights ({error})") from None
+        if factor != self._factor:  # another would fit, and scale every update differently
+            raise ValueError(f"alpha / rank was {factor}, but model.train says {self._factor}")
+        modules = [name.removesuffix(".weight") for name in _kv(self.adapter.names)]
+        expected = {f"{m}.lora_{x}.default.weight" for m in modules for x in "AB"}
+        if state.keys() != expected:
+            raise ValueError(f"{FACTORS}: {len(state.keys() ^ expected)} factors are missing or unknown")
+        return state
+
+
+def describe(adapter: AdapterFile | IpAdapter) -> str:
+    """Its sizes in words."""
+    shape = adapter.shape
+    return f"{shape.tokens} tokens by {shape.head} from vectors of width {shape.width} for {len(shape.inner)} blocks"
+
+
+def _kv(names: Mapping[str, str]) -> list[str]:
+    return [name for key, name in names.items() if key.startswith("ip_adapter.")]
+
+
+def _module_suffix(parameter: str) -> str:
+    """ "processor.to_k_ip" of "….processor.to_k_ip.weight"."""
+    return "processor." + parameter.rpartition(".processor.")[2].removesuffix(".weight")
+
+
+def _close(a: Tensor, b: Tensor, *, exact: bool) -> bool:
+    a, b = a.detach().cpu(), b.to(a.dtype)
+    return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _same_sizes(file: AdapterFile, head: Head, width: int, tokens: int, path: str) -> None:
+    where = f"model.train.initial_adapter: {path} has {describe(file)}"
+    if file.shape.head != head:
+        if file.shape.head == "mlp+query_former":
+            raise ConfigError(f"{where}; set model.train.query_former=true: without it half of its style is lost")
+        raise ConfigError(f"{where}, but model.train asks for {head}; set model.train.query_former=false")
+    if file.shape.tokens != tokens:
+        raise ConfigError(f"{where}; set model.train.tokens={file.shape.tokens}")
+    if file.shape.width != width:
+        raise ConfigError(
+            f"{where}, but model.train.image_encoder makes vectors of width {width}; set the one it is for"
+        )

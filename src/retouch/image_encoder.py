@@ -1,0 +1,130 @@
+"""Reference pictures as vectors: a frozen SigLIP (or CLIP) in front of the style adapters.
+
+A reference is padded to a square, so that letters keep their shape, and embedded once and alone; the vector is the
+frozen part of its condition. What is trained (the projection into tokens) runs inside the network's forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVisionModel
+from transformers.utils.hub import cached_file
+
+from retouch.config.errors import ConfigError
+
+TINY = Path(__file__).parent / "models" / "tiny_bases" / "image_encoder"
+"""The encoder that comes with the package."""
+
+KINDS: dict[str, tuple[Any, str]] = {
+    "siglip": (SiglipVisionModel, "pooler_output"),
+    "siglip_vision_model": (SiglipVisionModel, "pooler_output"),
+    "clip": (CLIPVisionModelWithProjection, "image_embeds"),
+    "clip_vision_model": (CLIPVisionModelWithProjection, "image_embeds"),
+}
+"""`model_type` of a config.json -> class, and which of its outputs is the vector."""
+
+CACHE_SIZE = 4096
+"""Vectors kept; 4.5 KiB each for SigLIP so400m."""
+
+
+class ImageEncoder:
+    """Pictures -> vectors, each computed once; on the device only while it encodes.
+
+    Attributes:
+        width: D of a vector.
+    """
+
+    def __init__(
+        self, model: Any, output: str, mean: Sequence[float] = (0.5,) * 3, std: Sequence[float] = (0.5,) * 3
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.output = output
+        self.size = int(model.config.image_size)
+        self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)
+        self.device = torch.device("cpu")
+        self._mean, self._std = (torch.tensor(list(v)).view(3, 1, 1) for v in (mean, std))
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+
+    @classmethod
+    def load(cls, path: str, dtype: torch.dtype = torch.float32) -> ImageEncoder:
+        """A hub id or folder of a SigLIP or CLIP; "tiny" is the one of the package.
+
+        Raises:
+            ConfigError: missing files or weights, or a model of another kind.
+        """
+        path = str(TINY) if path == "tiny" else path
+        where = f"model.train.image_encoder: given {path!r}"
+        try:
+            kind = AutoConfig.from_pretrained(path).model_type
+            if kind not in KINDS:
+                raise ConfigError(f"{where}, a {kind} model; give a SigLIP or a CLIP, by hub id or folder")
+            network, output = KINDS[kind]
+            model, info = network.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            options = _preprocessor(path)
+        except (OSError, ValueError, RuntimeError, json.JSONDecodeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ConfigError(f"{where}, which cannot be loaded: {reason.rstrip('. ')}") from None
+        if info["missing_keys"]:  # transformers draws them at random and goes on
+            raise ConfigError(f"{where}: {len(info['missing_keys'])} weights are missing; copy it anew")
+        return cls(model, output, options.get("image_mean", (0.5,) * 3), options.get("image_std", (0.5,) * 3))
+
+    def to(self, device: torch.device | str) -> None:
+        """Where it shall compute."""
+        self.device = torch.device(device)
+
+    def __call__(self, images: Sequence[Image.Image]) -> Tensor:
+        """[B, D] fp32 on the CPU."""
+        keys = [_digest(image) for image in images]
+        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._cache}
+        if missing:
+            self.model.to(self.device)
+            for key, image in missing.items():  # one by one: a vector must not depend on what it was batched with
+                self._cache[key] = self._embed(image)
+            self.model.to("cpu")
+        for key in keys:
+            self._cache.move_to_end(key)
+        vectors = torch.stack([self._cache[key] for key in keys])
+        while len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)
+        return vectors
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """[3, size, size] normalised, of the picture padded to a square."""
+        square = pad_to_square(image.convert("RGB")).resize((self.size, self.size), Image.Resampling.BICUBIC)
+        values = torch.from_numpy(np.asarray(square, np.float32)).permute(2, 0, 1) / 255
+        return (values - self._mean) / self._std
+
+    @torch.no_grad()
+    def _embed(self, image: Image.Image) -> Tensor:
+        pixels = self.pixels(image)[None].to(self.device, self.model.dtype)
+        return getattr(self.model(pixel_values=pixels), self.output)[0].float().cpu()
+
+
+def pad_to_square(image: Image.Image) -> Image.Image:
+    """The picture in the middle of a black square (Calligrapher's padding): nothing of it is cut off or stretched."""
+    side = max(image.size)
+    square = Image.new("RGB", (side, side))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def _preprocessor(path: str) -> dict[str, Any]:
+    """The options of a model's image processor; {} where it has none."""
+    file = cached_file(path, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    return {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+
+
+def _digest(image: Image.Image) -> str:
+    return hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()
