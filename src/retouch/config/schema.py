@@ -405,7 +405,27 @@ class PreservationReward(RewardEntry):
     """True scores what is 1 by construction."""
 
 
-Reward = Annotated[OcrReward | PreservationReward, Field(discriminator="scorer")]
+class FnReward(RewardEntry):
+    """A function or class of your own, as "module:name"."""
+
+    scorer: Literal["fn"] = "fn"  # pyright: ignore[reportIncompatibleVariableOverride]
+    fn: str = ""
+    """Required where it is scored here or by `auto`: "module:name", found from the working directory, too. A function
+    of a list of items that returns a number for each, or a class with `score` and, if it likes, `load`."""
+    needs: list[str] | None = None
+    """Pictures (mask, source, reference) that an item must have; others fail, typed."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> FnReward:
+        if self.url in (None, "auto") and ":" not in self.fn:
+            raise ValueError(f"fn: given {self.fn!r}; write module:function, like my_rewards:score")
+        unknown = [name for name in self.needs or () if name not in ("mask", "source", "reference")]
+        if unknown:
+            raise ValueError(f"needs: given {unknown[0]!r}; an item may have mask, source, reference")
+        return self
+
+
+Reward = Annotated[FnReward | OcrReward | PreservationReward, Field(discriminator="scorer")]
 
 
 class RewardClientConfig(Section):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from retouch.rewards.protocol import Scorer
 
 SCORERS = {
+    "fn": "retouch.rewards.scorers.fn:FnScorer",
     "ocr": "retouch.rewards.scorers.ocr:OcrScorer",
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
 }
