@@ -40,6 +40,8 @@ FAILURE_CODES = {
     "unavailable": "no server answered",
     "worker_lost": "the process that scored the item ended before it was done; it is started again",
     "refused": "the server refused the request and would again (a wrong token, too large, not of the protocol)",
+    "low_mass": "the judge gave its score tokens too little probability: it answered something else",
+    "budget_spent": "the judge's budget of requests, tokens or money is spent",
     "bad_reply": "the reply broke the protocol (missing, double or unknown items, NaN, a wrong type)",
 }
 
