@@ -163,23 +163,35 @@ def report(
 
 @reward_app.command("serve")
 def reward_serve(
-    names: Annotated[str, typer.Argument(metavar="NAME[,NAME]", help="Scorers to serve.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    names: Annotated[str, typer.Argument(metavar="NAME[,NAME]", help="Scorers; every instance holds all of them.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the first instance; the others count up. 0 takes free ones.")
+    ] = 8000,
     host: Annotated[
         str, typer.Option(help="Address; another than loopback needs a token in RETOUCH_REWARD_TOKEN.")
     ] = "127.0.0.1",
-    devices: Annotated[str, typer.Option(help="Device that the scorers load on.")] = "cpu",
+    devices: Annotated[str, typer.Option(help="cpu, or numbers of GPUs like 0,1,2: an instance for each.")] = "cpu",
+    replicas: Annotated[int, typer.Option(min=1, help="Instances of each device.")] = 1,
     endpoints: Annotated[
-        Path | None, typer.Option(help="File to write the address to; give it to training as url.")
+        Path | None, typer.Option(help="File to write the addresses to; give it to training as url.")
     ] = None,
     options: Annotated[str, typer.Option(help="JSON of {name: {option: value}}.")] = "{}",
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for a log of each instance; default: this terminal, or reward-logs.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Pictures that are scored together.")] = 32,
+    max_wait_ms: Annotated[float, typer.Option(min=0, help="How long a picture waits for company.")] = 4.0,
     with_parent: Annotated[int | None, typer.Option("--with-parent", hidden=True)] = None,
 ) -> None:
-    """Serve rewards over HTTP until stopped."""
+    """Serve rewards over HTTP until stopped; what dies is started again."""
     _logging(False)
-    from retouch.rewards.launch import requested, serve
+    from retouch.rewards.launch import ServeOptions, parse_devices, requested, serve
 
-    serve(requested(names, options), host, port, endpoints, devices, with_parent)
+    limits = {"max_batch": max_batch, "max_wait_ms": max_wait_ms}
+    where = ServeOptions(
+        host, port, parse_devices(devices), replicas, endpoints, log_dir, with_parent=with_parent, limits=limits
+    )
+    serve(requested(names, options), where)
 
 
 @reward_app.command("score")
@@ -284,7 +296,7 @@ _INTERRUPTED = 130
 
 EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
-    "serve": ("fastapi", "uvicorn", "starlette", "python_multipart", "multipart"),
+    "serve": ("fastapi", "uvicorn", "starlette"),
     "ocr": ("rapidocr", "onnxruntime"),
 }
 """Extra of the package -> modules that come with it."""

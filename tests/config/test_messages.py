@@ -8,6 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
+from retouch.rewards.scorers import SCORERS
 
 Problems = Callable[..., list[str]]
 TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
@@ -62,7 +63,12 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
         ("evaluation.data={format: foo, path: x}", "evaluation.data.format: given 'foo'; known: manifest, self_bench"),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
-        ("rewards.legible={}", "rewards.legible.scorer: given 'legible'; known: ocr, preservation"),
+        ("rewards.fn={fn: score}", "rewards.fn.fn: given 'score'; write module:function, like my_rewards:score"),
+        (
+            "rewards.fn={fn: 'a:b', needs: [depth]}",
+            "rewards.fn.needs: given 'depth'; an item may have mask, source, reference",
+        ),
+        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(SCORERS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
         ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, sd_inpaint"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft"),

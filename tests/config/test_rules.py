@@ -10,6 +10,7 @@ import pytest
 from retouch.config import RunConfig
 
 from .leaves import leaves
+from .reward_bounds import REWARD_BOUNDS
 
 Problems = Callable[..., list[str]]
 RunWith = Callable[..., RunConfig]
@@ -110,6 +111,7 @@ BOUNDS = [
     ("evaluation.weights", "best", "'best'", "input should be 'ema' or 'raw'"),
     ("evaluation.grid_examples", "-1", "-1", NOT_NEGATIVE),
     ("logging.rollout_images_every", "-1", "-1", NOT_NEGATIVE),
+    *REWARD_BOUNDS,
 ]
 ELEMENTS = [
     ("optimizer.betas", "[0.9, 1.0]", "optimizer.betas.1: given 1.0; input should be less than 1"),
@@ -199,7 +201,7 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
 
 def test_every_bounded_option_has_a_bad_example_here() -> None:
     shown = [row[0] for row in BOUNDS] + [line.partition(": ")[0] for _, _, line in ELEMENTS]
-    tried = {re.sub(r"\.\d+$", "", key).replace("rewards.ocr.", "rewards.*.") for key in shown}
+    tried = {re.sub(r"^rewards\.\w+", "rewards.*", re.sub(r"\.\d+$", "", key)) for key in shown}
     bounded = {leaf.key for leaf in leaves(RunConfig) if leaf.info.metadata or "Literal" in str(leaf.info.annotation)}
     tags = {"model.family", "model.train.kind", "data.format", "algorithm.name", "rewards.*.scorer"}
     same_class = ("warmup_data.", "evaluation.data.")  # sections of the class of `data`

@@ -153,7 +153,7 @@ def serving(
     try:
         until(lambda: server.started)
         if wait:
-            until(lambda: b" 200 " in get(url, "/readyz", token))
+            until(lambda: b" 200 " in get(url, "/readyz", token), 60)
         yield url
     finally:
         for scorer in scorers.values():
@@ -214,6 +214,10 @@ def reply(ids: Sequence[Any], value: Callable[[Any], Any] = float, name: str = "
     return {"items": scored, "scorers": {name: {"revision": "1"}}}
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256  # of 5, a burst of connections waits seconds for the kernel to try again
+
+
 class FakeServer:
     """Answers every POST /score as `script(request, number of it)` says, and remembers what it was asked."""
 
@@ -246,7 +250,7 @@ class FakeServer:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = _Server(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

@@ -307,17 +307,6 @@ def test_a_reply_in_an_encoding_that_is_a_lie_is_tried_again_not_raised() -> Non
 # --- several servers ---
 
 
-def test_requests_go_to_the_servers_in_turn() -> None:
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(FakeServer(honest)) for _ in range(3)]
-        client = stack.enter_context(client_of(*[server.url for server in servers], batch_size=1))
-        client.score(items(9))
-        assert [len(server.asked) for server in servers] == [3, 3, 3]
-        for _ in range(3):
-            client.score(items(1))
-        assert [len(server.asked) for server in servers] == [4, 4, 4]
-
-
 @pytest.mark.parametrize("dead", ["refuses", "resets", "503", "black hole"])
 def test_a_dead_server_is_failed_over(dead: str) -> None:
     """Every request succeeds although two of three find a dead server first, one with the other."""
@@ -334,13 +323,15 @@ def test_a_dead_server_is_failed_over(dead: str) -> None:
     assert values(outcomes) == [0.0] * 6
 
 
-def test_the_next_attempt_goes_to_the_next_server_whatever_other_requests_do() -> None:
+def test_the_next_attempt_goes_to_another_server_whatever_other_requests_do() -> None:
     """With one counter for all attempts, two requests in step meet the dead server again and again."""
     with FakeServer(honest) as alive, FakeServer(unavailable) as dead:
         client = client_of(dead.url, alive.url, batch_size=1)
         assert values(client.score(items(20))["r"]) == [0.0] * 20
         client.close()
-        assert len(dead.asked) == 10 and len(alive.asked) == 20
+        assert 1 <= len(dead.asked) <= 10 and len(alive.asked) == 20
+        for asked in dead.asked:  # none met it twice
+            assert [a.manifest["request_id"] for a in dead.asked].count(asked.manifest["request_id"]) == 1
 
 
 # --- bounded time ---

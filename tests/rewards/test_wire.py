@@ -164,9 +164,9 @@ def test_a_shared_picture_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> No
     decoded: list[str] = []
     real = wire.decode_pixels
 
-    def counted(body: bytes, content_type: str, mode: Any) -> Pixels:
+    def counted(body: bytes, content_type: str, mode: Any, *most: int) -> Pixels:
         decoded.append(content_type)
-        return real(body, content_type, mode)
+        return real(body, content_type, mode, *most)
 
     monkeypatch.setattr(wire, "decode_pixels", counted)
     assert len(decode_items(*sent([item(i, source=picture(100)) for i in range(4)]))) == 4

@@ -460,7 +460,137 @@ class PreservationReward(RewardEntry):
     """True scores what is 1 by construction."""
 
 
-Reward = Annotated[OcrReward | PreservationReward, Field(discriminator="scorer")]
+class FnReward(RewardEntry):
+    """A function or class of your own, as "module:name"."""
+
+    scorer: Literal["fn"] = "fn"  # pyright: ignore[reportIncompatibleVariableOverride]
+    fn: str = ""
+    """Required where it is scored here or by `auto`: "module:name", found from the working directory, too. A function
+    of a list of items that returns a number for each, or a class with `score` and, if it likes, `load`."""
+    needs: list[str] | None = None
+    """Pictures (mask, source, reference) that an item must have; others fail, typed."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> FnReward:
+        if self.url in (None, "auto") and ":" not in self.fn:
+            raise ValueError(f"fn: given {self.fn!r}; write module:function, like my_rewards:score")
+        unknown = [name for name in self.needs or () if name not in ("mask", "source", "reference")]
+        if unknown:
+            raise ValueError(f"needs: given {unknown[0]!r}; an item may have mask, source, reference")
+        return self
+
+
+class OpenAIJudgeReward(RewardEntry):
+    """A vision-language model behind an OpenAI-compatible endpoint (OpenAI, vLLM, SGLang), in [0, 1]. Its key is taken
+    from OPENAI_API_KEY of the environment."""
+
+    scorer: Literal["openai_judge"] = "openai_judge"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: str = ""
+    """As the endpoint names it; required where it is scored here or by `auto`."""
+    address: str = "https://api.openai.com/v1"
+    """Of the endpoint, with /v1."""
+    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    """{prompt} stands for the item's prompt."""
+    mode: Literal["logprobs", "rubric"] = "logprobs"
+    """The expectation over the probabilities of the digits 0 to 5; or JSON with a score and a reason."""
+    min_mass: Unit = 0.5
+    """Probability that the digits must have together; below it the answer was something else, a failure."""
+    concurrency: PositiveInt = 8
+    """Questions under way at once."""
+    requests_per_minute: Positive | None = None
+    """Of the endpoint, shared by all judges of the process; null does not limit them."""
+    tokens_per_minute: Positive | None = None
+    """The same for tokens."""
+    budget_requests: PositiveInt | None = None
+    """Hard limit; what is beyond is a failure, and too many of these stop the run."""
+    budget_tokens: PositiveInt | None = None
+    """The same for tokens."""
+    budget_dollars: Positive | None = None
+    """The same for money, by the prices."""
+    price_in: NonNegative = 0.0
+    """Dollars for a million tokens of questions."""
+    price_out: NonNegative = 0.0
+    """Dollars for a million tokens of answers."""
+    timeout_s: Positive = 60.0
+    """Of one question, retries included."""
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> OpenAIJudgeReward:
+        if self.url in (None, "auto") and not self.model:
+            raise ValueError("model: not set; name the model as the endpoint does")
+        if "{prompt}" not in self.question:
+            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        if self.budget_dollars is not None and not self.price_in + self.price_out:
+            raise ValueError("budget_dollars: given without prices; set price_in and price_out")
+        return self
+
+
+class ClipReward(RewardEntry):
+    """Cosine between picture and prompt, in [-1, 1]."""
+
+    scorer: Literal["clip"] = "clip"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "openai/clip-vit-large-patch14"
+    """A hub id or folder of a `CLIPModel`."""
+    processor: str = ""
+    """Where its processor lies, if elsewhere."""
+    images_per_forward: PositiveInt = 32
+    """As it says; changes memory and speed, not results."""
+
+
+class PickScoreReward(RewardEntry):
+    """PickScore v1 (arXiv 2305.01569), about 15 to 25."""
+
+    scorer: Literal["pickscore"] = "pickscore"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "yuvalkirstain/PickScore_v1"
+    """A hub id or folder of a `CLIPModel`."""
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Where its processor lies, if elsewhere."""
+    images_per_forward: PositiveInt = 32
+    """As it says; changes memory and speed, not results."""
+
+
+class StyleReward(RewardEntry):
+    """Cosine between the repainted part and the reference, in [-1, 1]; a copy of the reference maximises it."""
+
+    scorer: Literal["style"] = "style"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "openai/clip-vit-large-patch14"
+    """A hub id or folder of a `CLIPModel`."""
+    processor: str = ""
+    """Where its processor lies, if elsewhere."""
+    images_per_forward: PositiveInt = 32
+    """As it says; changes memory and speed, not results."""
+
+
+class SeamReward(RewardEntry):
+    """-|gradients just inside the mask's edge - just outside|, in [-1, 0]; meant for the raw generation."""
+
+    scorer: Literal["seam"] = "seam"  # pyright: ignore[reportIncompatibleVariableOverride]
+    paste_back: bool = False
+    """True judges the hard edge that pasting makes."""
+
+
+class JpegSizeReward(RewardEntry):
+    """-(bits a pixel as JPEG) / 24 (DDPO, arXiv 2305.13301): its optimum is known, for trying things."""
+
+    scorer: Literal["jpeg_size"] = "jpeg_size"  # pyright: ignore[reportIncompatibleVariableOverride]
+    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    """Of the JPEG."""
+    incompressible: bool = False
+    """Raise the size instead of lowering it."""
+
+
+Reward = Annotated[
+    ClipReward
+    | FnReward
+    | JpegSizeReward
+    | OcrReward
+    | OpenAIJudgeReward
+    | PickScoreReward
+    | PreservationReward
+    | SeamReward
+    | StyleReward,
+    Field(discriminator="scorer"),
+]
 
 
 class RewardClientConfig(Section):
@@ -472,8 +602,19 @@ class RewardClientConfig(Section):
     """How long to wait for servers that stopped answering before the run stops, resumable (exit 3)."""
     max_failure_rate: Unit = 0.2
     """More failed rewards than this share of a rollout batch stop the run, resumable (exit 3)."""
+    max_run_failure_rate: Unit = 1.0
+    """The same over all rewards of this process so far, once there were 200: what fails a little all the time."""
     batch_size: PositiveInt = 16
     """Images of one request."""
+    balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"
+    """Which of several servers is asked: the one expected to answer first, by its requests under way and its latency;
+    or each in turn."""
+    requests_per_server: PositiveInt = 4
+    """Under way at once; more wait here, for whichever server is free first."""
+    hedge_after_s: Positive | None = None
+    """Ask a second server, too, when the first has not answered after so long; null never does."""
+    cache: bool = False
+    """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice."""
 
 
 # --- the rest ---

@@ -1,8 +1,9 @@
 """The client of reward servers: n items in, n outcomes out, in order, whatever the network does. No torch.
 
-One event loop in one background thread serves callers from any thread. A request goes to the servers in turn; transport
-errors, 408, 425, 429 and 5xx are tried again on the next server until the deadline; nothing else is. A reply must hold
-every item exactly once and only finite floats, else its items are failures: a failure is never a number.
+One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
+transport errors, 408, 425, 429 and 5xx are tried again, on another server where there is one, until the deadline and
+within the retry budget; nothing else is. A reply must hold every item exactly once and only finite floats, else its
+items are failures: a failure is never a number.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import random
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
 
+from retouch.rewards.balance import Balance, Balancer, RetryBudget, Server
+from retouch.rewards.cache import ScoreCache, cache_key
 from retouch.rewards.protocol import LOOPBACK, RewardItem, ScoreReply, base_url, malformed, usable_token
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
@@ -35,8 +41,52 @@ _BACKOFF_MAX_S = 5.0
 _CONNECT_S = 5.0
 _LEAST_S = 0.2  # less time than this is not worth dividing between servers
 
+_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)  # the balancer counts requests
+_LATENCIES = 2048  # of the newest requests, for the percentiles
+
 Columns = dict[str, list[Outcome]]
 """Reward name -> one outcome an item."""
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a client talks to its servers.
+
+    Attributes:
+        timeout_s: deadline of one request, retries included, from when a server is free for it. With several servers an
+            attempt gets half of what is left, so that one that accepts and never answers does not keep a request from
+            the others. Requests that wait for a server end, unavailable, once no server has answered for so long.
+        batch_size: items of one request.
+        balance: see `Balancer`.
+        most: requests under way at one server.
+        hedge_s: ask a second server, too, when the first has not answered after so long; None never does.
+    """
+
+    timeout_s: float = 60.0
+    batch_size: int = 16
+    balance: Balance = "least_outstanding"
+    most: int = 4
+    hedge_s: float | None = None
+
+
+@dataclass
+class ClientStatistics:
+    """Counts since the client was made, and the latencies of the newest requests in seconds."""
+
+    requests: int = 0
+    attempts: int = 0
+    retries: int = 0
+    hedges: int = 0
+    cache_hits: int = 0
+    revision_changes: int = 0
+    scores: Counter[str] = field(default_factory=Counter[str])
+    failures: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
+    latencies: deque[float] = field(default_factory=lambda: deque[float](maxlen=_LATENCIES))
+
+    def latency(self, share: float) -> float:
+        """The latency that this share of the newest requests did not exceed; NaN before the first."""
+        ordered = sorted(self.latencies)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 @dataclass(frozen=True)
@@ -45,6 +95,8 @@ class _Refusal:
 
     failure: Failure
     retry_after_s: float = 0.0
+    reached: bool = True
+    """Whether the server may have seen the request; a connection that was refused costs it nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +111,11 @@ class RewardClient:
     """Scores on one or more servers that all hold the same rewards.
 
     Args:
-        urls: base addresses; requests go to them in turn.
+        urls: base addresses.
         rewards: names to ask for, as the servers know them.
-        timeout_s: deadline of one request, retries included. With several servers an attempt gets half of what is left,
-            so that one that accepts and never answers does not keep a request from the others.
-        batch_size: items of one request.
+        options: a `ClientOptions`; its fields may be given by name instead.
         token: bearer token; never logged, and never in a message.
+        cache: where scores are kept; None keeps none.
 
     Raises:
         ValueError: no address, or an address or token that cannot be used.
@@ -77,15 +128,19 @@ class RewardClient:
         timeout_s: float = 60.0,
         batch_size: int = 16,
         token: str | None = None,
+        *,
+        options: ClientOptions | None = None,
+        cache: ScoreCache | None = None,
     ) -> None:
         if not urls:
             raise ValueError("a reward client needs at least one server address")
         self.urls = [base_url(url) for url in urls]
         self.rewards = list(rewards)
-        self.timeout_s = timeout_s
-        self.batch_size = batch_size
+        self.options = options or ClientOptions(timeout_s, batch_size)
+        self.statistics = ClientStatistics()
         self._token = None if token is None else usable_token(token)
-        self._turn = itertools.count()
+        self._cache = cache
+        self._revisions: dict[str, str] = {}
         self._closing = threading.Lock()
         self._closed = False
         self._start()
@@ -114,6 +169,10 @@ class RewardClient:
         """url -> reply of /info, of the servers that answer."""
         return self._call(self._info()).result()
 
+    def probe(self, items: Sequence[RewardItem]) -> dict[str, Columns]:
+        """Score the same items on every server by itself -> url -> outcomes."""
+        return self._call(self._probe(list(items))).result()
+
     def close(self) -> None:
         """End the thread; requests under way are cancelled. Closing twice is no error."""
         with self._closing:
@@ -137,6 +196,10 @@ class RewardClient:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._clients: dict[str, httpx.AsyncClient] = {}
+        self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
+        self._budget = RetryBudget()
+        self._freed = asyncio.Event()
+        self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reward-client")
         self._thread.start()
 
@@ -171,49 +234,198 @@ class RewardClient:
             local = urlsplit(url).hostname in LOOPBACK
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
             # a proxy from the environment must never see loopback traffic
-            self._clients[url] = httpx.AsyncClient(trust_env=not local, headers=headers)
+            self._clients[url] = httpx.AsyncClient(
+                trust_env=not local,
+                headers=headers,
+                limits=_CONNECTIONS,
+                verify=not (local and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
+            )
         return self._clients[url]
 
     async def _score(self, items: list[RewardItem]) -> Columns:
         problems = [malformed(item) for item in items]
         sound = [item for item, problem in zip(items, problems, strict=True) if problem is None]
-        chunks = [sound[i : i + self.batch_size] for i in range(0, len(sound), self.batch_size)]
-        replies = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
+        scored = await self._score_sound(sound)
         columns: Columns = {}
         for name in self.rewards:
-            scored = (outcome for reply in replies for outcome in reply[name])
-            columns[name] = [next(scored) if problem is None else problem for problem in problems]
+            column = iter(scored[name])
+            columns[name] = [next(column) if problem is None else problem for problem in problems]
+            for outcome in columns[name]:
+                if isinstance(outcome, Failure):
+                    self.statistics.failures[name][outcome.code] += 1
+                else:
+                    self.statistics.scores[name] += 1
         return columns
+
+    async def _score_sound(self, items: list[RewardItem]) -> Columns:
+        """From the cache, where every reward of an item is there; else from the servers."""
+        keys = await self._cache_keys(items)
+        if keys is None or self._cache is None:
+            return await self._score_chunks(items)
+        known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
+        missing = [i for i, row in enumerate(keys) if not all(key in known for key in row)]
+        self.statistics.cache_hits += len(items) - len(missing)
+        fresh = await self._score_chunks([items[i] for i in missing])
+        found: dict[bytes, Outcome] = dict(known)
+        for column, name in enumerate(self.rewards):
+            found.update(zip((keys[i][column] for i in missing), fresh[name], strict=True))
+        if self._still(keys, items):
+            await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
+        return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
+
+    async def _cache_keys(self, items: list[RewardItem]) -> list[list[bytes]] | None:
+        """A key for each item and reward; None without a cache, or while the revisions are not known."""
+        if self._cache is None or not items:
+            return None
+        if any(name not in self._revisions for name in self.rewards):
+            self._learn_revisions(await self._info())
+        if any(name not in self._revisions for name in self.rewards):
+            return None
+        revisions = dict(self._revisions)
+        return await asyncio.to_thread(
+            lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
+        )
+
+    def _still(self, keys: list[list[bytes]], items: list[RewardItem]) -> bool:
+        """Whether the keys are those of the revisions that scored: a server may have changed meanwhile."""
+        return keys[0] == [cache_key(items[0], name, self._revisions[name]) for name in self.rewards]
+
+    def _learn_revisions(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
+        for url, info in infos.items():
+            scorers = info.get("scorers")
+            for name in self.rewards:
+                told = scorers.get(name) if isinstance(scorers, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+                if isinstance(told, dict) and isinstance(told.get("revision"), str):  # pyright: ignore[reportUnknownMemberType]
+                    self._note_revision(url, name, cast("str", told["revision"]))
+
+    def _note_revision(self, url: str, name: str, revision: str) -> None:
+        """A scorer that changes in the middle of a run makes its rewards incomparable: say so."""
+        before = self._revisions.get(name)
+        self._revisions[name] = revision
+        if before is not None and before != revision:
+            self.statistics.revision_changes += 1
+            logger.warning("%s: %s is now %r and was %r: its scores may not compare", url, name, revision, before)
+
+    async def _score_chunks(self, items: list[RewardItem]) -> Columns:
+        size = self.options.batch_size
+        chunks = [items[i : i + size] for i in range(0, len(items), size)]
+        replies = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
+        return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
 
     async def _score_chunk(self, items: list[RewardItem]) -> Columns:
         """One request with its retries; ids on the wire are positions, so that callers may repeat theirs."""
-        deadline = time.monotonic() + self.timeout_s
+        asked = time.monotonic()
+        deadline: float | None = None
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
-        request_id, first = uuid.uuid4().hex, next(self._turn)
+        request_id, failed = uuid.uuid4().hex, list[Server]()
         problem = Failure("unavailable", "no server answered", retryable=True)
+        self.statistics.requests += 1
+        self._budget.request()
         for attempt in itertools.count():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            server = await self._server(failed, deadline, asked)
+            if server is None:
                 break
-            url = self.urls[(first + attempt) % len(self.urls)]
-            share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
-            reply = await self._attempt(url, numbered, request_id, time.monotonic() + share)
+            now = time.monotonic()
+            deadline = deadline or now + self.options.timeout_s
+            reply = await self._attempt_or_hedge(server, numbered, request_id, deadline)
             if not isinstance(reply, _Refusal):
+                self.statistics.latencies.append(time.monotonic() - asked)
                 return reply
             problem = reply.failure
             if not problem.retryable:
                 break
+            failed = [*failed, server] if len(failed) + 1 < len(self.urls) else [server]
             backoff = random.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt))  # full jitter
-            pause = max(backoff, reply.retry_after_s)
-            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            await asyncio.sleep(max(0.0, min(backoff, deadline - time.monotonic())))
+            if reply.reached and not await self._may_retry(deadline):
+                break
+            self.statistics.retries += 1
         return {name: [problem] * len(items) for name in self.rewards}
 
-    async def _attempt(self, url: str, items: list[RewardItem], request_id: str, until: float) -> Columns | _Refusal:
-        """Ask one server once -> outcomes, or why there are none."""
+    async def _server(self, failed: list[Server], deadline: float | None, asked: float) -> Server | None:
+        """A server that may be sent a request now, its place in it taken; None when time is up.
+
+        Args:
+            deadline: of the request; None before its first attempt.
+        """
+        while True:
+            now = time.monotonic()
+            ends = deadline if deadline is not None else max(asked, self._progress) + self.options.timeout_s
+            if now >= ends:
+                return None
+            server, wait = self._balancer.choose(now, failed)
+            if server is not None:
+                server.under_way += 1
+                server.asked_at = now
+                return server
+            self._freed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.001, min(wait, ends - now, 1.0))):
+                    await self._freed.wait()
+
+    async def _may_retry(self, deadline: float) -> bool:
+        """Wait until the budget allows another attempt; False when time is up first."""
+        while not self._budget.take(time.monotonic()):
+            if time.monotonic() + 0.1 >= deadline:
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
+    async def _attempt_or_hedge(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> Columns | _Refusal:
+        """Ask a server, and after `hedge_s` another one, too; the first good answer counts."""
+        first = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        if self.options.hedge_s is None or len(self.urls) == 1:
+            return await first
+        await asyncio.wait([first], timeout=self.options.hedge_s)
+        other = None if first.done() else self._balancer.choose(time.monotonic(), [server])[0]
+        if other is None or other is server or not self._budget.take(time.monotonic()):
+            return await first
+        other.under_way += 1
+        other.asked_at = time.monotonic()
+        self.statistics.hedges += 1
+        second = asyncio.create_task(self._attempt(other, items, request_id, deadline))
+        tasks = {first, second}
+        try:
+            while True:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                reply = next((r for task in done if not isinstance(r := task.result(), _Refusal)), None)
+                if reply is not None or not tasks:
+                    return reply if reply is not None else done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _attempt(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> Columns | _Refusal:
+        """Ask one server once -> outcomes, or why there are none; its breaker and latency learn from it."""
+        started = time.monotonic()
+        left = max(0.0, deadline - started)
+        share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
+        self.statistics.attempts += 1
+        try:
+            reply = await self._ask(server.url, items, request_id, started + share)
+        finally:
+            server.under_way -= 1
+            self._freed.set()
+        now = time.monotonic()
+        if not isinstance(reply, _Refusal):
+            server.answered(now - started)
+            self._progress = now
+        elif reply.failure.code == "overloaded" or reply.retry_after_s:
+            server.held(now, reply.retry_after_s)
+        elif reply.failure.retryable:
+            server.failed(now)
+        return reply
+
+    async def _ask(self, url: str, items: list[RewardItem], request_id: str, until: float) -> Columns | _Refusal:
         started = time.monotonic()
         deadline_ms = max(1, int((until - started) * 1000))
         files = await asyncio.to_thread(encode_request, items, self.rewards, request_id, deadline_ms)
         left = max(0.0, until - time.monotonic())
+        reached = True
         try:
             async with asyncio.timeout(left):
                 response = await self._client(url).post(
@@ -222,12 +434,13 @@ class RewardClient:
         except TimeoutError:
             problem = f"{url}: no answer within {until - started:.1f} s"
         except httpx.RequestError as error:
+            reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             problem = self._redacted(f"{url}: {type(error).__name__} {error}".strip())
         else:
             if response.status_code == 200:
                 return self._outcomes(response.content, len(items), url)
             return self._refusal(url, response)
-        return _Refusal(Failure("unavailable", problem, retryable=True))
+        return _Refusal(Failure("unavailable", problem, retryable=True), reached=reached)
 
     def _outcomes(self, body: bytes, count: int, url: str) -> Columns:
         """Check a reply against what was asked, and put it in order."""
@@ -240,6 +453,9 @@ class RewardClient:
             problem = self._redacted(f"{url}: {error}")
             logger.warning("%s", problem)
             return {name: [Failure("bad_reply", problem)] * count for name in self.rewards}
+        for name, scorer in reply.scorers.items():
+            if name in self.rewards:
+                self._note_revision(url, name, scorer.revision)
         return {name: _column(reply, name, url) for name in self.rewards}
 
     def _refusal(self, url: str, response: httpx.Response) -> _Refusal:
@@ -258,6 +474,9 @@ class RewardClient:
             probe_s = min(_CONNECT_S, max(_LEAST_S, deadline - time.monotonic()))
             found = await asyncio.gather(*(self._readiness(url, probe_s) for url in self.urls))
             missing = [server for server in found if server is not None]
+            for server, problem in zip(self._balancer.servers, found, strict=True):
+                if problem is None:
+                    server.failures = 0  # it is back: no need to wait for the breaker
             if not missing or (not every_server and len(missing) < len(self.urls)):
                 return []
             finals = [server.final for server in missing]
@@ -284,6 +503,17 @@ class RewardClient:
         if lacking:
             return _NotReady(f"{url}: has no reward {', '.join(lacking)}; it has: {', '.join(known)}", final=True)
         return None
+
+    async def _probe(self, items: list[RewardItem]) -> dict[str, Columns]:
+        numbered = [replace(item, id=i) for i, item in enumerate(items)]
+
+        async def ask(url: str) -> Columns:
+            reply = await self._ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
+            if isinstance(reply, _Refusal):
+                return {name: [reply.failure] * len(items) for name in self.rewards}
+            return reply
+
+        return dict(zip(self.urls, await asyncio.gather(*(ask(url) for url in self.urls)), strict=True))
 
     async def _info(self) -> dict[str, dict[str, Any]]:
         async def ask(url: str) -> dict[str, Any]:

@@ -14,13 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from retouch.imaging import paste_back
-from retouch.rewards.client import RewardClient
+from retouch.rewards.cache import ScoreCache
+from retouch.rewards.client import ClientOptions, RewardClient
 from retouch.rewards.launch import LocalServer, resolve_urls, reward_token
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardBackend, RewardItem, malformed
 from retouch.rewards.scorers import make_scorer
-from retouch.types import Outcome, Scores
+from retouch.types import Outcome, Score, Scores
 
 if TYPE_CHECKING:
     from retouch.config.schema import RewardClientConfig, RewardEntry
@@ -61,6 +64,8 @@ class RewardTable:
         self.weights = {name: entry.weight for name, entry in entries.items()}
         self._places = {name: self._place(name, entry) for name, entry in entries.items()}
         self._server: LocalServer | None = None
+        self._cache = ScoreCache(self.log_dir / "rewards.sqlite") if client.cache else None
+        self.asked = self.failed = 0
         self._backends: dict[tuple[str, ...], RewardBackend] = {}
 
     def start(self) -> None:
@@ -86,7 +91,30 @@ class RewardTable:
                 problems += found
             elif found:
                 logger.warning("rewards of weight 0, which are only logged, are not ready: %s", "; ".join(found))
+        if every_server and not problems:
+            self._compare_servers()
         return problems
+
+    def count(self, asked: int, failed: int) -> float:
+        """Note rewards that were asked for and those that failed -> share of all so far that failed."""
+        self.asked += asked
+        self.failed += failed
+        return self.failed / max(1, self.asked)
+
+    def statistics(self) -> dict[str, float]:
+        """What the clients counted so far; latencies of the newest requests in seconds."""
+        told: dict[str, float] = {}
+        for place, backend in self._backends.items():
+            if isinstance(backend, RewardClient):
+                s, names = backend.statistics, "+".join(n for n, p in self._places.items() if p == place)
+                found = {"retries": s.retries, "hedges": s.hedges, "cache_hits": s.cache_hits}
+                found |= {"revision_changes": s.revision_changes}
+                if s.latencies:
+                    found |= {"latency_p50": s.latency(0.5), "latency_p95": s.latency(0.95)}
+                told |= {f"reward_client/{names}/{name}": float(value) for name, value in found.items()}
+                for name, codes in s.failures.items():
+                    told |= {f"reward_failures/{name}/{code}": float(n) for code, n in codes.items()}
+        return told
 
     def submit(self, items: Sequence[RewardItem]) -> PendingScores:
         """Start scoring a batch."""
@@ -105,6 +133,16 @@ class RewardTable:
         if self._server:
             self._server.close()
             self._server = None
+        if self._cache:
+            self._cache.close()
+
+    def _compare_servers(self) -> None:
+        """Golden pictures to every server by itself: servers that disagree hold different models. Said, not refused."""
+        golden = golden_items()
+        for backend in self._backends.values():
+            if isinstance(backend, RewardClient) and len(backend.urls) > 1:
+                for problem in disagreements(backend.probe(golden)):
+                    logger.warning("%s", problem)
 
     def _place(self, name: str, entry: RewardEntry) -> tuple[str, ...]:
         picture = "pasted" if entry.paste_back else "raw"
@@ -120,7 +158,14 @@ class RewardTable:
                 {name: make_scorer(self.entries[name].scorer, scorer_options(self.entries[name])) for name in members}
             )
         urls = [self._auto_url()] if place[:1] == AUTO_SERVER else list(place[:-1])
-        return RewardClient(urls, members, self.client.timeout_s, self.client.batch_size, reward_token())
+        options = ClientOptions(
+            self.client.timeout_s,
+            self.client.batch_size,
+            self.client.balance,
+            self.client.requests_per_server,
+            self.client.hedge_after_s,
+        )
+        return RewardClient(urls, members, token=reward_token(), options=options, cache=self._cache)
 
     def _auto_url(self) -> str:
         if self._server is None:
@@ -128,6 +173,39 @@ class RewardTable:
             options = {name: {"scorer": e.scorer, **scorer_options(e)} for name, e in members.items()}
             self._server = LocalServer(options, self.log_dir / "reward-server.log")
         return self._server.url()
+
+
+def golden_items() -> list[RewardItem]:
+    """Two fixed pictures with everything that a scorer may need."""
+    items: list[RewardItem] = []
+    for number in range(2):
+        noise = np.random.default_rng(number)
+        image, source, reference = (noise.integers(0, 256, (64, 128, 3), np.uint8) for _ in range(3))
+        mask = np.zeros((64, 128), np.uint8)
+        mask[16:48, 16:112] = 255
+        prompt = "The text is 'GOLD'."
+        items.append(RewardItem(number, prompt, image, mask, source, reference, number, {"text": "GOLD"}))
+    return items
+
+
+def disagreements(found: Mapping[str, Mapping[str, Sequence[Outcome]]], tolerance: float = 1e-3) -> list[str]:
+    """Servers whose scores of the same pictures differ by more than rounding and batching explain."""
+    problems: list[str] = []
+    (first, reference), *others = found.items()
+    for url, columns in others:
+        for name, column in columns.items():
+            pairs = [
+                (a.value, b.value)
+                for a, b in zip(reference[name], column, strict=True)
+                if isinstance(a, Score) and isinstance(b, Score)
+            ]
+            apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
+            if apart > tolerance:
+                problems.append(
+                    f"{name}: {first} and {url} differ by {apart:.3g} on the same pictures; do they hold the same "
+                    "model?"
+                )
+    return problems
 
 
 def scorer_options(entry: RewardEntry) -> dict[str, Any]:

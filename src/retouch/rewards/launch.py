@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,38 +28,182 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "RETOUCH_REWARD_TOKEN"
 """Environment variable with the bearer token of server and client; an argument would show in `ps`."""
 
+_WATCH_S = 0.1
+_EARLY_S = 5.0  # a front that ends sooner after its start may never come up
+_EARLY_DEATHS = 5
+_DRAIN_S = 40.0
 
-def serve(
-    scorers: Mapping[str, Mapping[str, Any]],
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    endpoints: Path | None = None,
-    device: str = "cpu",
-    with_parent: int | None = None,
-) -> None:
-    """Serve scorers (name -> options) until told to stop.
 
-    Args:
-        port: 0 takes a free one.
-        endpoints: file to write once the port is bound: {"endpoints": [{"url", "rewards", "device", "pid"}]}.
+@dataclass(frozen=True)
+class ServeOptions:
+    """How scorers are served.
+
+    Attributes:
+        port: of the first instance, the others count up from it; 0 takes a free one for each.
+        devices: one instance for each of them, and for each replica: "cpu", or the number of a GPU.
+        endpoints: file to write once every port is bound: {"endpoints": [{"url", "rewards", "device", "pid", "log"}]},
+            with the id of this process, to signal it.
+        log_dir: a log file for each instance; None logs to this terminal, unless there are several instances.
         with_parent: id of the process that starts this one, to end when it does.
+        limits: fields of `server.Limits`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    devices: Sequence[str] = ("cpu",)
+    replicas: int = 1
+    endpoints: Path | None = None
+    log_dir: Path | None = None
+    with_parent: int | None = None
+    limits: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> None:
+    """Serve scorers (name -> options) until told to stop: an instance (a front and its worker) for every device and
+    replica, each started again when it dies.
 
     Raises:
-        ConfigError: an unknown scorer or option, a taken port, or an open address without a token.
+        ConfigError: an unknown scorer or option, a taken port, an open address without a token, or an instance that
+            cannot be started at all.
     """
-    try:
-        from retouch.rewards.server import create_app, exit_with_parent, run_app
-    except ImportError as error:
-        raise ConfigError(f'the reward server needs {error.name}: pip install "retouch[serve]"') from None
+    for module in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f'the reward server needs {module}: pip install "retouch[serve]"')
     token = reward_token()
-    if host not in LOOPBACK and not token:
+    if options.host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host: given {host}, which others can reach; set {TOKEN_VARIABLE} to a secret, or stay on 127.0.0.1"
+            f"--host: given {options.host}, which others can reach; set {TOKEN_VARIABLE} to a secret, or stay on "
+            "127.0.0.1"
         )
-    made = {name: make_scorer(str(o.get("scorer", name)), _without(o, "scorer")) for name, o in scorers.items()}
-    app = create_app(made, device, token)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    for name, given in scorers.items():  # what is wrong with them is said here, once
+        make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
+    places = [device for device in options.devices for _ in range(options.replicas)]
+    instances: list[Instance] = []
+    for number, device in enumerate(places):
+        listener = _listen(options.host, options.port + number if options.port else 0)
+        instances.append(Instance(listener, options.host, device, _log_file(options, listener, len(places))))
+    if options.with_parent is not None:
+        exit_with_parent(options.with_parent)
+    told = {"scorers": {n: dict(o) for n, o in scorers.items()}, "token": token, "limits": dict(options.limits)}
+    supervisor = Supervisor(instances, told)
+    supervisor.start()
+    if options.endpoints is not None:
+        write_endpoints(options.endpoints, [{"rewards": list(scorers), **one.entry()} for one in instances])
+    for one in instances:
+        logger.info(
+            "serving %s on %s (%s)%s",
+            ", ".join(scorers),
+            one.url,
+            one.device,
+            f", log: {one.log}" * (one.log is not None),
+        )
+    supervisor.run()
+
+
+class Instance:
+    """A front process on a port that stays bound whatever happens to it: who connects meanwhile waits."""
+
+    def __init__(self, listener: socket.socket, host: str, device: str, log: Path | None) -> None:
+        self.listener = listener
+        self.device = device
+        self.log = log
+        address = f"[{host}]" if ":" in host else host
+        self.url = f"http://{address}:{listener.getsockname()[1]}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.early_deaths = 0
+        self._started = 0.0
+
+    def entry(self) -> dict[str, Any]:
+        """Of the endpoints file."""
+        log = {} if self.log is None else {"log": str(self.log)}
+        return {"url": self.url, "device": self.device, "pid": os.getpid(), **log}
+
+    def start(self, told: Mapping[str, Any]) -> None:
+        """Start the front; it reads what to serve from its standard input, whose end is its own end."""
+        command = [sys.executable, "-m", "retouch.rewards.server"]
+        with ExitStack() as stack:
+            stream = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                stream = stack.enter_context(self.log.open("ab"))
+            # a session of its own: Ctrl-C is for the supervisor, which lets requests finish
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=[self.listener.fileno()],
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        line = {**told, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
+        with suppress(BrokenPipeError):  # it died already, which the supervisor sees
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
+        self._started = time.monotonic()
+
+    def died(self) -> bool:
+        """Whether the front has ended; counts deaths soon after the start, in a row."""
+        if self.process is None or self.process.poll() is None:
+            return False
+        early = time.monotonic() - self._started < _EARLY_S
+        self.early_deaths = self.early_deaths + 1 if early else 0
+        return True
+
+
+class Supervisor:
+    """Keeps every instance running until SIGTERM or SIGINT; then they finish what they have and end."""
+
+    def __init__(self, instances: Sequence[Instance], told: Mapping[str, Any]) -> None:
+        self.instances = instances
+        self.told = told
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop.set())
+        for one in self.instances:
+            one.start(self.told)
+
+    def run(self) -> None:
+        """Raises:
+        ConfigError: an instance that ends again and again as soon as it is started.
+        """
+        try:
+            while not self._stop.wait(_WATCH_S):
+                for one in self.instances:
+                    if one.died():
+                        self._again(one)
+        finally:
+            self._end()
+
+    def _again(self, one: Instance) -> None:
+        code = one.process.returncode if one.process else None
+        if one.early_deaths >= _EARLY_DEATHS:
+            raise ConfigError(
+                f"the reward server on {one.url} ends as soon as it is started (exit code {code}); see "
+                f"{one.log or 'the lines above'}"
+            )
+        logger.error("the server on %s ended (exit code %s); it is started again", one.url, code)
+        one.start(self.told)
+
+    def _end(self) -> None:
+        for one in self.instances:
+            one.listener.close()  # from now on connections are refused
+            if one.process:
+                one.process.terminate()
+        deadline = time.monotonic() + _DRAIN_S
+        for one in self.instances:
+            if one.process:
+                try:
+                    one.process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    one.process.kill()
+                    one.process.wait()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -62,18 +211,41 @@ def serve(
         raise ConfigError(
             f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
         ) from None
-    address = f"[{host}]" if ":" in host else host
-    url = f"http://{address}:{listener.getsockname()[1]}"
-    if with_parent is not None:
-        exit_with_parent(with_parent)
-    if endpoints is not None:
-        write_endpoints(endpoints, [{"url": url, "rewards": list(scorers), "device": device, "pid": os.getpid()}])
-    logger.info("serving %s on %s", ", ".join(scorers), url)
-    run_app(app, listener)
+    listener.listen(2048)
+    return listener
 
 
-def _without(options: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != key}
+def _log_file(options: ServeOptions, listener: socket.socket, instances: int) -> Path | None:
+    if options.log_dir is None and instances == 1:
+        return None
+    return (options.log_dir or Path("reward-logs")) / f"port-{listener.getsockname()[1]}.log"
+
+
+def parse_devices(text: str) -> list[str]:
+    """Devices of "0,1,2" or "cpu".
+
+    Raises:
+        ConfigError: none, or none of these forms.
+    """
+    devices = [one.strip() for one in text.split(",") if one.strip()]
+    if not devices or not all(one == "cpu" or one.isdecimal() for one in devices):
+        raise ConfigError(f"--devices: given {text!r}; write cpu, or numbers of GPUs like 0,1,2")
+    return devices
+
+
+def exit_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone: a killed run leaves no server behind.
+
+    Args:
+        parent: its process id, from itself: it may be gone before this process looks.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def requested(names: str, options: str) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from retouch.types import Failure, Outcome, Score
 
 PROTOCOL_VERSION = 1
 
+MAX_ITEMS = 4096
+"""Of one request, whatever a server's own limit is: more are not even looked at."""
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts that need no token and no proxy."""
 
@@ -34,7 +38,10 @@ FAILURE_CODES = {
     "overloaded": "the queue is full; try again later",
     "deadline": "the deadline passed before the item was scored",
     "unavailable": "no server answered",
+    "worker_lost": "the process that scored the item ended before it was done; it is started again",
     "refused": "the server refused the request and would again (a wrong token, too large, not of the protocol)",
+    "low_mass": "the judge gave its score tokens too little probability: it answered something else",
+    "budget_spent": "the judge's budget of requests, tokens or money is spent",
     "bad_reply": "the reply broke the protocol (missing, double or unknown items, NaN, a wrong type)",
 }
 
@@ -181,31 +188,72 @@ def _json(value: Mapping[str, Any]) -> str:
     return text
 
 
-def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
-    """Run a scorer so that whatever it does, n items give n typed outcomes.
+class CheckedScorer:
+    """A scorer of which nothing but typed outcomes comes, whatever it does.
 
-    Items that lack something fail alone. If a batch raises, its items are tried one by one, so that one poisonous
-    picture does not take the others with it.
+    Items that lack something fail alone. A batch that raises is halved until what is poisonous stands alone: one bad
+    picture of n costs at most 2 log2(n) further calls. One that ran out of memory is halved too, and later batches
+    are no larger.
+
+    Attributes:
+        calls: of the scorer, so far.
+        largest: items of one call since memory ran out; None before.
     """
-    outcomes: list[Outcome | None] = [malformed(item) or missing_needs(scorer.spec, item) for item in items]
-    ready = [i for i, outcome in enumerate(outcomes) if outcome is None]
-    if ready:
-        for i, outcome in zip(ready, _attempt(scorer, [items[i] for i in ready]), strict=True):
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self.calls = 0
+        self.largest: int | None = None
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome an item, in order."""
+        outcomes: list[Outcome | None] = [malformed(item) or missing_needs(self.scorer.spec, item) for item in items]
+        ready = [i for i, outcome in enumerate(outcomes) if outcome is None]
+        scored = self._in_batches([items[i] for i in ready])
+        for i, outcome in zip(ready, scored, strict=True):
             outcomes[i] = outcome
-    return [outcome for outcome in outcomes if outcome is not None]
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _in_batches(self, items: list[RewardItem]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(items):  # `largest` may shrink on the way
+            start = len(outcomes)
+            outcomes += self._attempt(items[start : start + (self.largest or len(items))])
+        return outcomes
+
+    def _attempt(self, items: list[RewardItem]) -> list[Outcome]:
+        name = self.scorer.spec.name
+        self.calls += 1
+        try:
+            raw: list[object] = list(self.scorer.score(items))
+        except Exception as error:  # a scorer is foreign code: any error of it is a typed failure of its items
+            if len(items) == 1:
+                return [Failure("scorer_error", f"{name} raised {type(error).__name__}: {error}")]
+            half = len(items) // 2
+            if _out_of_memory(error):
+                self.largest = half
+                _free_memory()
+            return self._attempt(items[:half]) + self._attempt(items[half:])
+        if len(raw) != len(items):
+            message = f"{name} returned {len(raw)} outcomes for {len(items)} items"
+            return [Failure("scorer_error", message) for _ in items]
+        return [_sound(outcome, name) for outcome in raw]
 
 
-def _attempt(scorer: Scorer, items: list[RewardItem]) -> list[Outcome]:
-    try:
-        raw: list[object] = list(scorer.score(items))
-    except Exception as error:  # a scorer is foreign code: any error of it is a typed failure of its items
-        if len(items) == 1:
-            return [Failure("scorer_error", f"{scorer.spec.name} raised {type(error).__name__}: {error}")]
-        return [outcome for item in items for outcome in _attempt(scorer, [item])]
-    if len(raw) != len(items):
-        message = f"{scorer.spec.name} returned {len(raw)} outcomes for {len(items)} items"
-        return [Failure("scorer_error", message) for _ in items]
-    return [_sound(outcome, scorer.spec.name) for outcome in raw]
+def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
+    """`CheckedScorer.score`, once."""
+    return CheckedScorer(scorer).score(items)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch's error is known by its name: this module does not import torch."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _free_memory() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _sound(outcome: object, name: str) -> Outcome:
@@ -292,7 +340,7 @@ class ScoreRequest(Message):
     deadline_ms: Annotated[int, Field(gt=0, le=24 * 3600 * 1000)]
     """Time the client waits, from when the server got the request; work past it is dropped."""
     rewards: Annotated[list[str], Field(min_length=1)]
-    items: Annotated[list[WireItem], Field(min_length=1)]
+    items: Annotated[list[WireItem], Field(min_length=1, max_length=MAX_ITEMS)]
 
     @field_validator("protocol")
     @classmethod

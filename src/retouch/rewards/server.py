@@ -1,32 +1,33 @@
-"""The reward server: `POST /score` over scorers that live in this process. No torch, no pickle.
+"""The reward server: `POST /score` over scorers in a worker. No torch, no pickle.
 
-Requests are decoded off the event loop and scored one batch at a time in a worker thread, because scorers are not
-thread-safe. /livez always answers; /readyz says 200 only once every scorer is loaded.
+Requests are read, decoded and answered here; what is decoded goes to the batcher, off the event loop, and from there to
+the worker (`worker.py`): a process of its own under `retouch reward serve`, a thread where an app is made of scorers.
+/livez always answers; /readyz says 200 only while every scorer is loaded; /metrics is for Prometheus.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import python_multipart  # noqa: F401  # pyright: ignore[reportUnusedImport]  # starlette misses it only at the first request
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
 
+from retouch.rewards.batcher import Batcher
 from retouch.rewards.protocol import (
     PICTURES,
     PROTOCOL_VERSION,
@@ -34,16 +35,22 @@ from retouch.rewards.protocol import (
     Scorer,
     ScoreReply,
     ScoreRequest,
+    ScorerSpec,
     WireError,
     WireOutcome,
     WireScore,
     WireScorer,
-    score_checked,
 )
-from retouch.rewards.wire import decode_items
+from retouch.rewards.telemetry import Telemetry
+from retouch.rewards.wire import decode_items, parse_multipart
+from retouch.rewards.worker import ProcessWorker, ThreadWorker, Worker
 from retouch.types import Failure, Outcome, Score
 
 logger = logging.getLogger(__name__)
+
+_KEPT_REPLIES = 256
+_MARKS = 1000  # JSON values, and commas of text, for each item that a request may have
+_KEPT_REPLY = 1024 * 1024  # bytes; larger replies are not kept
 
 
 @dataclass(frozen=True)
@@ -52,104 +59,136 @@ class Limits:
 
     Attributes:
         body: bytes of one request; a larger one gets 413.
+        bodies: bytes of all requests that are here; what would go beyond gets 429.
         items: of one request; more get 413.
+        pixels: of all pictures of one request; pictures beyond fail, before they are decoded.
         waiting: requests read, waiting or being scored; one more gets 429.
+        max_batch: items that are scored together.
+        max_wait_ms: how long an item waits for company while the worker is free.
     """
 
     body: int = 256 * 1024 * 1024
+    bodies: int = 1024 * 1024 * 1024
     items: int = 1024
+    pixels: int = 512 * 1024 * 1024
     waiting: int = 64
+    max_batch: int = 32
+    max_wait_ms: float = 4.0
 
 
 class Busy(Exception):
-    """As many requests are waiting as may."""
+    """As many requests, or bytes of them, are here as may be."""
 
 
 class TooLarge(Exception):
     """A request over the limits."""
 
 
-class ScoringWorker:
-    """Runs the scorers, one request at a time, and knows whether they are loaded and how many requests wait."""
+class Admission:
+    """Counts requests from their first byte to their reply, and the bytes they hold."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], device: str) -> None:
-        self.scorers = dict(scorers)
-        self.device = device
-        self.ready = False
-        self.problem: str | None = None
-        self.waiting = 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.requests = 0
+        self.bytes = 0
 
-    def start(self) -> None:
-        self._thread.submit(self._load)
-
-    def stop(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    @contextmanager
-    def admit(self, limit: int) -> Iterator[None]:
-        """Count a request from its first byte to its reply, so that bodies being read count too.
+    @asynccontextmanager
+    async def admit(self, request: Request) -> AsyncIterator[bytes]:
+        """Read the body, bounded, and hold its place until the request is answered.
 
         Raises:
-            Busy: `limit` requests are here already.
+            Busy, TooLarge: over the limits, whether or not the request says how long it is.
         """
-        if self.waiting >= limit:
-            raise Busy(f"{self.waiting} requests are waiting")
-        self.waiting += 1
+        if self.requests >= self.limits.waiting:
+            raise Busy(f"{self.requests} requests are waiting")
+        if int(request.headers.get("content-length", "0")) > self.limits.body:
+            raise TooLarge(f"the body is over {self.limits.body} bytes")
+        self.requests += 1
+        held = 0
         try:
-            yield
+            chunks: list[bytes] = []
+            async for chunk in request.stream():
+                held += len(chunk)
+                self.bytes += len(chunk)
+                chunks.append(chunk)
+                if held > self.limits.body:
+                    raise TooLarge(f"the body is over {self.limits.body} bytes")
+                if self.bytes > self.limits.bodies:
+                    raise Busy(f"{self.bytes} bytes of requests are here")
+            body = b"".join(chunks)
+            del chunks
+            yield body
         finally:
-            self.waiting -= 1
+            self.requests -= 1
+            self.bytes -= held
 
-    async def score(self, names: list[str], items: list[RewardItem], deadline: float) -> dict[str, list[Outcome]]:
-        """Outcomes by reward, in the order of the items. Work whose deadline passed in the queue is not done."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, names, items, deadline)
 
-    def _score(self, names: list[str], items: list[RewardItem], deadline: float) -> dict[str, list[Outcome]]:
-        outcomes: dict[str, list[Outcome]] = {}
-        for name in names:
-            if time.monotonic() > deadline:
-                late = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
-                outcomes[name] = [late] * len(items)
-            elif name not in self.scorers:
-                known = ", ".join(self.scorers)
-                outcomes[name] = [Failure("unknown_reward", f"no reward {name!r} here; there are: {known}")] * len(
-                    items
-                )
-            else:
-                outcomes[name] = score_checked(self.scorers[name], items)
-        return outcomes
+class Replies:
+    """Every request is computed once: who asks again by the same id for the same gets the reply of the first.
 
-    def _load(self) -> None:
+    Replies that may come out better next time (a retryable failure in them) are not kept.
+    """
+
+    def __init__(self) -> None:
+        self.repeats = 0
+        self._done: OrderedDict[bytes, str] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Task[tuple[str, bool]]] = {}
+
+    async def once(self, key: bytes, compute: Callable[[], Awaitable[tuple[str, bool]]]) -> str:
+        """The reply to `key`; `compute` gives it, and whether it is final."""
+        if key in self._done:
+            self.repeats += 1
+            return self._done[key]
+        task = self._under_way.get(key)
+        if task is None:
+            # a task of its own: the first asker may hang up, and ask again
+            task = self._under_way[key] = asyncio.create_task(self._compute(key, compute))
+            return (await asyncio.shield(task))[0]
+        reply, final = await asyncio.shield(task)
+        if not final:
+            return await self.once(key, compute)
+        self.repeats += 1
+        return reply
+
+    async def _compute(self, key: bytes, compute: Callable[[], Awaitable[tuple[str, bool]]]) -> tuple[str, bool]:
         try:
-            for name, scorer in self.scorers.items():
-                started = time.monotonic()
-                scorer.load(self.device)
-                logger.info("%s loaded on %s in %.1f s", name, self.device, time.monotonic() - started)
-        except Exception as error:  # shown by /readyz and in the log: a server that cannot load must say why
-            logger.exception("loading the scorers failed")
-            self.problem = f"{type(error).__name__}: {error}"
-        else:
-            self.ready = True
+            reply, final = await compute()
+            if final and len(reply) <= _KEPT_REPLY:
+                self._done[key] = reply
+                while len(self._done) > _KEPT_REPLIES:
+                    self._done.popitem(last=False)
+            return reply, final
+        finally:
+            del self._under_way[key]
 
 
 def create_app(
     scorers: Mapping[str, Scorer], device: str = "cpu", token: str | None = None, limits: Limits | None = None
 ) -> FastAPI:
-    """The ASGI app.
+    """The ASGI app over scorers in a thread of this process.
 
     Args:
         scorers: name -> scorer, not loaded yet.
         token: when given, every request but /livez needs `Authorization: Bearer <token>`.
     """
-    worker = ScoringWorker(scorers, device)
+    return app_of(ThreadWorker(scorers, device), device, token, limits)
+
+
+def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits | None = None) -> FastAPI:
+    """The ASGI app over a worker that is not started yet."""
     limits = limits or Limits()
+    telemetry, admission, replies = Telemetry(), Admission(limits), Replies()
+    batcher: Batcher | None = None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        nonlocal batcher
+        batcher = Batcher(worker, limits.max_batch, limits.max_wait_ms / 1000, telemetry.batch)
+        await worker.start()
+        batcher.start()
         yield
-        worker.stop()
+        await batcher.stop()
+        await worker.stop()
 
     app = FastAPI(title="retouch rewards", lifespan=lifespan, docs_url=None, redoc_url=None)
 
@@ -177,104 +216,122 @@ def create_app(
             "protocol": PROTOCOL_VERSION,
             "device": device,
             "pid": os.getpid(),
+            "worker_pid": worker.pid,
             "scorers": {
                 name: {
-                    "range": scorer.spec.range,
-                    "needs": sorted(scorer.spec.needs),
-                    "revision": scorer.spec.revision,
-                    "licence": scorer.spec.licence,
+                    "range": spec.range,
+                    "needs": sorted(spec.needs),
+                    "revision": spec.revision,
+                    "licence": spec.licence,
                 }
-                for name, scorer in worker.scorers.items()
+                for name, spec in worker.specs.items()
             },
         }
+
+    @app.get("/metrics")
+    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        gauges = {
+            "requests_waiting": admission.requests,
+            "request_bytes": admission.bytes,
+            "items_waiting": batcher.waiting if batcher else 0,
+            "ready": int(worker.ready),
+            "worker_restarts": worker.restarts,
+            "repeated_requests": replies.repeats,
+        }
+        return Response(telemetry.text(gauges), media_type="text/plain; version=0.0.4")
 
     @app.post("/score")
     async def score(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         received = time.monotonic()
+        response = await answer(request, received)
+        telemetry.request(response.status_code, time.monotonic() - received)
+        return response
+
+    async def answer(request: Request, received: float) -> Response:
         if not worker.ready:
             return _error(503, worker.problem or "the scorers are loading", retry_after=1)
+        assert batcher is not None
+        line = batcher
         try:
-            with worker.admit(limits.waiting):
-                message, parts = await _parse(request, limits)
-                reply = await _answer(worker, message, parts, received + message.deadline_ms / 1000)
+            async with admission.admit(request) as body:
+                content_type = request.headers.get("content-type", "")
+                message, parts, key = await asyncio.to_thread(_parse, body, content_type, limits)
+                del body
+                deadline = received + message.deadline_ms / 1000
+                asked = _Asked(message, parts, deadline, limits.pixels)
+                reply = await replies.once(key, lambda: _answer(asked, line, worker, telemetry))
         except Busy as busy:
             return _error(429, str(busy), retry_after=1)
         except TooLarge as large:
             return _error(413, f"{large}; send fewer items in a request (reward_client.batch_size)")
-        except HTTPException as broken:  # how starlette reports a broken form
-            return _error(422, str(broken.detail))
         except ValueError as broken:  # pydantic's ValidationError is one
-            return _error(422, str(broken))
+            return _error(422, str(broken)[:2000])
         return Response(reply, media_type="application/json")
 
     return app
 
 
-async def _answer(
-    worker: ScoringWorker, message: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None, deadline: float
-) -> str:
-    """The JSON of the reply to a request."""
-    decoded = await asyncio.to_thread(decode_items, message, parts)
-    items = [item for item in decoded if isinstance(item, RewardItem)]
-    outcomes = await worker.score(message.rewards, items, deadline) if items else {}
-    return _reply(message, decoded, outcomes, worker).model_dump_json()
+@dataclass(frozen=True)
+class _Asked:
+    """A request as it was read; `parts` is None where its pictures are base64."""
+
+    message: ScoreRequest
+    parts: Mapping[str, tuple[bytes, str]] | None
+    deadline: float
+    pixels: int
 
 
-async def _parse(request: Request, limits: Limits) -> tuple[ScoreRequest, dict[str, tuple[bytes, str]] | None]:
-    """Read a request -> its message, and its binary parts where it is multipart.
+def _parse(
+    body: bytes, content_type: str, limits: Limits
+) -> tuple[ScoreRequest, dict[str, tuple[bytes, str]] | None, bytes]:
+    """A body -> its message, its binary parts where it is multipart, and what makes it this request and no other.
 
     Raises:
-        TooLarge, ValueError, HTTPException: over the limits, not of the protocol, a broken form.
+        TooLarge, ValueError: over the limits, or not of the protocol.
     """
-    if int(request.headers.get("content-length", "0")) > limits.body:
-        raise TooLarge(f"the body is over {limits.body} bytes")
-    request = Request(request.scope, _counted(request.receive, limits.body))
-    if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        manifest, parts = await _parse_form(request, limits)
+    if content_type.startswith("multipart/form-data"):
+        parts = parse_multipart(body, content_type, len(PICTURES) * limits.items + 1)
+        if "manifest" not in parts:
+            raise ValueError('a multipart request needs a part "manifest"')
+        manifest, _ = parts.pop("manifest")
     else:
-        manifest, parts = await request.body(), None
+        manifest, parts = body, None
+    marks = sum(manifest.count(mark) for mark in (b",", b"[", b"{"))
+    if marks > _MARKS * limits.items:  # before they become objects
+        raise TooLarge(f"{marks} values, over the limit of {_MARKS * limits.items}")
     message = ScoreRequest.model_validate_json(manifest)
     if len(message.items) > limits.items:
         raise TooLarge(f"{len(message.items)} items, over the limit of {limits.items}")
-    return message, parts
+    digest = hashlib.blake2b(message.model_dump_json(exclude={"deadline_ms"}).encode(), digest_size=16)
+    for name, (content, kind) in (parts or {}).items():
+        for field in (name.encode(), kind.encode(), content):
+            digest.update(len(field).to_bytes(8, "big") + field)
+    return message, parts, digest.digest()
 
 
-async def _parse_form(request: Request, limits: Limits) -> tuple[bytes, dict[str, tuple[bytes, str]]]:
-    parts: dict[str, tuple[bytes, str]] = {}
-    most = len(PICTURES) * limits.items + 1
-    async with request.form(max_files=most, max_fields=most, max_part_size=limits.body) as form:
-        for name, part in form.multi_items():
-            if name in parts:
-                raise ValueError(f"two parts are named {name!r}")
-            if isinstance(part, UploadFile):
-                parts[name] = (await part.read(), part.content_type or "")
-            else:
-                parts[name] = (part.encode(), "")
-    if "manifest" not in parts:
-        raise ValueError('a multipart request needs a part "manifest"')
-    return parts.pop("manifest")[0], parts
+async def _answer(asked: _Asked, batcher: Batcher, worker: Worker, telemetry: Telemetry) -> tuple[str, bool]:
+    """The JSON of the reply, and whether asking again would give the same.
 
-
-def _counted(receive: Receive, limit: int) -> Receive:
-    """`receive` that stops at `limit` bytes: a chunked body does not say how long it is."""
-    seen = 0
-
-    async def counted() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > limit:
-            raise TooLarge(f"the body is over {limit} bytes")
-        return message
-
-    return counted
+    Raises:
+        ValueError: none of the pictures can be used.
+    """
+    message = asked.message
+    decoded = await asyncio.to_thread(decode_items, message, asked.parts, asked.pixels)
+    items = [item for item in decoded if isinstance(item, RewardItem)]
+    if not items:
+        raise ValueError(f"no item can be scored; the first one: {decoded[0]}")
+    outcomes = await batcher.score(message.rewards, items, asked.deadline)
+    for name, column in outcomes.items():
+        telemetry.outcomes(name, column)
+    final = not any(isinstance(o, Failure) and o.retryable for column in outcomes.values() for o in column)
+    return _reply(message, decoded, outcomes, worker.specs).model_dump_json(), final
 
 
 def _reply(
     message: ScoreRequest,
     decoded: list[RewardItem | str],
     outcomes: Mapping[str, list[Outcome]],
-    worker: ScoringWorker,
+    specs: Mapping[str, ScorerSpec],
 ) -> ScoreReply:
     cursors = {name: iter(column) for name, column in outcomes.items()}
     items: list[WireOutcome] = []
@@ -287,9 +344,7 @@ def _reply(
             else:
                 result.errors[name] = WireError(code=outcome.code, message=outcome.message, retryable=outcome.retryable)
         items.append(result)
-    revisions = {
-        name: WireScorer(revision=s.spec.revision) for name, s in worker.scorers.items() if name in message.rewards
-    }
+    revisions = {name: WireScorer(revision=s.revision) for name, s in specs.items() if name in message.rewards}
     return ScoreReply(items=items, scorers=revisions)
 
 
@@ -300,20 +355,32 @@ def _error(status: int, message: str, retry_after: int | None = None) -> JSONRes
 
 def run_app(app: FastAPI, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT; requests under way are finished first."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30, backlog=2048)
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def exit_with_parent(parent: int) -> None:
-    """End this process when the one that started it is gone: a killed run leaves no server behind.
+def front() -> None:
+    """The front of one instance, as `launch` starts it: `python -m retouch.rewards.server`.
 
-    Args:
-        parent: its process id, from itself: it may be gone before this process looks.
+    One line of JSON on standard input says what to serve; the end of standard input is the end of this process, so that
+    a killed supervisor leaves nothing behind.
     """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("retouch").setLevel(logging.INFO)
+    told = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_exit_at_end_of, args=(sys.stdin.buffer,), daemon=True, name="supervisor").start()
+    listener = socket.socket(fileno=told["listener"])
+    logger.info("serving %s on %s (pid %d)", ", ".join(told["scorers"]), told["url"], os.getpid())
+    worker = ProcessWorker(told["scorers"], told["device"])
+    run_app(app_of(worker, told["device"], told["token"], Limits(**told["limits"])), listener)
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(0)
 
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+def _exit_at_end_of(stream: Any) -> None:
+    stream.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from retouch.rewards.server import front as main  # under its own name, which its log lines carry
+
+    main()

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal
@@ -88,20 +89,58 @@ def encode_pixels(pixels: Pixels, encoding: Encoding) -> tuple[bytes, str]:
     return np.ascontiguousarray(pixels).tobytes(), f"image/x-raw; height={height}; width={width}; channels={channels}"
 
 
-def decode_items(request: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None) -> list[RewardItem | str]:
+def parse_multipart(body: bytes, content_type: str, most: int) -> dict[str, tuple[bytes, str]]:
+    """Parts of a multipart/form-data body (RFC 7578) by name -> (content, content type).
+
+    Args:
+        most: parts that are taken.
+
+    Raises:
+        BrokenMessage: no boundary, no parts, two of one name, more than `most`, or cut off.
+    """
+    boundary = re.search(r'boundary="?([^";,]{1,70})"?', content_type)
+    if boundary is None:
+        raise BrokenMessage("a multipart request needs a boundary in its content type")
+    mark = b"\r\n--" + boundary[1].encode()
+    pieces = (b"\r\n" + body).split(mark, most + 1)[1:]
+    if not pieces or not pieces[-1].startswith(b"--"):
+        raise BrokenMessage(f"the multipart body has no parts, more than {most}, or is cut off")
+    parts: dict[str, tuple[bytes, str]] = {}
+    for piece in pieces[:-1]:
+        head, gap, content = piece.partition(b"\r\n\r\n")
+        headers = head.decode("utf-8", "replace")
+        name = re.search(
+            r'^content-disposition:[^\r\n]*?[;\s]name="([^"\r\n]*)"', headers, re.IGNORECASE | re.MULTILINE
+        )
+        if not gap or name is None:
+            raise BrokenMessage("a part of the multipart body has no name")
+        if name[1] in parts:
+            raise BrokenMessage(f"two parts are named {name[1]!r}")
+        kind = re.search(r"^content-type:[ \t]*([^\r\n]*)", headers, re.IGNORECASE | re.MULTILINE)
+        parts[name[1]] = (content, kind[1] if kind else "")
+    return parts
+
+
+def decode_items(
+    request: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None, most_pixels: int = 1 << 40
+) -> list[RewardItem | str]:
     """Items with their pictures, or in place of an item what is wrong with it: one bad picture fails alone.
 
     Args:
         parts: name -> (bytes, content type) of a multipart request; None for JSON, whose pictures are base64.
+        most_pixels: of all pictures; those beyond are not decoded.
     """
+    left = most_pixels
 
     @cache  # the source of a group is one part: it is decoded once
     def picture(name: str, mode: Mode) -> Pixels:
-        if parts is None:
-            return decode_pixels(_from_base64(name), "", mode)
-        if name not in parts:
+        nonlocal left
+        if parts is not None and name not in parts:
             raise BrokenMessage(f"names the part {name!r}, which the request does not have")
-        return decode_pixels(*parts[name], mode)
+        body, content_type = (_from_base64(name), "") if parts is None else parts[name]
+        pixels = decode_pixels(body, content_type, mode, left)
+        left -= pixels.shape[0] * pixels.shape[1]
+        return pixels
 
     return [_decode_item(item, picture) for item in request.items]
 
@@ -134,8 +173,11 @@ def _decode_item(item: WireItem, picture: Callable[[str, Mode], Pixels]) -> Rewa
     )
 
 
-def decode_pixels(body: bytes, content_type: str, mode: Mode) -> Pixels:
+def decode_pixels(body: bytes, content_type: str, mode: Mode, most: int = MAX_PIXELS) -> Pixels:
     """Pixels of a part: [H, W, 3] for "RGB", [H, W] for "L".
+
+    Args:
+        most: pixels that are still taken of this request; never more than MAX_PIXELS.
 
     Raises:
         BrokenMessage: not a picture, too large, or raw bytes of another length than their header says.
@@ -144,9 +186,9 @@ def decode_pixels(body: bytes, content_type: str, mode: Mode) -> Pixels:
         return _decode_raw(body, content_type, mode)
     try:
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:  # known before anything is decoded
+            if image.width * image.height > min(most, MAX_PIXELS):  # known before anything is decoded
                 raise BrokenMessage(
-                    f"a picture of {image.width} x {image.height} is over the limit of {MAX_PIXELS} pixels"
+                    f"a picture of {image.width} x {image.height} is over the limit of {min(most, MAX_PIXELS)} pixels"
                 )
             return np.asarray(to_rgb(image) if mode == "RGB" else image.convert(mode))
     except BrokenMessage:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
+_RUN_REWARDS = 200  # fewer say little about a rate
 
 
 class RewardOutage(RuntimeError):
@@ -67,7 +68,8 @@ def settle(table: RewardTable, batches: Sequence[PendingBatch], config: RewardCl
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`.
-        FailureRateExceeded: more than `max_failure_rate` of the rewards with a weight failed.
+        FailureRateExceeded: more than `max_failure_rate` of the rewards with a weight failed, or
+            `max_run_failure_rate` so far.
     """
     scores = [_settle_one(table, batch, config) for batch in batches]
     failures = [failure for s in scores for _, failure in s.counted().failures()]
@@ -81,6 +83,12 @@ def settle(table: RewardTable, batches: Sequence[PendingBatch], config: RewardCl
         raise FailureRateExceeded(
             f"{len(failures)} of {total} rewards failed, over reward_client.max_failure_rate "
             f"{config.max_failure_rate}: {summary(failures)}"
+        )
+    run_rate = table.count(total, len(failures))
+    if table.asked >= _RUN_REWARDS and run_rate > config.max_run_failure_rate:
+        raise FailureRateExceeded(
+            f"{table.failed} of the {table.asked} rewards so far failed, over reward_client.max_run_failure_rate "
+            f"{config.max_run_failure_rate}: {summary(failures)}"
         )
     return scores
 

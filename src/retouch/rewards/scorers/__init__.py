@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from retouch.rewards.protocol import Scorer
 
 SCORERS = {
+    "clip": "retouch.rewards.scorers.clip:ClipScorer",
+    "fn": "retouch.rewards.scorers.fn:FnScorer",
+    "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeScorer",
     "ocr": "retouch.rewards.scorers.ocr:OcrScorer",
+    "openai_judge": "retouch.rewards.scorers.openai_judge:OpenAIJudgeScorer",
+    "pickscore": "retouch.rewards.scorers.clip:PickScorer",
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
+    "seam": "retouch.rewards.scorers.seam:SeamScorer",
+    "style": "retouch.rewards.scorers.clip:StyleScorer",
 }
 """Scorer name -> module:class."""
 

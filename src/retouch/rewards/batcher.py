@@ -1,0 +1,185 @@
+"""Dynamic batching: items of many requests that ask for the same and have one shape are scored together. No torch.
+
+A batch goes as soon as it is full, or its oldest item has waited `max_wait_s`; while the worker is busy, items gather.
+Items whose deadline passed are answered, not scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from retouch.rewards.protocol import PICTURES, RewardItem
+from retouch.rewards.worker import LATE, Work, Worker, WorkerLost
+from retouch.types import Failure, Outcome
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[object, ...]
+"""What items of one batch share: rewards, and the shape of every picture."""
+
+Watch = Callable[[int, Work], None]
+"""Told of every batch: its items, and what it took."""
+
+
+@dataclass
+class _Unit:
+    """One item on its way."""
+
+    item: RewardItem
+    deadline: float
+    arrived: float
+    done: asyncio.Future[dict[str, Outcome]]
+
+
+@dataclass
+class _Line:
+    """Units of one key, oldest first."""
+
+    rewards: Sequence[str]
+    units: deque[_Unit] = field(default_factory=deque[_Unit])
+
+
+class Batcher:
+    """The only one that talks to the worker.
+
+    Args:
+        max_batch: items of one batch.
+        max_wait_s: how long an item waits for company while the worker is free.
+        watch: told of every batch that was scored.
+    """
+
+    def __init__(self, worker: Worker, max_batch: int, max_wait_s: float, watch: Watch = lambda items, work: None):
+        self.worker = worker
+        self.max_batch = max_batch
+        self.max_wait_s = max_wait_s
+        self._watch = watch
+        self._lines: dict[Key, _Line] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Items not yet handed to the worker."""
+        return sum(len(line.units) for line in self._lines.values())
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Answer nothing more; whoever still waits is cancelled."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for line in self._lines.values():
+            for unit in line.units:
+                unit.done.cancel()
+        self._lines.clear()
+
+    async def score(
+        self, rewards: Sequence[str], items: Sequence[RewardItem], deadline: float
+    ) -> dict[str, list[Outcome]]:
+        """Outcomes by reward, in the order of the items.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+        """
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        units = [_Unit(item, deadline, now, loop.create_future()) for item in items]
+        for unit in units:
+            key = key_of(rewards, unit.item)
+            self._lines.setdefault(key, _Line(rewards)).units.append(unit)
+        self._changed.set()
+        done = await asyncio.gather(*(unit.done for unit in units))
+        return {name: [outcomes[name] for outcomes in done] for name in rewards}
+
+    async def _run(self) -> None:
+        while True:
+            key = self._oldest()
+            if key is None:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            line = self._lines[key]
+            now = time.monotonic()
+            wait = line.units[0].arrived + self.max_wait_s - now
+            if self.worker.ready and (len(line.units) >= self.max_batch or wait <= 0):
+                await self._score_one_batch(key, line)
+            elif self.worker.problem is not None:
+                self._answer_all(Failure("worker_lost", self.worker.problem, retryable=True))
+            elif self.worker.ready:
+                await self._sleep(wait)
+            else:  # the worker is being started again
+                self._answer_late(now)
+                await self._sleep(0.05)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until `seconds` have passed or something arrived."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    def _oldest(self) -> Key | None:
+        return min(self._lines, key=lambda key: self._lines[key].units[0].arrived, default=None)
+
+    async def _score_one_batch(self, key: Key, line: _Line) -> None:
+        now = time.monotonic()
+        units: list[_Unit] = []
+        while line.units and len(units) < self.max_batch:
+            unit = line.units.popleft()
+            if unit.done.done():  # nobody waits for it any more
+                continue
+            if unit.deadline < now:
+                _answer(unit, dict.fromkeys(line.rewards, LATE))
+            else:
+                units.append(unit)
+        if not line.units:
+            del self._lines[key]
+        if not units:
+            return
+        items, deadlines = [unit.item for unit in units], [unit.deadline for unit in units]
+        try:
+            outcomes, work = await self.worker.score(line.rewards, items, deadlines)
+        except WorkerLost as lost:
+            logger.warning("%d items are not scored: %s", len(units), lost)
+            failure = Failure("worker_lost", str(lost), retryable=True)
+            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+        except Exception as error:  # whatever it is, the line must go on
+            logger.exception("%d items are not scored", len(units))
+            failure = Failure("scorer_error", f"the batch raised {type(error).__name__}: {error}")
+            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+        self._watch(len(units), work)
+        for i, unit in enumerate(units):
+            _answer(unit, {name: outcomes[name][i] for name in line.rewards})
+
+    def _answer_all(self, failure: Failure) -> None:
+        for line in self._lines.values():
+            for unit in line.units:
+                _answer(unit, dict.fromkeys(line.rewards, failure))
+        self._lines.clear()
+
+    def _answer_late(self, now: float) -> None:
+        for key, line in list(self._lines.items()):
+            for unit in line.units:
+                if unit.deadline < now:
+                    _answer(unit, dict.fromkeys(line.rewards, LATE))
+            line.units = deque(unit for unit in line.units if not unit.done.done())
+            if not line.units:
+                del self._lines[key]
+
+
+def _answer(unit: _Unit, outcomes: dict[str, Outcome]) -> None:
+    if not unit.done.done():
+        unit.done.set_result(outcomes)
+
+
+def key_of(rewards: Sequence[str], item: RewardItem) -> Key:
+    """Items of one key may be stacked: every picture of theirs has one shape."""
+    shapes = (None if (pixels := getattr(item, name)) is None else pixels.shape for name in PICTURES)
+    return (tuple(rewards), *shapes)

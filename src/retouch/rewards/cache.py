@@ -1,0 +1,89 @@
+"""Scores on disk, by everything they depend on: a resumed run asks no judge twice. Failures are never kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
+from retouch.types import Outcome, Score
+
+logger = logging.getLogger(__name__)
+
+_TABLE = "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value REAL NOT NULL, detail TEXT NOT NULL)"
+
+
+class ScoreCache:
+    """A table of scores in one sqlite file, which several threads and processes may use.
+
+    A file that is none is moved aside, and a new one begun.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._pid = 0
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, Score]:
+        """Those that are there."""
+        with self._lock:
+            connection = self._open()
+            rows = [
+                (key, row)
+                for key in keys
+                if (row := connection.execute("SELECT value, detail FROM scores WHERE key = ?", (key,)).fetchone())
+            ]
+        return {key: Score(value, json.loads(detail)) for key, (value, detail) in rows}
+
+    def put(self, outcomes: Mapping[bytes, Outcome]) -> None:
+        """Keep the scores among them."""
+        rows = [(key, o.value, json.dumps(dict(o.detail))) for key, o in outcomes.items() if isinstance(o, Score)]
+        with self._lock:
+            connection = self._open()
+            with connection:
+                connection.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", rows)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection and self._pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None or self._pid != os.getpid():  # a fork must not share a connection
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._connection = self._connect()
+            except sqlite3.DatabaseError as error:
+                aside = self.path.with_suffix(self.path.suffix + ".broken")
+                logger.warning("%s is no cache of scores (%s); it is moved to %s", self.path, error, aside)
+                self.path.replace(aside)
+                self._connection = self._connect()
+            self._pid = os.getpid()
+        return self._connection
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(_TABLE)
+        return connection
+
+
+def cache_key(item: RewardItem, reward: str, revision: str) -> bytes:
+    """Of everything a score depends on: pixels, their shapes, prompt, metadata, the reward, and its revision, in which
+    the parameters of the scorer stand."""
+    digest = hashlib.blake2b(digest_size=20)
+    text = json.dumps([reward, revision, item.prompt, dict(item.metadata)], sort_keys=True)
+    digest.update(text.encode())
+    for name in PICTURES:
+        pixels: Pixels | None = getattr(item, name)
+        digest.update(b"-" if pixels is None else repr((name, pixels.shape)).encode() + pixels.tobytes())
+    return digest.digest()

@@ -1,0 +1,256 @@
+"""Asking a judge behind the OpenAI protocol: rates, a hard budget, one careful HTTP client. No torch, no SDK.
+
+The key comes from the environment and stands in no option, no revision, no message and no log.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httpx
+from PIL import Image
+
+from retouch.rewards.protocol import LOOPBACK, Pixels, base_url
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_RETRY_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+_TOKENS_OF_IMAGE = 800  # what a request is thought to cost before its usage is known
+
+
+class JudgeError(Exception):
+    """The judge did not answer as it should. `retryable`: it may, later."""
+
+    def __init__(self, message: str, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class BudgetSpent(Exception):
+    """The hard limit of requests, tokens or money is reached."""
+
+
+class TokenBucket:
+    """So many a minute, with bursts of at most `burst_s` seconds' worth. Threads share it."""
+
+    def __init__(self, per_minute: float, burst_s: float = 5.0) -> None:
+        self.rate = per_minute / 60
+        self.most = max(1.0, self.rate * burst_s)
+        self._left = self.most
+        self._at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, amount: float) -> float:
+        """Take, on credit if need be -> seconds to wait before using it."""
+        with self._lock:
+            now = time.monotonic()
+            self._left = min(self.most, self._left + (now - self._at) * self.rate)
+            self._at = now
+            self._left -= amount
+            return max(0.0, -self._left / self.rate)
+
+
+@dataclass
+class Budget:
+    """What may be spent in all; None is no limit. Prices are in dollars for a million tokens."""
+
+    requests: int | None = None
+    tokens: int | None = None
+    dollars: float | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+    spent_requests: int = 0
+    spent_in: int = 0
+    spent_out: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def cost(self) -> float:
+        """Dollars so far."""
+        return (self.spent_in * self.price_in + self.spent_out * self.price_out) / 1e6
+
+    def begin(self) -> None:
+        """Count a request.
+
+        Raises:
+            BudgetSpent: there is nothing left for it.
+        """
+        with self._lock:
+            tokens = self.spent_in + self.spent_out
+            for name, spent, limit in (
+                ("requests", self.spent_requests, self.requests),
+                ("tokens", tokens, self.tokens),
+                ("dollars", self.cost, self.dollars),
+            ):
+                if limit is not None and spent >= limit:
+                    raise BudgetSpent(f"the judge's budget of {limit:g} {name} is spent")
+            self.spent_requests += 1
+
+    def used(self, usage: Mapping[str, Any]) -> None:
+        """Note the tokens of a reply."""
+        with self._lock:
+            self.spent_in += int(usage.get("prompt_tokens") or 0)
+            self.spent_out += int(usage.get("completion_tokens") or 0)
+
+
+_BUCKETS: dict[tuple[str, str, float], TokenBucket] = {}
+_BUCKETS_LOCK = threading.Lock()
+
+
+def shared_bucket(address: str, kind: str, per_minute: float | None) -> TokenBucket | None:
+    """The bucket of an endpoint, whoever asks: its limits are of the account, not of a scorer."""
+    if per_minute is None:
+        return None
+    with _BUCKETS_LOCK:
+        return _BUCKETS.setdefault((address, kind, per_minute), TokenBucket(per_minute))
+
+
+class Judge:
+    """`POST /chat/completions` with rates, retries and a budget.
+
+    Args:
+        address: up to and with /v1.
+        model: as the server names it.
+        requests_per_minute, tokens_per_minute: None does not limit them.
+        timeout_s: of one question, retries included.
+
+    Raises:
+        ValueError: an address that cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        budget: Budget,
+        requests_per_minute: float | None = None,
+        tokens_per_minute: float | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.address = base_url(address)
+        self.model = model
+        self.budget = budget
+        self.timeout_s = timeout_s
+        self.served: str | None = None
+        self._requests = shared_bucket(self.address, "requests", requests_per_minute)
+        self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
+        self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        local = urlsplit(self.address).hostname in LOOPBACK
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._http = httpx.Client(headers=headers, trust_env=not local, timeout=timeout_s)
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """One question -> the first choice of the reply.
+
+        Raises:
+            JudgeError: no answer in time, a refusal, or a reply that is not of the protocol.
+            BudgetSpent: before anything is sent.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        body = {"model": self.model, "messages": list(messages), "temperature": 0, "seed": 0, **options}
+        problem = "no answer"
+        for attempt in range(1_000_000):
+            self._wait_turn(deadline)
+            self.budget.begin()
+            retry_after = 0.0
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                response = self._http.post(f"{self.address}/chat/completions", json=body, timeout=left)
+            except httpx.RequestError as error:
+                problem = self._redacted(f"{self.address}: {type(error).__name__} {error}")
+            else:
+                if response.status_code == 200:
+                    return self._choice(response)
+                problem = self._redacted(f"{self.address}: HTTP {response.status_code}: {response.text[:300]}")
+                if response.status_code not in _RETRY_STATUS:
+                    raise JudgeError(problem)
+                retry_after = _seconds(response.headers.get("retry-after"))
+            pause = max(retry_after, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
+            if time.monotonic() + pause >= deadline:
+                break
+            time.sleep(pause)
+        raise JudgeError(problem, retryable=True)
+
+    def _wait_turn(self, deadline: float) -> None:
+        waits = [b.take(n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
+        wait = max(waits, default=0.0)
+        if time.monotonic() + wait > deadline:
+            raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
+        time.sleep(wait)
+
+    def _choice(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            reply = cast("dict[str, Any]", response.json())
+            self.budget.used(reply.get("usage") or {})
+            self.served = " ".join(str(reply[k]) for k in ("model", "system_fingerprint") if reply.get(k))
+            choice = reply["choices"][0]
+            choice["message"]  # KeyError where there is none
+            return choice
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {response.text[:200]}")) from None
+
+    def _redacted(self, text: str) -> str:
+        """A server may echo what it was sent."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def picture_part(pixels: Pixels) -> dict[str, Any]:
+    """A picture as a part of a message: lossless."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def expectation(top: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> tuple[float, float]:
+    """Mean of the values under the probabilities of their tokens, and the mass of all these tokens together.
+
+    Args:
+        top: `top_logprobs` of one position: [{"token", "logprob"}].
+        values: token, in lower case and without white space, -> its value. Variants of a token are summed.
+    """
+    mass: dict[str, float] = dict.fromkeys(values, 0.0)
+    for entry in top:
+        word = str(entry["token"]).strip().lower()
+        if word in mass:
+            mass[word] += math.exp(float(entry["logprob"]))
+    total = sum(mass.values())
+    return (sum(values[word] * p for word, p in mass.items()) / total if total > 0 else 0.0), total
+
+
+def read_verdict(text: str, most: int) -> tuple[int, str]:
+    """Score and reason of a rubric's JSON.
+
+    Raises:
+        ValueError: not the schema; the message says what, for the judge to mend.
+    """
+    try:
+        verdict: Any = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(verdict, dict) or set(cast("dict[str, Any]", verdict)) != {"score", "reason"}:
+        raise ValueError('it must be an object with the keys "score" and "reason" and no others')
+    score, reason = verdict["score"], verdict["reason"]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(score, bool) or not isinstance(score, int) or not 0 <= score <= most:
+        raise ValueError(f'"score" must be an integer from 0 to {most}; given {score!r}')
+    return score, str(reason)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _seconds(header: str | None) -> float:
+    try:
+        return max(0.0, float(header)) if header else 0.0
+    except ValueError:
+        return 0.0

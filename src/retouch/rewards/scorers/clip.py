@@ -1,0 +1,167 @@
+"""CLIP and what was fine-tuned from it: how well a picture fits its prompt, or how like it is to a reference.
+
+One picture is one row: towers see no other rows, so that a batch changes no score beyond rounding. torch and
+transformers are imported when a scorer loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from retouch.config.errors import ConfigError
+from retouch.imaging import mask_box
+from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
+from retouch.types import Failure, Outcome, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Batch = Annotated[int, Field(gt=0)]
+
+
+class _Towers:
+    """A CLIP model and its processor, loaded."""
+
+    def __init__(self, path: str, processor: str, device: str) -> None:
+        """Raises:
+        ConfigError: transformers is missing, or there is no such model.
+        """
+        try:
+            import torch
+            from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+        except ImportError as error:
+            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
+        self.torch = torch
+        self.device = device
+        try:
+            self.model: Any = CLIPModel.from_pretrained(path).eval().to(device)  # pyright: ignore[reportArgumentType]
+            self.pictures: Any = AutoImageProcessor.from_pretrained(processor or path)
+            self.tokens: Any = AutoTokenizer.from_pretrained(processor or path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"path: given {path!r}: {str(error).splitlines()[0]}") from None
+        self.revision = f"{path} {getattr(self.model.config, '_commit_hash', None) or 'local'}"
+
+    def of_images(self, images: Sequence[Pixels]) -> Tensor:
+        """[B, D] unit vectors."""
+        with self.torch.inference_mode():
+            inputs = self.pictures(images=list(images), return_tensors="pt").to(self.device)
+            return _unit(self.model.visual_projection(self.model.vision_model(**inputs).pooler_output))
+
+    def of_texts(self, texts: Sequence[str]) -> Tensor:
+        """[B, D] unit vectors. Every text is padded to the model's length, so that it does not depend on the others."""
+        with self.torch.inference_mode():
+            length = self.model.config.text_config.max_position_embeddings
+            inputs = self.tokens(
+                list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+            ).to(self.device)
+            return _unit(self.model.text_projection(self.model.text_model(**inputs).pooler_output))
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / rows.norm(dim=-1, keepdim=True)
+
+
+class ClipScorer:
+    """Cosine between picture and prompt (CLIPScore without its factor 2.5), in [-1, 1].
+
+    Args:
+        path: a hub id or folder of a `CLIPModel`.
+        processor: where its processor lies, if elsewhere.
+        images_per_forward: as it says.
+    """
+
+    name = "clip"
+    span = (-1.0, 1.0)
+    licence = "MIT"
+    scaled = False
+
+    def __init__(
+        self, path: str = "openai/clip-vit-large-patch14", processor: str = "", images_per_forward: _Batch = 32
+    ) -> None:
+        self.path = path
+        self.processor = processor
+        self.images_per_forward = images_per_forward
+        self.spec = ScorerSpec(self.name, self.span, frozenset(), f"{self.name} {path}", self.licence)
+        self._towers: _Towers | None = None
+
+    def load(self, device: str) -> None:
+        self._towers = _Towers(self.path, self.processor, device)
+        revision = f"{self.name} {self._towers.revision}"
+        self.spec = ScorerSpec(self.name, self.span, self.spec.needs, revision, self.licence)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for start in range(0, len(items), self.images_per_forward):
+            outcomes += [Score(value) for value in self._batch(items[start : start + self.images_per_forward])]
+        return outcomes
+
+    def _batch(self, items: Sequence[RewardItem]) -> list[float]:
+        towers = self._towers
+        assert towers is not None
+        cosines = (towers.of_images([i.image for i in items]) * towers.of_texts([i.prompt for i in items])).sum(-1)
+        return (cosines * towers.model.logit_scale.exp() if self.scaled else cosines).float().tolist()
+
+
+class PickScorer(ClipScorer):
+    """PickScore v1 (arXiv 2305.01569): CLIP-H fine-tuned on preferences, its cosine times its own scale, about 15-25.
+
+    Args:
+        path, processor, images_per_forward: as of `ClipScorer`.
+    """
+
+    name = "pickscore"
+    span = (-100.0, 100.0)
+    scaled = True
+
+    def __init__(
+        self,
+        path: str = "yuvalkirstain/PickScore_v1",
+        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        images_per_forward: _Batch = 32,
+    ) -> None:
+        super().__init__(path, processor, images_per_forward)
+
+
+class StyleScorer(ClipScorer):
+    """Cosine between the repainted part and the reference picture, in [-1, 1]. A copy of the reference maximises it,
+    word and all: gate it by the text reward.
+
+    Args:
+        path, processor, images_per_forward: as of `ClipScorer`.
+    """
+
+    name = "style"
+
+    def __init__(
+        self, path: str = "openai/clip-vit-large-patch14", processor: str = "", images_per_forward: _Batch = 32
+    ) -> None:
+        super().__init__(path, processor, images_per_forward)
+        self.spec = ScorerSpec("style", self.span, frozenset({"mask", "reference"}), self.spec.revision, self.licence)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        problems = [_no_crop(item) for item in items]
+        scored = iter(super().score([item for item, problem in zip(items, problems, strict=True) if problem is None]))
+        return [next(scored) if problem is None else problem for problem in problems]
+
+    def _batch(self, items: Sequence[RewardItem]) -> list[float]:
+        towers = self._towers
+        assert towers is not None
+        crops = towers.of_images([_masked_part(item) for item in items])
+        references = towers.of_images([item.reference for item in items if item.reference is not None])
+        return (crops * references).sum(-1).float().tolist()
+
+
+def _no_crop(item: RewardItem) -> Failure | None:
+    assert item.mask is not None
+    if item.mask.shape != item.image.shape[:2] or not (item.mask >= 128).any():
+        return Failure("bad_item", f"no mask of the size of the image {item.image.shape[:2]} with a part to compare")
+    return None
+
+
+def _masked_part(item: RewardItem) -> Pixels:
+    assert item.mask is not None
+    left, top, right, bottom = mask_box(item.mask)
+    return item.image[top:bottom, left:right]

@@ -1,0 +1,357 @@
+"""Where scorers run: a thread of this process, or a process of its own that may die without taking the server along.
+
+The process (`python -m retouch.rewards.worker FD`) speaks `frames` over an inherited socket: it is told its scorers,
+says what they are, loads them, and then answers batches one at a time. It ends when the socket does. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from retouch.rewards.frames import LENGTHS, pack, pack_items, pack_outcome, unpack_items, unpack_outcome
+from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
+from retouch.rewards.scorers import make_scorer
+from retouch.types import Failure, Outcome
+
+logger = logging.getLogger(__name__)
+
+_HANG_S = 300.0  # a worker that works so long past every deadline of its batch is stuck
+_RESTART_S = 0.2
+_RESTART_MAX_S = 10.0
+_UNLOADED_DEATHS = 3  # in a row: what dies so often while it loads will not load
+
+LATE = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
+
+
+class WorkerLost(Exception):
+    """The worker process ended while it scored."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a batch took: reward -> calls of its scorer, and their seconds."""
+
+    calls: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+
+Scored = tuple[dict[str, list[Outcome]], Work]
+
+
+class Worker(Protocol):
+    """Scores one batch at a time.
+
+    Attributes:
+        ready: whether a batch would be scored now.
+        problem: why it never will be; None while there is hope.
+        specs: what the scorers say of themselves.
+        restarts: times it was started again.
+    """
+
+    ready: bool
+    problem: str | None
+    specs: Mapping[str, ScorerSpec]
+    restarts: int
+
+    @property
+    def pid(self) -> int: ...
+
+    async def start(self) -> None:
+        """Begin to load, without waiting for it."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
+        """Outcomes by reward, in the order of the items.
+
+        Args:
+            deadlines: on the clock of `time.monotonic`, one an item; what is late when its turn comes is not scored.
+
+        Raises:
+            WorkerLost: it ended meanwhile.
+        """
+        ...
+
+
+def score_rewards(
+    scorers: Mapping[str, CheckedScorer],
+    names: Sequence[str],
+    items: Sequence[RewardItem],
+    deadlines: Sequence[float],
+) -> Scored:
+    """One batch by each reward in turn."""
+    outcomes: dict[str, list[Outcome]] = {}
+    calls: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        if name not in scorers:
+            known = ", ".join(scorers)
+            outcomes[name] = [Failure("unknown_reward", f"no reward {name!r} here; there are: {known}")] * len(items)
+            continue
+        scorer, started = scorers[name], time.monotonic()
+        before, timely = scorer.calls, [i for i, deadline in enumerate(deadlines) if started <= deadline]
+        scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
+        outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
+        calls[name], seconds[name] = scorer.calls - before, time.monotonic() - started
+    return outcomes, Work(calls, seconds)
+
+
+class ThreadWorker:
+    """Scorers in one thread of this process."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], device: str) -> None:
+        self.scorers = {name: CheckedScorer(scorer) for name, scorer in scorers.items()}
+        self.device = device
+        self.ready = False
+        self.problem: str | None = None
+        self.specs: Mapping[str, ScorerSpec] = {name: scorer.spec for name, scorer in scorers.items()}
+        self.restarts = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def start(self) -> None:
+        self._thread.submit(self._load)
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, score_rewards, self.scorers, names, items, deadlines)
+
+    def _load(self) -> None:
+        try:
+            load_all({name: checked.scorer for name, checked in self.scorers.items()}, self.device)
+        except Exception as error:  # shown by /readyz and in the log: a server that cannot load must say why
+            logger.exception("loading the scorers failed")
+            self.problem = f"{type(error).__name__}: {error}"
+        else:
+            self.specs = {name: checked.scorer.spec for name, checked in self.scorers.items()}
+            self.ready = True
+
+
+def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
+    """Load every scorer, and log how long each took."""
+    for name, scorer in scorers.items():
+        started = time.monotonic()
+        scorer.load(device)
+        logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started)
+
+
+class ProcessWorker:
+    """Scorers in a process of their own, which is started again whenever it ends.
+
+    Args:
+        scorers: name -> options, `scorer` among them where the name is another.
+        device: as `--devices` names it: "cpu", or the number of a GPU.
+    """
+
+    def __init__(self, scorers: Mapping[str, Mapping[str, Any]], device: str) -> None:
+        self.scorers = {name: dict(options) for name, options in scorers.items()}
+        self.device = device
+        self.ready = False
+        self.problem: str | None = None
+        self.specs: Mapping[str, ScorerSpec] = {}
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._replies: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def start(self) -> None:
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def stop(self) -> None:
+        if self._supervisor:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        self._end()
+
+    async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
+        if not self.ready or self._writer is None:
+            raise WorkerLost("the worker is being started")
+        replies, rows = self._replies, await asyncio.to_thread(_pack_batch, names, items, deadlines)
+        try:
+            self._writer.write(rows)
+            await self._writer.drain()
+            async with asyncio.timeout(max(0.0, max(deadlines) - time.monotonic()) + _HANG_S):
+                reply = await replies.get()
+        except (ConnectionError, RuntimeError) as error:
+            raise WorkerLost(f"the worker ended ({type(error).__name__})") from None
+        except TimeoutError:
+            self._kill()
+            raise WorkerLost("the worker hung and was ended") from None
+        if reply is None:
+            raise WorkerLost("the worker ended while it scored the batch of the item")
+        outcomes = {name: [unpack_outcome(row) for row in column] for name, column in reply["outcomes"].items()}
+        return outcomes, Work(reply["calls"], reply["seconds"])
+
+    # --- the process ---
+
+    async def _supervise(self) -> None:
+        """Start it, read what it says until it ends, start it again."""
+        deaths, pause = 0, _RESTART_S
+        while self.problem is None:
+            self._replies = replies = asyncio.Queue[dict[str, Any] | None]()
+            await self._spawn()
+            loaded = await self._listen(replies)
+            self.ready = False
+            replies.put_nowait(None)
+            code = self._end()
+            if self.problem is not None:
+                return
+            deaths, pause = (0, _RESTART_S) if loaded else (deaths + 1, min(_RESTART_MAX_S, 2 * pause))
+            if deaths >= _UNLOADED_DEATHS:
+                self.problem = f"the worker ended {deaths} times while it loaded (exit code {code}); see the log"
+                logger.error("%s", self.problem)
+                return
+            logger.error("the worker ended (exit code %s); it is started again", code)
+            self.restarts += 1
+            await asyncio.sleep(pause)
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "retouch.rewards.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=worker_environment(self.device)
+        )
+        theirs.close()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(pack({"scorers": self.scorers, "device": torch_device(self.device)}))
+
+    async def _listen(self, replies: asyncio.Queue[dict[str, Any] | None]) -> bool:
+        """Until the process ends -> whether it had loaded."""
+        assert self._reader is not None
+        loaded = False
+        while True:
+            try:
+                text, pixels = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
+                message = json.loads(await self._reader.readexactly(text))
+                await self._reader.readexactly(pixels)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return loaded
+            if "specs" in message:
+                self.specs = {name: _spec(fields) for name, fields in message["specs"].items()}
+                self.ready = loaded = message["ready"]
+            elif "problem" in message:
+                self.problem = message["problem"]
+            else:
+                replies.put_nowait(message)
+
+    def _kill(self) -> None:
+        if self._process:
+            self._process.kill()
+
+    def _end(self) -> int | None:
+        """Close the socket, at which the process ends, and see that it does."""
+        if self._writer:
+            self._writer.close()
+        if self._process is None:
+            return None
+        try:
+            return self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+def worker_environment(device: str) -> dict[str, str]:
+    """A worker sees its GPU alone: libraries that take the first one they find take the right one."""
+    environment = dict(os.environ)
+    if device.isdecimal():
+        seen = [one for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+        number = int(device)
+        environment["CUDA_VISIBLE_DEVICES"] = seen[number].strip() if number < len(seen) else device
+    return environment
+
+
+def torch_device(device: str) -> str:
+    """What the scorers of a worker are loaded on: the one GPU that it sees, or what was asked for."""
+    return "cuda" if device.isdecimal() else device
+
+
+def _pack_batch(names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> bytes:
+    rows, pixels = pack_items(items)
+    return pack({"rewards": list(names), "items": rows, "deadlines": list(deadlines)}, pixels)
+
+
+def _spec(fields: Mapping[str, Any]) -> ScorerSpec:
+    low, high = fields["range"]
+    return replace(ScorerSpec(**fields), range=(low, high), needs=frozenset(fields["needs"]))
+
+
+# --- inside the process ---
+
+
+def main() -> None:
+    """The worker process: `python -m retouch.rewards.worker FD`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which drains first
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("retouch").setLevel(logging.INFO)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    batches: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, batches), daemon=True, name="frames").start()
+    told, _ = batches.get()
+    made: dict[str, Scorer] = {}
+    try:
+        for name, options in told["scorers"].items():
+            scorer = options.pop("scorer", name)
+            made[name] = make_scorer(scorer, options)
+        channel.sendall(pack({"specs": _specs(made), "ready": False}))
+        load_all(made, told["device"])
+    except Exception as error:  # the server says why, and does not try again
+        logger.exception("loading the scorers failed")
+        channel.sendall(pack({"problem": f"{type(error).__name__}: {error}"}))
+        return
+    channel.sendall(pack({"specs": _specs(made), "ready": True}))
+    scorers = {name: CheckedScorer(scorer) for name, scorer in made.items()}
+    while True:
+        batch, pixels = batches.get()
+        items = unpack_items(batch["items"], pixels)
+        outcomes, work = score_rewards(scorers, batch["rewards"], items, batch["deadlines"])
+        rows = {name: [pack_outcome(outcome) for outcome in column] for name, column in outcomes.items()}
+        channel.sendall(pack({"outcomes": rows, "calls": dict(work.calls), "seconds": dict(work.seconds)}))
+
+
+def _specs(scorers: Mapping[str, Scorer]) -> dict[str, dict[str, Any]]:
+    return {name: {**asdict(s.spec), "needs": sorted(s.spec.needs)} for name, s in scorers.items()}
+
+
+def _read(channel: socket.socket, batches: queue.SimpleQueue[tuple[dict[str, Any], bytes]]) -> None:
+    """Frames as they come. The end of the socket is the end of this process, in the middle of a batch too."""
+    with channel.makefile("rb") as stream:
+        while True:
+            head = stream.read(LENGTHS.size)
+            if len(head) < LENGTHS.size:
+                os._exit(0)
+            text, pixels = LENGTHS.unpack(head)
+            batches.put((json.loads(stream.read(text)), stream.read(pixels)))
+
+
+if __name__ == "__main__":
+    from retouch.rewards.worker import main as run  # under its own name, which its log lines carry
+
+    run()

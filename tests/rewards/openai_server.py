@@ -1,0 +1,159 @@
+"""A judge behind the OpenAI protocol, on loopback: checks keys, schemas and pictures, limits rates, counts tokens.
+
+It judges by brightness: black is 0, white is 5.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+KEY = "sk-test-4f9a1c77deadbeef"
+
+
+@dataclass
+class OpenAIServer:
+    """`with OpenAIServer() as server`: `server.url` is the address with /v1.
+
+    Attributes:
+        per_second: requests that are answered; more get 429 with Retry-After.
+        has_logprobs, has_schema: whether it does what it is asked, or ignores it, as some servers do.
+        digits: probability of the score tokens together.
+        bad_first: answers of a rubric that do not keep to the schema before one that does.
+        fail: statuses of the first requests.
+    """
+
+    per_second: float = math.inf
+    has_logprobs: bool = True
+    has_schema: bool = True
+    digits: float = 0.95
+    bad_first: int = 0
+    fail: list[int] = field(default_factory=list[int])
+    asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    refused: int = 0
+
+    def __enter__(self) -> OpenAIServer:
+        judge, lock, times = self, threading.Lock(), list[float]()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                with lock:
+                    status, reply, headers = judge.respond(self.path, dict(self.headers), body, times)
+                payload = json.dumps(reply).encode()
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(payload)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def respond(
+        self, path: str, headers: dict[str, str], body: bytes, times: list[float]
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        now = time.monotonic()
+        if path != "/v1/chat/completions":
+            return 404, _error("no such path"), {}
+        if headers.get("Authorization") != f"Bearer {KEY}":
+            return 401, _error(f"Incorrect API key provided: {headers.get('Authorization')}"), {}
+        times[:] = [t for t in times if now - t < 1]
+        if len(times) >= self.per_second:
+            self.refused += 1
+            return 429, _error("Rate limit reached"), {"Retry-After": f"{1 - (now - times[0]):.3f}"}
+        times.append(now)
+        if self.fail:
+            return self.fail.pop(0), _error(f"try again, {headers['Authorization']}"), {}
+        asked = json.loads(body)
+        problem = _problem(asked)
+        if problem:
+            return 400, _error(problem), {}
+        self.asked.append(asked)
+        return 200, self.complete(asked), {}
+
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+        brightness = float(_picture(asked).mean()) / 255
+        message: dict[str, Any] = {"role": "assistant", "content": f"{round(5 * brightness)}"}
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        if asked.get("logprobs") and self.has_logprobs:
+            choice["logprobs"] = {"content": [{"token": message["content"], "top_logprobs": self.top(brightness)}]}
+        if "response_format" in asked and self.has_schema:
+            verdict = {"score": round(5 * brightness), "reason": "bright"}
+            message["content"] = json.dumps(verdict if not self.bad_first else {"score": 9})
+            self.bad_first = max(0, self.bad_first - 1)
+        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        return {
+            "id": "c", "object": "chat.completion", "model": "judge-2026-01", "system_fingerprint": "fp_1",
+            "choices": [choice], "usage": usage,
+        }  # fmt: skip
+
+    def top(self, brightness: float) -> list[dict[str, Any]]:
+        """The two digits around 5 x brightness, each as two variants, and a word that is no score."""
+        low, share = divmod(5 * brightness, 1)
+        found = {f"{low:.0f}": 1 - share, f"{low + 1:.0f}": share} if share else {f"{low:.0f}": 1.0}
+        top = [
+            {"token": variant, "logprob": math.log(max(1e-12, self.digits * p / 2))}
+            for token, p in found.items()
+            for variant in (token, f" {token}")
+        ]
+        return [*top, {"token": "The", "logprob": math.log(max(1e-12, 1 - self.digits))}]
+
+
+def _problem(asked: dict[str, Any]) -> str | None:
+    """What of a request is not of the protocol."""
+    if asked.get("model") != "judge":
+        return f"The model {asked.get('model')!r} does not exist"
+    known = {
+        "model", "messages", "temperature", "seed", "max_tokens", "logprobs", "top_logprobs", "response_format"
+    }  # fmt: skip
+    if set(asked) - known:
+        return f"Unrecognized request argument: {set(asked) - known}"
+    if not 0 <= asked.get("top_logprobs", 0) <= 20 or (asked.get("top_logprobs") and not asked.get("logprobs")):
+        return "top_logprobs must be at most 20, beside logprobs"
+    if "response_format" in asked and asked["response_format"]["json_schema"]["schema"]["type"] != "object":
+        return "invalid schema"
+    try:
+        _picture(asked)
+    except Exception as error:
+        return f"invalid image: {error}"
+    return None
+
+
+def _picture(asked: dict[str, Any]) -> np.ndarray[Any, Any]:
+    (url,) = [
+        part["image_url"]["url"]
+        for message in asked["messages"]
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+    head, _, data = url.partition(",")
+    assert head == "data:image/png;base64"
+    with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}

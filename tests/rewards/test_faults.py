@@ -1,0 +1,352 @@
+"""The promises of the client (docs/rewards.md lists them) that test_client.py does not test, and all of them at once
+under random faults."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import math
+import sqlite3
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retouch.rewards.balance import BREAKER_FAILURES, Balance, Balancer, RetryBudget
+from retouch.rewards.cache import ScoreCache, cache_key
+from retouch.rewards.client import ClientOptions, RewardClient
+from retouch.types import Failure, Score
+from tests.rewards.fakes import (
+    Answer,
+    Asked,
+    Brightness,
+    FakeServer,
+    Poisoned,
+    closed_port,
+    half_mask,
+    honest,
+    item,
+    items,
+    picture,
+    reply,
+    serving,
+    values,
+)
+from tests.rewards.faults import FaultyProxy, FaultyServer, true_value
+
+
+def client_of(*urls: str, cache: ScoreCache | None = None, **options: Any) -> RewardClient:
+    return RewardClient(urls, ["r"], options=ClientOptions(**{"timeout_s": 5.0, **options}), cache=cache)
+
+
+# --- everything at once ---
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_requests_under_random_faults(count: int) -> None:
+    """Three servers that delay, refuse, lie and reorder, two of them behind proxies that cut, stall and reset, one
+    restarted again and again: n in, n out, in order, no number that the scorer did not give, in bounded time, and at
+    most 1.2 times the requests."""
+    batch = [item(i, image=picture(i % 50, 4, 4), prompt=f"picture {i}") for i in range(count)]
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FaultyServer(seed)) for seed in range(3)]
+        proxies = [stack.enter_context(FaultyProxy(server.url, 10 + n)) for n, server in enumerate(servers[:2])]
+        urls = [*(proxy.url for proxy in proxies), servers[2].url]
+        client = stack.enter_context(client_of(*urls, batch_size=1, timeout_s=20.0, most=8))
+        over = threading.Event()
+
+        def restarts() -> None:
+            """Eight of them, spread over the requests."""
+            while not over.wait(0.05):
+                if len(servers[0].asked) > (proxies[0].faults["restart"] + 1) * count / 30:
+                    proxies[0].restart()
+
+        threading.Thread(target=restarts, daemon=True).start()
+        started = time.monotonic()
+        outcomes = client.score(batch)["r"]
+        took = time.monotonic() - started
+        over.set()
+        statistics = client.statistics
+    assert len(outcomes) == count
+    scores = [(one, outcome) for one, outcome in zip(batch, outcomes, strict=True) if isinstance(outcome, Score)]
+    assert [outcome.value for _, outcome in scores] == [true_value(one) for one, _ in scores]
+    failed = Counter(outcome.code for outcome in outcomes if isinstance(outcome, Failure))
+    lies = Counter[str]()
+    for faulty in (*servers, *proxies):
+        lies += faulty.faults
+    assert set(failed) <= {"bad_reply", "unavailable", "overloaded"}
+    assert 0.01 < failed["bad_reply"] / count < 0.08  # lies are not asked for again; what may pass is
+    assert failed["unavailable"] + failed["overloaded"] < 0.01 * count
+    asked = sum(len(server.asked) for server in servers)
+    assert asked <= 1.2 * count and statistics.requests == count
+    assert took < 60 + 0.1 * count
+    logging.getLogger(__name__).error(  # pytest shows it with -s
+        "%d requests, %d attempts, failures %s, %.1f s, faults %s", count, asked, dict(failed), took, dict(lies)
+    )
+
+
+# --- which server ---
+
+
+def makespan(balance: Balance, seconds: list[float], requests: int, most: int = 4) -> float:
+    """Of requests to servers that answer one at a time, in simulated seconds."""
+    balancer = Balancer([f"http://s{n}" for n in range(len(seconds))], balance, most)
+    cost = dict(zip(balancer.servers, seconds, strict=True))
+    free = dict.fromkeys(balancer.servers, 0.0)
+    now, left, events = 0.0, requests, list[tuple[float, int, Any, float]]()
+    while left or events:
+        while left:
+            server, _ = balancer.choose(now)
+            if server is None:
+                break
+            server.under_way += 1
+            server.asked_at = now
+            left -= 1
+            free[server] = max(now, free[server]) + cost[server]
+            heapq.heappush(events, (free[server], left, server, now))
+        now, _, server, sent = heapq.heappop(events)
+        server.under_way -= 1
+        server.answered(now - sent)
+    return now
+
+
+def test_one_slow_server_of_four_costs_little() -> None:
+    """88 requests, one of four servers 4x slow: dealt out in turn, the slow one's share takes three times as long."""
+    seconds = [1.0, 1.0, 1.0, 4.0]
+    ideal = 88 / sum(1 / s for s in seconds)
+    assert makespan("least_outstanding", seconds, 88) <= 1.25 * ideal
+    assert makespan("round_robin", seconds, 88) <= 1.7 * ideal  # no more than `most` wait at the slow one
+    assert makespan("round_robin", seconds, 88, most=88) == 88.0 > 3 * ideal
+    assert makespan("least_outstanding", [1.0] * 4, 88) == 22.0
+
+
+def test_round_robin_takes_the_servers_in_turn() -> None:
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(honest)) for _ in range(3)]
+        urls = [server.url for server in servers]
+        client = stack.enter_context(client_of(*urls, batch_size=1, balance="round_robin"))
+        client.score(items(9))
+        for _ in range(3):
+            client.score(items(1))
+        assert [len(server.asked) for server in servers] == [4, 4, 4]
+
+
+def test_no_more_requests_than_allowed_are_under_way_at_a_server() -> None:
+    here, most, lock = 0, 0, threading.Lock()
+
+    def script(asked: Asked, number: int) -> Answer:
+        nonlocal here, most
+        with lock:
+            here += 1
+            most = max(most, here)
+        time.sleep(0.02)
+        with lock:
+            here -= 1
+        return honest(asked, number)
+
+    with FakeServer(script) as server, client_of(server.url, batch_size=1, most=3) as client:
+        assert values(client.score(items(20))["r"]) == [0.0] * 20
+    assert most == 3
+
+
+# --- breaker, back-pressure, budget, hedging ---
+
+
+def test_the_breaker_leaves_a_dead_server_alone_and_finds_it_again() -> None:
+    alive = threading.Event()
+
+    def script(asked: Asked, number: int) -> Answer:
+        return honest(asked, number) if alive.is_set() else Answer(b"", 500)
+
+    with FakeServer(script) as dead, FakeServer(honest) as good, client_of(dead.url, good.url, batch_size=1) as client:
+        for _ in range(5):
+            assert values(client.score(items(12))["r"]) == [0.0] * 12
+        # under way when the breaker opens: at most `most`; after that one probe each half second or more
+        assert len(dead.asked) <= BREAKER_FAILURES + 4 + 4
+        alive.set()
+        before, deadline = len(dead.asked), time.monotonic() + 20
+        while len(dead.asked) < before + 3 and time.monotonic() < deadline:
+            assert values(client.score(items(8))["r"]) == [0.0] * 8
+        assert len(dead.asked) >= before + 3
+
+
+def test_the_breaker_half_opens_for_one_request() -> None:
+    balancer = Balancer(["http://a"], "least_outstanding", 4)
+    (server,) = balancer.servers
+    for _ in range(BREAKER_FAILURES):
+        server.failed(10.0)
+    assert balancer.choose(10.0) == (None, 0.5)
+    assert balancer.choose(10.6)[0] is server
+    server.under_way = 1
+    assert balancer.choose(10.6)[0] is None  # the probe is under way
+    server.failed(11.0)
+    assert balancer.choose(11.9)[0] is None  # twice as long
+    server.under_way = 0
+    server.answered(0.1)
+    assert balancer.choose(11.9)[0] is server
+
+
+def test_retry_after_holds_back_every_request_to_that_server() -> None:
+    times: list[float] = []
+
+    def script(asked: Asked, number: int) -> Answer:
+        times.append(time.monotonic())
+        return honest(asked, number) if number else Answer(b"", 429, {"Retry-After": "0.5"})
+
+    with FakeServer(script) as server, client_of(server.url, batch_size=1) as client:
+        first = client.submit(items(1))
+        while not times:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert values(client.score([item(1)])["r"]) == [0.0] and values(first.result()["r"]) == [0.0]
+    assert len(times) == 3 and min(times[1:]) - times[0] >= 0.5
+
+
+def test_retries_are_a_share_of_the_requests() -> None:
+    budget = RetryBudget(share=0.25, reserve=3.0, per_second=1.0)
+    assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
+    for _ in range(8):
+        budget.request()
+    assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
+    assert budget.take(1.0) and not budget.take(1.0)
+    assert [budget.take(100.0) for _ in range(4)] == [True, True, True, False]  # time refills the reserve, no more
+
+
+def test_a_server_that_only_fails_is_not_stormed() -> None:
+    """100 requests to it, 115 attempts and what the seconds add: the rest waits, and ends as unavailable."""
+    with FakeServer(lambda asked, number: Answer(b"", 500)) as server:
+        client = client_of(server.url, batch_size=1, timeout_s=1.0, most=100)
+        outcomes = client.score(items(100))["r"]
+        client.close()
+        assert len(server.asked) <= 1.2 * 100
+    assert values(outcomes) == ["unavailable"] * 100
+
+
+def test_hedging_asks_another_server_when_the_first_is_slow() -> None:
+    def slow(asked: Asked, number: int) -> Answer:
+        time.sleep(3)
+        return honest(asked, number)
+
+    with FakeServer(slow) as first, FakeServer(honest) as second:
+        client = client_of(first.url, second.url, hedge_s=0.1, balance="round_robin")
+        started = time.monotonic()
+        assert values(client.score(items(2))["r"]) == [0.0, 1.0]
+        assert time.monotonic() - started < 2
+        assert client.statistics.hedges == 1
+        client.close()
+        ids = {server.asked[0].manifest["request_id"] for server in (first, second)}
+        assert len(ids) == 1  # one request, wherever it is computed
+
+
+def test_waiting_for_a_server_is_bounded_by_the_progress_of_all() -> None:
+    """40 requests, 4 under way: when none is answered, none waits longer than one deadline."""
+    with FakeServer(lambda asked, number: time.sleep(5) or Answer(b"", 500)) as server:
+        client = client_of(server.url, batch_size=1, timeout_s=0.5)
+        started = time.monotonic()
+        assert values(client.score(items(40))["r"]) == ["unavailable"] * 40
+        assert time.monotonic() - started < 2.0
+        client.close()
+
+
+# --- revisions, probes ---
+
+
+def revised(revision: str) -> Any:
+    def script(asked: Asked, number: int) -> Answer:
+        return Answer({**reply(asked.ids), "scorers": {"r": {"revision": revision}}})
+
+    return script
+
+
+def test_a_scorer_that_changes_in_the_middle_of_a_run_is_flagged(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        FakeServer(revised("a 1")) as one,
+        FakeServer(revised("a 2")) as two,
+        client_of(one.url, two.url, balance="round_robin") as client,
+    ):
+        client.score(items(1))
+        assert client.statistics.revision_changes == 0
+        client.score(items(1))
+        assert client.statistics.revision_changes == 1
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "was" in r.getMessage()]
+    assert "r is now 'a 2' and was 'a 1'" in warned
+
+
+def test_a_probe_asks_every_server_by_itself() -> None:
+    dead = f"http://127.0.0.1:{closed_port()}"
+    with (
+        serving({"r": Brightness()}) as url,
+        FakeServer(honest) as other,
+        client_of(url, other.url, dead, timeout_s=1.0) as client,
+    ):
+        found = {at: values(columns["r"]) for at, columns in client.probe(items(2)).items()}
+    assert found[other.url] == [0.0, 1.0] and found[dead] == ["unavailable"] * 2
+    assert found[url] == [float(one.image.mean() / 255) for one in items(2)]
+
+
+# --- cache ---
+
+
+def test_scores_are_kept_over_a_restart(tmp_path: Path) -> None:
+    with serving({"r": Brightness()}) as url:
+        for asked_again in (False, True):
+            cache = ScoreCache(tmp_path / "scores.sqlite")
+            with client_of(url, cache=cache) as client:
+                expected = values(client.score(items(3))["r"])
+                assert expected == [float(one.image.mean() / 255) for one in items(3)]
+                assert client.statistics.requests == (0 if asked_again else 1)
+                assert client.statistics.cache_hits == (3 if asked_again else 0)
+            cache.close()
+
+
+def test_a_failed_item_is_asked_again_with_a_cache(tmp_path: Path) -> None:
+    batch = [item(0), item(1, prompt="refused")]
+    with serving({"r": Poisoned()}) as url, client_of(url, cache=ScoreCache(tmp_path / "c")) as client:
+        for requests in (1, 2):
+            assert values(client.score(batch)["r"])[1] == "bad_item"
+            assert client.statistics.requests == requests
+        assert client.statistics.cache_hits == 1  # the other one
+
+
+def test_every_part_of_an_item_is_part_of_its_key() -> None:
+    base = item(0, mask=half_mask(), source=picture(5), reference=picture(6), metadata={"text": "a"})
+    changed: list[dict[str, Any]] = [
+        {"prompt": "other"}, {"mask": 255 - half_mask()}, {"source": picture(7)}, {"reference": None},
+        {"metadata": {"text": "b"}}, {"image": picture(1)}, {"image": base.image.reshape(5, 6, 3)},
+    ]  # fmt: skip
+    keys = [cache_key(item(0, **{**vars(base), **change}), "r", "1") for change in changed]
+    keys += [cache_key(base, "s", "1"), cache_key(base, "r", "2")]
+    assert len({cache_key(base, "r", "1"), *keys}) == len(keys) + 1
+    assert cache_key(item(9, **{**vars(base), "id": 9, "group": 4}), "r", "1") == cache_key(base, "r", "1")
+
+
+def test_the_cache_keeps_the_bits_and_survives_a_broken_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "scores.sqlite"
+    path.write_bytes(b"not a database, but long enough to look like one" * 50)
+    cache = ScoreCache(path)
+    kept = {b"a": Score(math.pi, {"x": 0.1 + 0.2}), b"b": Failure("bad_item", "no"), b"c": Score(5e-324)}
+    cache.put(kept)
+    assert cache.get([b"a", b"b", b"c", b"d"]) == {b"a": kept[b"a"], b"c": kept[b"c"]}
+    cache.close()
+    assert "is no cache of scores" in caplog.text and (tmp_path / "scores.sqlite.broken").exists()
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM scores").fetchone() == (2,)
+
+
+# --- statistics ---
+
+
+def test_what_a_client_counts() -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return Answer(b"", 503) if number == 0 else honest(asked, number)
+
+    with FakeServer(script) as server, client_of(server.url, batch_size=2) as client:
+        client.score([*items(3), item(9, image=np.zeros((2, 2), np.uint8))])
+        told = client.statistics
+        assert (told.requests, told.attempts, told.retries) == (2, 3, 1)
+        assert told.scores["r"] == 3 and told.failures["r"] == {"bad_item": 1}
+        assert 0 < told.latency(0.5) <= told.latency(0.95)

@@ -1,0 +1,238 @@
+"""The judge against a server that keeps to the OpenAI protocol: scores, rates, budgets, and a key that is nowhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retouch.config import ConfigError, parse_run
+from retouch.config.load import dump_run
+from retouch.rewards import judge
+from retouch.rewards.judge import Budget, BudgetSpent, TokenBucket, expectation, read_verdict
+from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.scorers import make_scorer
+from retouch.types import Failure, Score
+from tests.config.conftest import BASE
+from tests.rewards.fakes import item, values
+from tests.rewards.openai_server import KEY, OpenAIServer
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    judge._BUCKETS.clear()
+    yield
+
+
+def grey(level: int) -> RewardItem:
+    return item(level, image=np.full((32, 32, 3), level, np.uint8), prompt=f"grey {level}")
+
+
+def made(server: OpenAIServer, **options: Any) -> Any:
+    scorer = make_scorer("openai_judge", {"model": "judge", "address": server.url, **options})
+    scorer.load("cpu")
+    return scorer
+
+
+# --- scores ---
+
+
+def test_the_expectation_over_score_tokens_is_the_brightness() -> None:
+    """The server puts its probability on the digits around 5 x brightness, so that their mean is it."""
+    levels = [0, 40, 51, 100, 255]
+    with OpenAIServer() as server:
+        outcomes = score_checked(made(server), [grey(level) for level in levels])
+    assert values(outcomes) == pytest.approx([level / 255 for level in levels], abs=1e-6)
+    assert all(isinstance(o, Score) and o.detail["mass"] == pytest.approx(0.95) for o in outcomes)
+
+
+def test_a_rubric_is_read_by_its_schema() -> None:
+    with OpenAIServer() as server:
+        outcomes = score_checked(made(server, mode="rubric"), [grey(0), grey(102), grey(255)])
+        assert server.asked[-1]["response_format"]["json_schema"]["strict"] is True
+    assert values(outcomes) == [0.0, 0.4, 1.0]
+    assert isinstance(outcomes[0], Score) and outcomes[0].detail == {"reason": "bright"}
+
+
+def test_what_is_asked() -> None:
+    with OpenAIServer() as server:
+        scorer = made(server, question="Is it {prompt}?")
+        score_checked(scorer, [grey(9)])
+        asked = server.asked[-1]
+    text, picture = asked["messages"][0]["content"]
+    assert text["text"].startswith("Is it grey 9?\nAnswer with one digit") and picture["type"] == "image_url"
+    assert (asked["temperature"], asked["seed"], asked["max_tokens"], asked["top_logprobs"]) == (0, 0, 1, 20)
+
+
+def test_an_answer_off_the_schema_is_asked_for_once_more_with_the_error() -> None:
+    with OpenAIServer() as server:
+        scorer = made(server, mode="rubric", concurrency=1)
+        server.bad_first = 1
+        assert values(score_checked(scorer, [grey(255)])) == [1.0]
+        assert "it must be an object with the keys" in server.asked[-1]["messages"][-1]["content"]
+        server.bad_first = 2
+        (failure,) = score_checked(scorer, [grey(255)])
+        assert isinstance(failure, Failure) and failure.code == "scorer_error" and "twice" in failure.message
+
+
+def test_little_mass_on_the_score_tokens_is_a_failure() -> None:
+    with OpenAIServer() as server:
+        scorer = made(server)
+        server.digits = 0.3
+        (failure,) = score_checked(scorer, [grey(100)])
+    assert isinstance(failure, Failure) and failure.code == "low_mass" and "0.30 of the probability" in failure.message
+
+
+def test_variants_of_a_token_are_summed_and_other_words_are_not() -> None:
+    top = [{"token": t, "logprob": float(np.log(p))} for t, p in (("5", 0.25), (" 5", 0.25), ("0", 0.25), ("x", 0.2))]
+    value, mass = expectation(top, {"0": 0.0, "5": 1.0})
+    assert (value, mass) == pytest.approx((2 / 3, 0.75))
+    assert expectation([], {"0": 0.0}) == (0.0, 0.0)
+
+
+NO_VERDICTS = ["", "5", "[]", '{"score": 3}', '{"score": 3, "reason": "", "x": 1}'] + [
+    f'{{"score": {score}, "reason": ""}}' for score in ("3.0", "true", "6", "-1", '"3"', "null")
+]
+
+
+@pytest.mark.parametrize("text", NO_VERDICTS)
+def test_verdicts_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"JSON|it must be|integer"):
+        read_verdict(text, 5)
+
+
+# --- what the endpoint can do ---
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "message"),
+    [
+        ({"has_logprobs": False}, {}, "mode 'logprobs' does not work there: the reply has no log-probabilities"),
+        ({"has_schema": False}, {"mode": "rubric"}, "mode 'rubric' does not work there: the answer does not keep to"),
+        ({}, {"model": "other"}, "The model 'other' does not exist"),
+    ],
+)
+def test_what_the_endpoint_cannot_do_is_found_at_the_start(
+    server: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with OpenAIServer(**server) as one, pytest.raises(ConfigError, match=message):
+        made(one, **options)
+
+
+def test_the_served_model_is_in_the_revision() -> None:
+    with OpenAIServer() as server:
+        revisions = {made(server, **o).spec.revision for o in ({}, {"question": "{prompt}?"}, {"mode": "rubric"})}
+    assert len(revisions) == 3 and all("served as judge-2026-01 fp_1" in one for one in revisions)
+
+
+# --- rates, retries, budgets ---
+
+
+def test_a_rate_limit_is_waited_for() -> None:
+    """6 a second are answered: without a bucket 429s are retried after what they say; with one there are none."""
+    with OpenAIServer() as server:
+        scorer = made(server)
+        server.per_second = 6
+        assert values(score_checked(scorer, [grey(51)] * 12)) == pytest.approx([0.2] * 12)
+        assert server.refused > 0
+    with OpenAIServer() as server:
+        scorer = made(server, requests_per_minute=240)
+        server.per_second, started = 30, time.monotonic()
+        assert values(score_checked(scorer, [grey(51)] * 26)) == pytest.approx([0.2] * 26)
+        assert server.refused == 0 and time.monotonic() - started > 1.0
+
+
+def test_a_bucket_refills_and_gives_credit() -> None:
+    bucket = TokenBucket(60.0, burst_s=2.0)
+    assert [bucket.take(1) for _ in range(2)] == [0.0, 0.0]
+    assert bucket.take(1) == pytest.approx(1.0, abs=0.1) and bucket.take(1) == pytest.approx(2.0, abs=0.1)
+
+
+def test_what_may_pass_is_asked_again_and_what_will_not_is_not() -> None:
+    with OpenAIServer() as server:
+        scorer = made(server, concurrency=1)
+        server.fail = [500, 429, 503]
+        assert values(score_checked(scorer, [grey(51)])) == pytest.approx([0.2])
+        server.fail = [403]
+        (failure,) = score_checked(scorer, [grey(51)])
+    assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("scorer_error", False)
+
+
+def test_no_answer_in_time_is_a_retryable_failure() -> None:
+    with OpenAIServer() as server:
+        scorer = made(server, timeout_s=0.6)
+        server.fail = [500] * 1000
+        started = time.monotonic()
+        (failure,) = score_checked(scorer, [grey(51)])
+    assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
+    assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize(
+    ("limit", "scored"),
+    [
+        ({"budget_requests": 6}, 5),
+        ({"budget_tokens": 550}, 4),  # 110 a question, the first one at the start
+        ({"budget_dollars": 0.0006, "price_in": 1.0, "price_out": 2.0}, 4),  # 120e-6 a question
+    ],
+    ids=["requests", "tokens", "dollars"],
+)
+def test_a_budget_stops_cleanly(limit: dict[str, Any], scored: int) -> None:
+    with OpenAIServer() as server:
+        outcomes = score_checked(made(server, concurrency=1, **limit), [grey(51)] * 8)
+        assert len(server.asked) == 1 + scored
+    assert values(outcomes) == [*[pytest.approx(0.2)] * scored, *["budget_spent"] * (8 - scored)]
+    assert not any(outcome.retryable for outcome in outcomes[scored:])
+
+
+def test_a_budget_counts() -> None:
+    budget = Budget(price_in=2.0, price_out=10.0)
+    budget.used({"prompt_tokens": 1_000_000, "completion_tokens": 100_000})
+    budget.used({})
+    assert budget.cost == 3.0
+    with pytest.raises(BudgetSpent, match=r"0\.5 dollars is spent"):
+        Budget(dollars=0.5, price_in=1.0, spent_in=500_000).begin()
+
+
+# --- the key ---
+
+
+def test_the_key_is_in_no_log_no_message_no_revision_and_no_saved_config(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Although the server echoes it in its errors."""
+    with OpenAIServer() as server:
+        scorer = made(server, concurrency=1)
+        server.fail = [500, 400]
+        (failure,) = score_checked(scorer, [grey(51)])
+        assert isinstance(failure, Failure) and "Bearer ***" in failure.message
+        entry = {"openai_judge": {"model": "judge", "address": server.url}}
+        saved = dump_run(parse_run({**BASE, "rewards": entry}))
+        shown = saved + scorer.spec.revision + repr(scorer) + repr(vars(scorer)) + failure.message
+    assert server.url in saved and KEY not in shown
+    assert caplog.records and KEY not in caplog.text
+
+
+def test_without_the_key_the_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with OpenAIServer() as server, pytest.raises(ConfigError, match="HTTP 401"):
+        made(server)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "model: not set"),
+        ({"model": "m", "question": "good?"}, "must contain {prompt}"),
+        ({"model": "m", "budget_dollars": 1.0}, "budget_dollars needs price_in"),
+        ({"model": "m", "address": "api.openai.com"}, "address: 'api.openai.com' is not the address"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_scorer("openai_judge", options)

@@ -1,0 +1,167 @@
+"""Scorers whose values can be worked out: seams and sizes by hand, CLIP against transformers' own call on a tiny
+model of the same classes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch.config import ConfigError
+from retouch.models.tiny import byte_clip_tokenizer
+from retouch.rewards.protocol import score_checked
+from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.seam import edge_bands, sobel
+from retouch.types import Score
+from tests.rewards.fakes import item, picture, values
+
+
+def box_mask(side: int = 32, low: int = 8, high: int = 24) -> np.ndarray[Any, Any]:
+    mask = np.zeros((side, side), np.uint8)
+    mask[low:high, low:high] = 255
+    return mask
+
+
+# --- seam ---
+
+
+def test_the_bands_lie_on_both_sides_of_the_edge() -> None:
+    mask = box_mask()
+    inside, outside = edge_bands(mask, 3)
+    assert inside.sum() == 16 * 16 - 10 * 10 and outside.sum() == 22 * 22 - 16 * 16
+    assert (mask[inside] == 255).all() and (mask[outside] == 0).all()
+
+
+def test_sobel_of_a_step_and_of_nothing() -> None:
+    step = np.zeros((8, 8, 3), np.uint8)
+    step[:, 4:] = 255
+    found = sobel(step)
+    assert found[4, 3] == found[4, 4] == pytest.approx(1 / np.sqrt(2)) and max(found[4, 0], found[4, 7]) < 1e-6
+    assert sobel(np.full((8, 8, 3), 90, np.uint8)).max() < 1e-6
+
+
+def test_a_repainted_part_as_busy_as_its_surroundings_has_no_seam() -> None:
+    scorer, mask = make_scorer("seam"), box_mask(64, 16, 48)
+    flat = np.full((64, 64, 3), 128, np.uint8)
+    busy = np.where(mask[..., None] >= 128, picture(0, 64, 64), flat)
+    batch = [item(i, image=image, mask=mask) for i, image in enumerate([flat, busy, picture(1, 64, 64)])]
+    smooth, noisy, odd = score_checked(scorer, batch)
+    assert isinstance(smooth, Score) and isinstance(noisy, Score) and isinstance(odd, Score)
+    assert smooth.value == pytest.approx(0, abs=1e-6) and noisy.value < -0.1 < odd.value < 0
+    assert noisy.value == pytest.approx(-(noisy.detail["inside"] - noisy.detail["outside"]))
+
+
+def test_a_mask_without_an_edge_is_a_failure() -> None:
+    full = item(0, image=picture(0, 32, 32), mask=np.full((32, 32), 255, np.uint8))
+    small = item(1, image=picture(0, 32, 32), mask=box_mask(16, 4, 8))
+    assert values(score_checked(make_scorer("seam"), [full, small, item(2)])) == ["bad_item"] * 3
+
+
+# --- jpeg_size ---
+
+
+def test_size_is_that_of_the_file() -> None:
+    one = item(0, image=picture(0, 40, 30))
+    buffer = io.BytesIO()
+    Image.fromarray(one.image).save(buffer, "JPEG", quality=95)
+    expected = 8 * len(buffer.getvalue()) / (24 * 40 * 30)
+    flat = item(1, image=np.zeros((40, 30, 3), np.uint8))
+    low, high = values(score_checked(make_scorer("jpeg_size"), [one, flat]))
+    assert low == pytest.approx(-expected) and low < high  # type: ignore[operator]
+    assert values(score_checked(make_scorer("jpeg_size", {"incompressible": True}), [one])) == [pytest.approx(expected)]
+
+
+# --- clip ---
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `CLIPModel` of toy size with random weights, its tokenizer and its image processor, as they are released."""
+    from transformers import CLIPConfig, CLIPModel
+
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    tokenizer: Any = byte_clip_tokenizer()
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**tower, "vocab_size": len(tokenizer), "max_position_embeddings": 77,
+                     "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id},
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+        projection_dim=16,
+    )  # fmt: skip
+    CLIPModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor = {
+        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": 32}, "resample": 3,
+        "do_center_crop": True, "crop_size": {"height": 32, "width": 32}, "do_rescale": True,
+        "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28], "do_convert_rgb": True,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def loaded(name: str, folder: Path, **options: Any) -> Any:
+    scorer = make_scorer(name, {"path": str(folder), **options})
+    scorer.load("cpu")
+    return scorer
+
+
+def test_clip_and_pickscore_are_what_the_model_itself_says(tiny_clip: Path) -> None:
+    """`logits_per_image` of transformers is the scaled cosine of every picture with every text."""
+    from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+    batch = [item(i, image=picture(i, 40, 56), prompt=f"a sign {i}") for i in range(3)]
+    model: Any = CLIPModel.from_pretrained(tiny_clip).eval()
+    tokens = AutoTokenizer.from_pretrained(tiny_clip)(
+        [one.prompt for one in batch], padding="max_length", max_length=77, return_tensors="pt"
+    )
+    pixels = AutoImageProcessor.from_pretrained(tiny_clip)(images=[one.image for one in batch], return_tensors="pt")
+    with torch.inference_mode():
+        logits = model(**tokens, **pixels).logits_per_image.diagonal()
+    scale = float(model.logit_scale.exp())
+    pick = score_checked(loaded("pickscore", tiny_clip, processor=""), batch)
+    clip = score_checked(loaded("clip", tiny_clip), batch)
+    assert values(pick) == pytest.approx(logits.tolist(), abs=1e-5)
+    assert values(clip) == pytest.approx((logits / scale).tolist(), abs=1e-6)
+    assert len(set(values(clip))) == 3
+
+
+@pytest.mark.parametrize("name", ["clip", "pickscore", "style"])
+def test_a_score_does_not_depend_on_its_batch(name: str, tiny_clip: Path) -> None:
+    batch = [
+        item(i, image=picture(i, 40, 40), mask=box_mask(40, 8, 30), reference=picture(9 + i, 20, 30), prompt="a" * i)
+        for i in range(5)
+    ]
+    whole = loaded(name, tiny_clip, processor="")
+    small = loaded(name, tiny_clip, processor="", images_per_forward=2)
+    alone = [values(score_checked(whole, [one]))[0] for one in batch]
+    assert values(score_checked(whole, batch)) == pytest.approx(alone, abs=1e-5)
+    assert values(score_checked(small, batch)) == pytest.approx(alone, abs=1e-5)
+
+
+def test_style_compares_the_repainted_part_with_the_reference(tiny_clip: Path) -> None:
+    scorer, one = loaded("style", tiny_clip), picture(0, 48, 48)
+    mask = box_mask(48, 8, 40)
+    same = item(0, image=one, mask=mask, reference=one[8:40, 8:40])
+    other = item(1, image=one, mask=mask, reference=picture(7, 32, 32))
+    outside = item(2, image=np.where(mask[..., None] >= 128, one, 0), mask=mask, reference=one[8:40, 8:40])
+    empty = item(3, image=one, mask=np.zeros((48, 48), np.uint8), reference=one)
+    first, second, third, fourth, fifth = values(score_checked(scorer, [same, other, outside, empty, item(4)]))
+    assert first == third == pytest.approx(1.0, abs=1e-5) and second < 0.999  # type: ignore[operator]
+    assert (fourth, fifth) == ("bad_item", "bad_item")
+
+
+def test_the_revision_names_the_model(tiny_clip: Path) -> None:
+    assert str(tiny_clip) in loaded("clip", tiny_clip).spec.revision
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"path: given .*nowhere"):
+        loaded("clip", tmp_path / "nowhere")

@@ -1,0 +1,360 @@
+"""What the server does with many requests, bad pictures, hostile bodies, and scorers that run out of memory."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import pickle
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.rewards.client import RewardClient
+from retouch.rewards.frames import LENGTHS, pack, pack_items, pack_outcome, unpack_items, unpack_outcome
+from retouch.rewards.protocol import CheckedScorer, RewardItem
+from retouch.rewards.server import Limits
+from retouch.rewards.telemetry import Histogram, Telemetry
+from retouch.rewards.wire import encode_request, parse_multipart
+from retouch.rewards.worker import Work, torch_device, worker_environment
+from retouch.types import Failure, Score
+from tests.rewards.fakes import (
+    Brightness,
+    Gated,
+    Poisoned,
+    Scripted,
+    brightness,
+    half_mask,
+    item,
+    items,
+    picture,
+    serving,
+    until,
+    values,
+)
+from tests.rewards.test_server import as_json, multipart, outcomes
+
+
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=30, trust_env=False) as client:
+        yield client
+
+
+def metrics(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+
+
+# --- batches ---
+
+
+def test_items_of_many_requests_are_scored_together(http: httpx.Client) -> None:
+    """While the worker is busy with the first, the others gather; each gets its own score back."""
+    sizes: list[int] = []
+    gate = Gated(gate_score=True)
+    real = gate.score
+
+    def score(batch: Sequence[RewardItem]) -> Any:
+        sizes.append(len(batch))
+        return real(batch)
+
+    gate.score = score  # type: ignore[method-assign]
+    with serving({"b": gate}, limits=Limits(max_batch=8)) as url, ThreadPoolExecutor(21) as pool:
+        first = pool.submit(http.post, f"{url}/score", files=multipart([item(0)]))
+        assert gate.scoring.wait(5)
+        rest = [pool.submit(http.post, f"{url}/score", files=multipart([item(i)])) for i in range(1, 21)]
+        until(lambda: metrics(url)["retouch_items_waiting"] == 20)
+        gate.open()
+        found = [outcomes(one.result())[0] for one in (first, *rest)]
+    assert found == [brightness(item(i)) for i in range(21)]
+    assert sizes == [1, 8, 8, 4]
+
+
+def test_only_items_of_one_shape_and_the_same_rewards_share_a_batch(http: httpx.Client) -> None:
+    batches: list[list[Any]] = []
+    gate = Gated(gate_score=True)
+
+    def score(batch: Sequence[RewardItem]) -> Any:
+        batches.append([(one.image.shape, one.mask is None) for one in batch])
+        return [Score(0.5)] * len(batch)
+
+    scorers: Any = {"gate": gate, "b": Scripted(score), "c": Brightness()}
+    with serving(scorers) as url, ThreadPoolExecutor(10) as pool:
+        blocked = pool.submit(http.post, f"{url}/score", files=multipart([item(0)], ["gate"]))
+        assert gate.scoring.wait(5)
+        kinds = [{}, {"image": picture(1, 6, 9)}, {"mask": half_mask()}]
+        asked = [
+            pool.submit(http.post, f"{url}/score", files=multipart([item(10 * i + j, **kind)], rewards))
+            for i, kind in enumerate(kinds)
+            for j, rewards in enumerate((["b"], ["b"], ["b", "c"]))
+        ]
+        until(lambda: metrics(url)["retouch_items_waiting"] == 9)
+        gate.open()
+        assert all(one.result().status_code == 200 for one in (blocked, *asked))
+    assert sorted(len(batch) for batch in batches) == [1, 1, 1, 2, 2, 2]
+    assert all(len(set(batch)) == 1 for batch in batches)
+
+
+def test_a_large_request_is_scored_in_several_batches(http: httpx.Client) -> None:
+    scorer = Brightness()
+    with serving({"b": scorer}, limits=Limits(max_batch=4)) as url:
+        assert outcomes(http.post(f"{url}/score", files=multipart(items(10)))) == [brightness(i) for i in items(10)]
+        told = metrics(url)
+    assert told['retouch_batch_items_bucket{le="4"}'] == 3 and told["retouch_batch_items_sum"] == 10
+
+
+@pytest.mark.parametrize("poisoned", [0, 13, 31])
+def test_one_poison_picture_of_32_fails_alone_at_the_price_of_a_bisection(http: httpx.Client, poisoned: int) -> None:
+    """31 scored, one typed failure, at most 2 log2(32) + 1 more model calls."""
+    batch = [item(i, prompt="poison" if i == poisoned else f"item {i}") for i in range(32)]
+    with serving({"b": Poisoned()}) as url:
+        found = outcomes(http.post(f"{url}/score", files=multipart(batch)))
+        calls = metrics(url)['retouch_model_calls_total{reward="b"}']
+    assert found == ["scorer_error" if i == poisoned else brightness(one) for i, one in enumerate(batch)]
+    assert calls - 1 <= 2 * math.log2(32) + 1
+
+
+def test_out_of_memory_halves_this_batch_and_those_after_it() -> None:
+    class OutOfMemoryError(RuntimeError): ...
+
+    sizes: list[int] = []
+
+    def score(batch: Sequence[RewardItem]) -> Any:
+        sizes.append(len(batch))
+        if len(batch) > 5:
+            raise OutOfMemoryError("CUDA out of memory")
+        return [Score(float(one.id)) for one in batch]
+
+    checked = CheckedScorer(Scripted(score))
+    assert values(checked.score(items(16))) == [float(i) for i in range(16)]
+    assert sizes == [16, 8, 4, 4, 8, 4, 4]
+    sizes.clear()
+    assert values(checked.score(items(12))) == [float(i) for i in range(12)]
+    assert sizes == [4, 4, 4]
+
+
+# --- once ---
+
+
+def test_a_request_that_comes_again_is_not_scored_again(http: httpx.Client) -> None:
+    """Whether the first is still under way or done; by id and content, whatever the deadline."""
+    gate = Gated(gate_score=True)
+    batch = items(3)
+    again = lambda: multipart(batch, deadline_ms=9000)  # noqa: E731
+    with serving({"b": gate}) as url, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(http.post, f"{url}/score", files=multipart(batch))
+        assert gate.scoring.wait(5)
+        second = pool.submit(http.post, f"{url}/score", files=again())
+        until(lambda: metrics(url)["retouch_requests_waiting"] == 2)
+        gate.open()
+        replies = [first.result(), second.result(), http.post(f"{url}/score", files=again())]
+        assert len({one.text for one in replies}) == 1
+        assert metrics(url)["retouch_repeated_requests"] == 2
+        assert [one.id for one in gate.seen] == [0, 1, 2]
+        other = http.post(f"{url}/score", files=multipart(items(2)))  # the same id, other items
+        assert outcomes(other) == [brightness(one) for one in items(2)]
+
+
+def test_a_failure_that_may_pass_is_computed_again(http: httpx.Client) -> None:
+    script = Scripted(lambda batch: [Failure("overloaded", "later", True) if len(script.seen) == 1 else Score(0.5)])
+    with serving({"b": script}) as url:
+        asked = [http.post(f"{url}/score", files=multipart([item(0)])) for _ in range(3)]
+    assert [outcomes(one)[0] for one in asked] == ["overloaded", 0.5, 0.5] and len(script.seen) == 2
+
+
+def test_a_caller_that_hangs_up_finds_its_scores_when_it_asks_again(http: httpx.Client) -> None:
+    gate = Gated(gate_score=True)
+    with serving({"b": gate}) as url:
+        with pytest.raises(httpx.TimeoutException):
+            http.post(f"{url}/score", files=multipart([item(0)]), timeout=0.2)
+        gate.open()
+        assert outcomes(http.post(f"{url}/score", files=multipart([item(0)]))) == [brightness(item(0))]
+    assert len(gate.seen) == 1
+
+
+def test_the_same_scores_at_any_concurrency() -> None:
+    """32 threads of one client, requests of every size: each picture has the score that it has alone."""
+    with (
+        serving({"r": Brightness()}) as url,
+        RewardClient([url], ["r"], batch_size=5) as client,
+        ThreadPoolExecutor(32) as pool,
+    ):
+        found = list(pool.map(lambda n: values(client.score(items(n))["r"]), range(1, 33)))
+    assert found == [[brightness(one) for one in items(n)] for n in range(1, 33)]
+
+
+# --- bodies that mean harm ---
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few kilobytes that decodes to side x side pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    packer = zlib.compressobj(9)
+    rows = b"".join(packer.compress(b"\0" * (side * 3 + 1)) for _ in range(64)) + packer.flush()
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def one_picture(text: str) -> dict[str, Any]:
+    message = as_json([item(0)])
+    message["items"][0]["image"] = text
+    return {"json": message}
+
+
+def many_items() -> dict[str, Any]:
+    head, tail = json.dumps(as_json([item(0)]) | {"items": []}).split("[]")
+    rows = ",".join(f'{{"id":{i},"prompt":"","image":""}}' for i in range(1_000_000))
+    return {"content": f"{head}[{rows}]{tail}".encode()}
+
+
+HOSTILE: dict[str, Any] = {
+    "pickle": lambda: {"content": pickle.dumps(print)},
+    "pickle for a picture": lambda: one_picture(base64.b64encode(pickle.dumps({"a": 1})).decode()),
+    "a million items": many_items,
+    "a decompression bomb": lambda: one_picture(base64.b64encode(bomb(60_000)).decode()),
+    "wrong base64": lambda: one_picture("not base64!"),
+    "no picture": lambda: one_picture(base64.b64encode(b"GIF89a is not taken").decode()),
+    "json in json": lambda: {"content": b'{"a":' * 100_000},
+    "ten thousand parts": lambda: {"files": [(f"p{i}", ("p", b"x", "")) for i in range(10_000)]},
+    "nothing but boundaries": lambda: {
+        "content": b"\r\n--b" * 200_000, "headers": {"content-type": "multipart/form-data; boundary=b"}
+    },
+}  # fmt: skip
+
+
+def resident_mb() -> float:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_bodies_are_refused_in_bounded_memory(http: httpx.Client, body: Any) -> None:
+    sent = body()
+    with serving({"b": Brightness()}) as url:
+        before = resident_mb()
+        response = http.post(f"{url}/score", **sent)
+        grown = resident_mb() - before
+        assert 400 <= response.status_code < 500 and response.json()["error"]
+        assert outcomes(http.post(f"{url}/score", files=multipart([item(1)]))) == [brightness(item(1))]
+    assert grown < 300
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["with its length", "in chunks"])
+def test_a_gigabyte_is_refused_and_never_held(http: httpx.Client, announced: bool) -> None:
+
+    def body() -> Iterator[bytes]:
+        for _ in range(1024):
+            yield bytes(1 << 20)
+
+    headers = {"content-length": str(1 << 30)} if announced else {}
+    with serving({"b": Brightness()}, limits=Limits(body=32 << 20)) as url:
+        before = resident_mb()
+        response = http.post(f"{url}/score", content=body(), headers=headers)
+        assert response.status_code == 413 and resident_mb() - before < 200
+        assert outcomes(http.post(f"{url}/score", files=multipart([item(1)]))) == [brightness(item(1))]
+
+
+def test_bytes_of_all_requests_together_are_bounded(http: httpx.Client) -> None:
+    gate = Gated(gate_score=True)
+    large = [item(0, image=picture(0, 200, 200))]  # 120 kB
+    with serving({"b": gate}, limits=Limits(bodies=200_000)) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(http.post, f"{url}/score", files=multipart(large))
+        assert gate.scoring.wait(5)
+        second = http.post(f"{url}/score", files=multipart([item(1, image=picture(1, 200, 200))]))
+        gate.open()
+        assert (first.result().status_code, second.status_code) == (200, 429)
+        assert metrics(url)["retouch_request_bytes"] == 0
+        assert http.post(f"{url}/score", files=multipart(large)).status_code == 200
+
+
+def test_pictures_beyond_the_pixels_of_a_request_fail_before_they_are_decoded(http: httpx.Client) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (100, 100)).save(buffer, "PNG")
+    message = as_json(items(3))
+    message["items"][1]["image"] = base64.b64encode(buffer.getvalue()).decode()
+    with serving({"b": Brightness()}, limits=Limits(pixels=5000)) as url:
+        assert outcomes(http.post(f"{url}/score", json=message))[1] == "bad_item"
+
+
+# --- multipart ---
+
+
+def test_multipart_as_httpx_and_curl_write_it() -> None:
+    request = httpx.Request("POST", "http://a", files=encode_request(items(2), ["b"], "id", 5))
+    body, kind = request.read(), request.headers["content-type"]
+    parts = parse_multipart(body, kind, 9)
+    assert next(iter(parts)) == "manifest" and len(parts) == 3
+    assert {content for content, _ in list(parts.values())[1:]} == {one.image.tobytes() for one in items(2)}
+    by_hand = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n--y\r\n\r\n--x--\r\n'
+    assert parse_multipart(by_hand, 'multipart/form-data; boundary="x"', 9) == {"a": (b"\r\n--y\r\n", "")}
+    with pytest.raises(ValueError, match="more than 2"):
+        parse_multipart(body, kind, 2)
+    with pytest.raises(ValueError, match="cut off"):
+        parse_multipart(body[:-8], kind, 9)
+
+
+# --- metrics ---
+
+
+def test_metrics_count_what_was_done(http: httpx.Client) -> None:
+    with serving({"b": Poisoned()}) as url:
+        http.post(f"{url}/score", files=multipart([item(0), item(1, prompt="refused")]))
+        http.post(f"{url}/score", content=b"no")
+        told = metrics(url)
+    assert told['retouch_requests_total{status="200"}'] == told['retouch_requests_total{status="422"}'] == 1
+    assert told['retouch_outcomes_total{reward="b",outcome="score"}'] == 1
+    assert told['retouch_outcomes_total{reward="b",outcome="bad_item"}'] == 1
+    assert told['retouch_model_seconds_count{reward="b"}'] == 1 and told["retouch_ready"] == 1
+
+
+def test_a_histogram_is_cumulative_and_labels_are_escaped() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert histogram.lines("h") == [
+        'h_bucket{le="1"} 2', 'h_bucket{le="2"} 3', 'h_bucket{le="+Inf"} 4', "h_sum 12.000000", "h_count 4"
+    ]  # fmt: skip
+    telemetry = Telemetry()
+    telemetry.batch(1, Work({'a"\\\n': 1}, {}))
+    assert '{reward="a\\"\\\\\\n"} 1' in telemetry.text({})
+
+
+# --- frames between front and worker ---
+
+
+def test_items_and_outcomes_survive_the_frames_to_the_bit() -> None:
+    source = picture(9)
+    batch = [item(i, mask=half_mask(), source=source, group=2, metadata={"text": "é\ud83d\ude00"}) for i in range(3)]
+    rows, pixels = pack_items(batch)
+    assert len(pixels) == sum(one.image.nbytes + 30 for one in batch) + source.nbytes  # the source once
+    for there, here in zip(unpack_items(rows, pixels), batch, strict=True):
+        assert (there.id, there.prompt, there.group, there.metadata) == (here.id, here.prompt, 2, here.metadata)
+        for name in ("image", "mask", "source"):
+            assert np.array_equal(getattr(there, name), getattr(here, name))
+        assert there.reference is None
+    frame = pack({"a": 0.1 + 0.2}, b"xyz")
+    text, size = LENGTHS.unpack(frame[:16])
+    assert json.loads(frame[16 : 16 + text]) == {"a": 0.1 + 0.2} and frame[16 + text :] == b"xyz" and size == 3
+    for outcome in (Score(0.1 + 0.2, {"x": [1]}), Failure("bad_item", "m", True)):
+        assert unpack_outcome(json.loads(json.dumps(pack_outcome(outcome)))) == outcome
+
+
+def test_a_worker_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert worker_environment("2")["CUDA_VISIBLE_DEVICES"] == "2" and torch_device("2") == "cuda"
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment("cpu") and torch_device("cpu") == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert worker_environment("1")["CUDA_VISIBLE_DEVICES"] == "6"

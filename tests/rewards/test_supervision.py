@@ -1,0 +1,154 @@
+"""Instances, their workers and their logs: what dies is started again, and what it had is a typed failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from retouch.config import ConfigError
+from retouch.rewards.client import RewardClient
+from retouch.rewards.launch import ServeOptions, parse_devices, serve
+from retouch.rewards.scorers import make_scorer
+from retouch.types import Failure, Score
+from tests.rewards.fakes import brightness, item, items, until, values
+from tests.rewards.test_launch import START_S, Served, alive, answers, ready, served
+
+BRIGHTNESS = json.dumps({"fn": {"fn": "tests.rewards.user_scorers:brightness"}})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two replicas of a user's scorer."""
+    folder = tmp_path_factory.mktemp("pair")
+    arguments = ["fn", "--options", BRIGHTNESS, "--replicas", "2", "--log-dir", str(folder / "logs")]
+    with served(folder, *arguments) as one:
+        for url in urls(one):
+            until(lambda url=url: ready(url), START_S)
+        yield one
+
+
+def urls(one: Served) -> list[str]:
+    return [entry["url"] for entry in json.loads(one.endpoints.read_text())["endpoints"]]
+
+
+def info(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/info", timeout=30, trust_env=False).json()
+
+
+def test_every_instance_has_its_port_its_processes_and_its_log(pair: Served) -> None:
+    found = json.loads(pair.endpoints.read_text())["endpoints"]
+    assert [one["rewards"] for one in found] == [["fn"], ["fn"]] and len({one["url"] for one in found}) == 2
+    pids = [info(one["url"])[pid] for one in found for pid in ("pid", "worker_pid")]
+    assert len(set(pids)) == 4 and all(alive(pid) for pid in pids)
+    for one in found:
+        assert Path(one["log"]).name == f"port-{one['url'].rpartition(':')[2]}.log"
+        until(lambda one=one: "fn loaded on cpu" in Path(one["log"]).read_text())
+    with RewardClient(urls(pair), ["fn"], batch_size=1) as client:
+        assert values(client.score(items(6))["fn"]) == [brightness(one) for one in items(6)]
+
+
+def test_a_killed_worker_costs_a_typed_failure_and_is_started_again(pair: Served) -> None:
+    url = urls(pair)[0]
+    before = info(url)
+    # one attempt: a client that may ask again would hide the failure
+    with RewardClient([url], ["fn"], timeout_s=30) as client, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.score, [item(0, metadata={"sleep": 20})])
+        until(lambda: b"retouch_requests_waiting 1" in httpx.get(f"{url}/metrics", trust_env=False).content)
+        time.sleep(0.3)  # until it is with the worker
+        os.kill(before["worker_pid"], signal.SIGKILL)
+        (failure,) = slow.result(10)["fn"]
+        assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("worker_lost", True)
+        assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
+        assert client.wait_ready(START_S) == []
+        assert values(client.score(items(3))["fn"]) == [brightness(one) for one in items(3)]
+    after = info(url)
+    assert after["pid"] == before["pid"] and after["worker_pid"] != before["worker_pid"]
+
+
+def test_a_killed_front_takes_its_worker_along_and_is_started_again_on_its_port(pair: Served) -> None:
+    url = urls(pair)[1]
+    before = info(url)
+    os.kill(before["pid"], signal.SIGKILL)
+    with RewardClient([url], ["fn"], timeout_s=START_S) as client:  # retries bridge the gap
+        assert values(client.score(items(3))["fn"]) == [brightness(one) for one in items(3)]
+    after = info(url)
+    assert before["pid"] != after["pid"] and before["worker_pid"] != after["worker_pid"]
+    until(lambda: not alive(before["worker_pid"]))
+
+
+def test_sigterm_finishes_what_is_under_way(tmp_path: Path) -> None:
+    with served(tmp_path, "fn", "--options", BRIGHTNESS) as one, ThreadPoolExecutor(1) as pool:
+        with RewardClient([one.url], ["fn"], timeout_s=30) as client:
+            slow = pool.submit(client.score, [item(0, metadata={"sleep": 2})])
+            until(lambda: b"retouch_requests_waiting 1" in httpx.get(f"{one.url}/metrics", trust_env=False).content)
+            one.process.terminate()
+            time.sleep(0.5)
+            assert not answers(one.url)
+            assert values(slow.result(20)["fn"]) == [brightness(item(0))]
+        assert one.process.wait(20) == 0
+
+
+def test_a_worker_that_cannot_load_is_given_up(tmp_path: Path) -> None:
+    dies = json.dumps({"fn": {"fn": "tests.rewards.user_scorers:DiesLoading"}})
+    with served(tmp_path, "fn", "--options", dies, wait=False) as one:
+        until(lambda: answers(one.url) and one.get("/readyz").json()["status"] == "failed", START_S)
+        assert "ended 3 times while it loaded (exit code 9)" in one.get("/readyz").json()["problem"]
+
+
+def test_a_front_that_cannot_start_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("retouch.rewards.launch.sys.executable", "/bin/false")
+    monkeypatch.setattr("retouch.rewards.launch._WATCH_S", 0.01)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"ends as soon as it is started \(exit code 1\)"):
+        serve({"preservation": {}}, ServeOptions(port=0, log_dir=tmp_path))
+
+
+@pytest.mark.parametrize(("given", "devices"), [("cpu", ["cpu"]), ("0,1, 2", ["0", "1", "2"]), ("cpu,0", ["cpu", "0"])])
+def test_devices(given: str, devices: list[str]) -> None:
+    assert parse_devices(given) == devices
+
+
+@pytest.mark.parametrize("given", ["", "cuda:0", "0;1", "-1"])
+def test_devices_that_are_none(given: str) -> None:
+    with pytest.raises(ConfigError, match="write cpu, or numbers of GPUs"):
+        parse_devices(given)
+
+
+# --- a scorer of one's own ---
+
+
+def test_a_function_and_a_class_of_ones_own() -> None:
+    function = make_scorer("fn", {"fn": "tests.rewards.user_scorers:brightness", "needs": ["mask"]})
+    made = make_scorer("fn", {"fn": "tests.rewards.user_scorers:Loaded"})
+    before = function.spec.revision
+    function.load("cpu")
+    made.load("cpu")
+    assert values(function.score(items(2))) == [brightness(one) for one in items(2)]
+    assert function.spec.needs == {"mask"} and function.spec.revision.startswith(before + " ")  # a digest of its file
+    dark = item(1, image=item(1).image * 0)
+    assert made.score([item(0), dark]) == [Score(0.25), Failure("bad_item", "too dark")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "write module:function"),
+        ({"fn": "score"}, "write module:function"),
+        ({"fn": "a:b", "needs": ["depth"]}, "needs: given 'depth'"),
+        ({"fn": "no_such_module:score"}, "no module no_such_module; it is looked for in"),
+        ({"fn": "tests.rewards.user_scorers:nothing"}, "tests.rewards.user_scorers has no nothing"),
+    ],
+    ids=str,
+)
+def test_a_scorer_of_ones_own_that_is_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_scorer("fn", options).load("cpu")

@@ -1,0 +1,43 @@
+"""Scorers as a user would name them: `fn: tests.rewards.user_scorers:brightness`. Run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from retouch.rewards.protocol import RewardItem
+from retouch.types import Failure, Outcome, Score
+
+
+def brightness(items: Sequence[RewardItem]) -> list[float]:
+    """Of each picture by itself: its batch changes nothing. Sleeps first as long as the items say."""
+    time.sleep(sum(float(item.metadata.get("sleep", 0)) for item in items))
+    return [float(item.image.mean() / 255) for item in items]
+
+
+def slow_brightness(items: Sequence[RewardItem]) -> list[float]:
+    """With the latency of a call in the environment variable REWARD_LATENCY_S."""
+    time.sleep(float(os.environ.get("REWARD_LATENCY_S", "0")))
+    return brightness(items)
+
+
+class Loaded:
+    """Has something to load; fails what is dark; returns a number of numpy."""
+
+    def load(self, device: str) -> None:
+        self.device = device
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome | np.float32]:
+        assert self.device
+        return [Failure("bad_item", "too dark") if not i.image.any() else np.float32(0.25) for i in items]
+
+
+class DiesLoading:
+    def load(self, device: str) -> None:
+        os._exit(9)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [Score(0.0)] * len(items)
