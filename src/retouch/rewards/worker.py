@@ -193,7 +193,7 @@ class ProcessWorker:
     async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
         if not self.ready or self._writer is None:
             raise WorkerLost("the worker is being started")
-        replies, rows = self._replies, await asyncio.to_thread(_pack_batch, names, items, deadlines)
+        replies, rows = self._replies, await asyncio.to_thread(_pack_batch, names, items, deadlines)  # copies megabytes
         try:
             self._writer.write(rows)
             await self._writer.drain()

@@ -1,0 +1,43 @@
+"""What docs/rewards.md says of speed is what benchmarks/rewards.py measured and committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+FOUND: dict[str, Any] = json.loads((REPOSITORY / "benchmarks/results/rewards.json").read_text(encoding="utf-8"))
+PAGE = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
+
+
+def servers(part: str) -> dict[str, dict[str, Any]]:
+    return {row["server"]: row for row in FOUND[part]["found"]}
+
+
+def test_batching_is_three_times_one_picture_a_request_and_not_at_the_price_of_latency() -> None:
+    rows = servers("batching")
+    ours, theirs = rows["retouch"], rows["one per request"]
+    assert ours["requests_per_s"] >= 3 * theirs["requests_per_s"] and ours["latency_p95_s"] < theirs["latency_p95_s"]
+
+
+def test_balance_with_one_slow_server_of_four() -> None:
+    least, capped, dealt = FOUND["balance"]["found"]
+    assert least["of_ideal"] <= 1.7 and capped["of_ideal"] <= 1.7 < dealt["of_ideal"]
+
+
+def test_the_reward_is_hidden_behind_the_rollout() -> None:
+    found = FOUND["overlap"]["found"]
+    assert found["groups"] >= 8 and found["reward_s"] >= 0.75 * found["rollout_s"] and found["of_bound"] <= 1.1
+
+
+def test_the_numbers_of_the_page_are_these() -> None:
+    lines: list[str] = []
+    for part in ("batching", "ocr"):
+        for name, row in servers(part).items():
+            speed, median, late = (row[k] for k in ("requests_per_s", "latency_p50_s", "latency_p95_s"))
+            lines.append(f"| {part} | {name} | {row['callers']} | {speed:.0f} | {median:.3f} | {late:.3f} |")
+    assert "\n".join(lines) in PAGE
+    for row in FOUND["balance"]["found"]:
+        assert f"| {row['balance']} | {row['requests_per_server']} | {row['of_ideal']:.2f} |" in PAGE
+    assert f"{FOUND['overlap']['found']['of_bound']:.2f} of the larger" in PAGE
