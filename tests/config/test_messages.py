@@ -62,9 +62,9 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
         ("evaluation.data={format: foo, path: x}", "evaluation.data.format: given 'foo'; known: manifest, self_bench"),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
-        ("rewards.legible={}", "rewards.legible.scorer: given 'legible'; known: ocr, preservation"),
+        ("rewards.legible={}", "rewards.legible.scorer: given 'legible'; known: ocr, preservation, style"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
-        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, sd_inpaint"),
+        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, sd_inpaint"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft"),
     ],
 )

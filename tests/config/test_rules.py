@@ -167,6 +167,12 @@ ELEMENTS = [
         "{kind: lora, targets: []}",
         "model.train.targets: given []; list should have at least 1 item after validation, not 0",
     ),
+    ("rewards", "{style: {gate: 2}}", f"rewards.style.gate: given 2; {AT_MOST_1}"),
+    (
+        "rewards",
+        "{style: {image_encoder: ''}}",
+        "rewards.style.image_encoder: given ''; string should have at least 1 character",
+    ),
     ("model.train", "{kind: ip_adapter, tokens: 0}", f"model.train.tokens: given 0; {POSITIVE}"),
     (
         "model.train",
@@ -198,7 +204,8 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
 
 def test_every_bounded_option_has_a_bad_example_here() -> None:
     shown = [row[0] for row in BOUNDS] + [line.partition(": ")[0] for _, _, line in ELEMENTS]
-    tried = {re.sub(r"\.\d+$", "", key).replace("rewards.ocr.", "rewards.*.") for key in shown}
+    tried = {re.sub(r"\.\d+$", "", key) for key in shown}
+    tried |= {re.sub(r"^rewards\.\w+\.", "rewards.*.", key) for key in tried}
     bounded = {leaf.key for leaf in leaves(RunConfig) if leaf.info.metadata or "Literal" in str(leaf.info.annotation)}
     tags = {"model.family", "model.train.kind", "data.format", "algorithm.name", "rewards.*.scorer"}
     same_class = ("warmup_data.", "evaluation.data.")  # sections of the class of `data`

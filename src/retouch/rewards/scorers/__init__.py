@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SCORERS = {
     "ocr": "retouch.rewards.scorers.ocr:OcrScorer",
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
+    "style": "retouch.rewards.scorers.style:StyleScorer",
 }
 """Scorer name -> module:class."""
 
