@@ -33,6 +33,7 @@ class Example:
         reference: RGB style picture of any size.
         metadata: further fields of the item; `text` is the text to write.
         win, lose: RGB pictures of which the first is preferred; pairs of offline DPO.
+        size: (height, width) in pixels to draw at where there is no source.
     """
 
     id: int
@@ -44,6 +45,7 @@ class Example:
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     win: Image | None = None
     lose: Image | None = None
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

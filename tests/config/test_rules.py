@@ -170,6 +170,12 @@ ELEMENTS = [
         "{kind: lora, targets: []}",
         "model.train.targets: given []; list should have at least 1 item after validation, not 0",
     ),
+    ("rewards", "{style: {gate: 2}}", f"rewards.style.gate: given 2; {AT_MOST_1}"),
+    (
+        "rewards",
+        "{style: {image_encoder: ''}}",
+        "rewards.style.image_encoder: given ''; string should have at least 1 character",
+    ),
     ("model.train", "{kind: ip_adapter, tokens: 0}", f"model.train.tokens: given 0; {POSITIVE}"),
     (
         "model.train",

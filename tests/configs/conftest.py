@@ -9,6 +9,7 @@ import pytest
 
 from retouch.config.load import read_yaml
 from retouch.data.synth import draw_words, write_signs
+from tests.tiny_models import WITH_BASE, tiny_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ENGINES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
@@ -57,7 +58,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     """
     published = read_yaml(path)
     algorithm, rollout = published["algorithm"], published["rollout"]
-    overrides = ["model.path=tiny", "model.dtype=fp32", f"logging.dir={out}"]
+    overrides = [f"model.path={tiny_model(published['model']['family'])}", "model.dtype=fp32", f"logging.dir={out}"]
     if published["model"]["family"] == "flux_fill":
         overrides += ["model.max_sequence_length=24"]
     if published["model"]["train"]["kind"] == "ip_adapter":
@@ -71,6 +72,11 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         if section:
             overrides += [f"{key}.path={signs[section['format']]}", f"{key}.resolution={list(SIZE)}"]
     overrides += [f"rewards.{name}.url=null" for name in published["rewards"]]
+    if "style" in published["rewards"]:
+        overrides += ["rewards.style.image_encoder=tiny"]
+    if published["model"]["family"] not in WITH_BASE and algorithm["name"] != "sft":
+        # random weights write nothing: all readings tie, and no step is taken
+        overrides += ["rewards={style: {image_encoder: tiny, gate: 0}}"]
     overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "rollout.batch_size_per_device=4"]
     if "num_steps" in published.get("evaluation", {}):

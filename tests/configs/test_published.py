@@ -22,20 +22,21 @@ from retouch.engine.checkpoint import complete_checkpoints
 from retouch.models import FAMILIES, family_class, load_model
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
+from tests.tiny_models import WITH_BASE, tiny_model
 
 from .conftest import CONFIGS, RUNS, name_of, shrink
 
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
-PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9}
+PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9, "qwen_image": 20.4e9}
 """Of the released networks."""
 
-LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8}
+LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8, "qwen_image": 60 * 12}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
-SD1.5: self- and cross-attention of 16 blocks."""
+SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks."""
 
-ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6}
+ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
 
 SIGLIP_WIDTH = 1152
@@ -43,13 +44,14 @@ SIGLIP_WIDTH = 1152
 HUB = {
     "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+    "qwen_image": "Qwen/Qwen-Image",
 }
 
 
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_BASE)
 def test_every_family_has_every_algorithm_on_full_weights_and_on_adapters(family: str) -> None:
     """Released models train adapters unless the file says full, tiny ones the other way round."""
     for paths, plain, other in ((RELEASED, "lora", "full"), (TINY, "full", "lora")):
@@ -154,7 +156,7 @@ def test_what_it_trains_is_in_the_released_network(path: Path) -> None:
     train = config.train
     if train.kind == "ip_adapter":
         train = train.model_copy(update={"image_encoder": "tiny"})
-    spec = load_model(config.model_copy(update={"path": "tiny", "train": train})).spec
+    spec = load_model(config.model_copy(update={"path": tiny_model(config.family), "train": train})).spec
     spec = replace(spec, reference_width=SIGLIP_WIDTH)
     network = released_network(config.family)
     base = parameters(network)

@@ -158,7 +158,7 @@ def test_missing_fonts_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_font_and_ink_of_true_signs() -> None:
-    """Fonts are told far above chance, inks exactly; styles tell signs apart."""
+    """What the style benchmark measures with: fonts are told far above chance, inks exactly."""
     signs = [draw_sign(word, (32, 64), 3) for word in draw_words(40, "held_out", 3)]
     images = [(np.asarray(s.picture), np.asarray(s.mask)) for s in signs]
     assert sum(font_of(*image, s.word) == s.face for image, s in zip(images, signs, strict=True)) >= 32

@@ -15,12 +15,12 @@ from torch import Tensor
 from retouch.config import RunConfig
 from retouch.data import DataError
 from retouch.engine import Engine
-from retouch.models import FAMILIES
 from retouch.recipes import dpo
 from retouch.recipes.dpo import best_and_worst
 from retouch.recipes.noised import NoisedRows
 from retouch.recipes.rollouts import RewardRows
 from retouch.types import Failure, Score
+from tests.tiny_models import WITH_BASE
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
 
@@ -39,7 +39,7 @@ def dpo_run(config: Config) -> Config:
 # --- ln 2 ---
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_BASE)
 def test_the_loss_is_ln_2_wherever_policy_and_reference_agree(family: str, dpo_run: Config, scripted: Use) -> None:
     """At the start and after each refresh, exactly, with LoRA and recomputed activations; elsewhere it is not."""
     scripted(brightness)
@@ -245,7 +245,7 @@ def pairs_file(signs: Path, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_BASE)
 def test_offline_pairs_train_without_rewards_or_rollouts(family: str, dpo_run: Config, pairs_file: Path) -> None:
     """The preferred pictures become easier to denoise than the others: accuracy 1 after a few steps on four pairs."""
     run, records = train(

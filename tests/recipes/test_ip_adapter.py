@@ -27,13 +27,14 @@ from retouch.use import Loaded
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.models.conftest import with_point_posterior
+from tests.tiny_models import tiny_model
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 from .test_cells import ALGORITHMS
 
 CELLS = [
     *product(["flux_fill"], ALGORITHMS),
-    *product(["sd_inpaint"], ["sft", "grpo", "nft"]),
+    *product(["sd_inpaint", "qwen_image"], ["sft", "grpo", "nft"]),
 ]
 
 ADAPTER = {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4}
@@ -84,7 +85,7 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     family: str, algorithm: str, config: Config, scripted: Use, styled: Path
 ) -> None:
     scripted(brightness)
-    own: dict[str, Any] = {"model__family": family}
+    own: dict[str, Any] = {"model__family": family, "model__path": tiny_model(family)}
     start = build(run_of(config, styled, algorithm, {}, name="start", **own))
     start.close()
     before, base = weights(start), base_of(start)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from retouch.config.errors import ConfigError
-from retouch.models import FAMILIES, family_class, load_model
+from retouch.models import family_class, load_model
 from retouch.models.tiny import tiny_pipeline
 from retouch.recipes import tiny_base
 from retouch.recipes.tiny_base import (
@@ -24,6 +24,7 @@ from retouch.recipes.tiny_base import (
     build_and_measure,
     velocity_weight,
 )
+from tests.tiny_models import WITH_BASE
 
 STEPS = {"vae_steps": 1, "text_steps": 1, "letter_steps": 1, "denoiser_steps": 1}
 SMALL = {"signs": 12, "text_batch": 4, "denoiser_batch": 4, **STEPS}
@@ -43,7 +44,7 @@ def test_a_base_is_built_again_to_the_same_bytes(family: str, tmp_path: Path) ->
 
 
 def test_every_family_has_a_base() -> None:
-    assert set(SCHEDULES) == set(MODELS) == set(FAMILIES)
+    assert set(SCHEDULES) == set(MODELS) == set(WITH_BASE)
 
 
 @pytest.mark.parametrize("family", SCHEDULES)

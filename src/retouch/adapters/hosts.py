@@ -15,7 +15,7 @@ from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProj
 from torch import Tensor, nn
 
 from retouch.adapters.formats import AdapterShape, Head
-from retouch.adapters.processors import FluxIpProcessor, IpProcessor
+from retouch.adapters.processors import FluxIpProcessor, IpProcessor, QwenIpProcessor
 from retouch.adapters.projections import TokenProjection
 from retouch.config.errors import ConfigError
 
@@ -122,6 +122,34 @@ class FluxHost(BlockHost):
     processor = FluxIpProcessor
 
 
+class QwenHost(BlockHost):
+    """Qwen-Image. Its forward looks for no projection: a hook makes the tokens before it, inside the same call."""
+
+    processor = QwenIpProcessor
+
+    def place(self, shape: AdapterShape) -> None:
+        super().place(shape)
+        self._hook = self.network.register_forward_pre_hook(_project_reference, with_kwargs=True)
+
+    def remove(self) -> None:
+        self._hook.remove()
+        super().remove()
+
+    def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
+        return {"attention_kwargs": {"ip_adapter_image_embeds": vectors}}
+
+
+def _project_reference(network: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """`ip_adapter_image_embeds` among the attention's arguments becomes `ip_hidden_states`, as diffusers does it in
+    FLUX."""
+    given = kwargs.get("attention_kwargs") or {}
+    if "ip_adapter_image_embeds" not in given:
+        return args, kwargs
+    rest = {name: value for name, value in given.items() if name != "ip_adapter_image_embeds"}
+    tokens = network.encoder_hid_proj(given["ip_adapter_image_embeds"])
+    return args, {**kwargs, "attention_kwargs": {**rest, "ip_hidden_states": tokens}}
+
+
 class UnetHost:
     """The U-Net of Stable Diffusion: diffusers' own modules at every cross-attention, in Tencent's layout."""
 
@@ -196,7 +224,11 @@ class CastLinear(nn.Linear):
         return super().forward(input.to(self.weight.dtype)).to(self.out_dtype)
 
 
-HOSTS: dict[str, Callable[[Any], Host]] = {"FluxTransformer2DModel": FluxHost, "UNet2DConditionModel": UnetHost}
+HOSTS: dict[str, Callable[[Any], Host]] = {
+    "FluxTransformer2DModel": FluxHost,
+    "UNet2DConditionModel": UnetHost,
+    "QwenImageTransformer2DModel": QwenHost,
+}
 """Class of a network -> its host."""
 
 

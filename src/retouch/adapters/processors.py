@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
@@ -67,6 +68,55 @@ class IpProcessor(nn.Module):
         return dispatch_attention_fn(
             query, key, value, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
         )
+
+
+class QwenIpProcessor(IpProcessor):
+    """Of the blocks of Qwen-Image, whose attention is joint: image queries attend to the tokens."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        ip_hidden_states: Reference | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if ip_hidden_states is None:
+            return self.stock(
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                attention_mask,
+                image_rotary_emb,
+            )
+        shape = (-1, attn.inner_dim // attn.heads)
+        query, key, value = (p(hidden_states).unflatten(-1, shape) for p in (attn.to_q, attn.to_k, attn.to_v))
+        text = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text_query, text_key, text_value = (p(encoder_hidden_states).unflatten(-1, shape) for p in text)
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        text_query, text_key = attn.norm_added_q(text_query), attn.norm_added_k(text_key)
+        styled = self.attend(query, ip_hidden_states)
+        if image_rotary_emb is not None:
+            turn: Any = partial(apply_rotary_emb_qwen, use_real=False)
+            image_freqs, text_freqs = image_rotary_emb
+            query, key = turn(query, image_freqs), turn(key, image_freqs)
+            text_query, text_key = turn(text_query, text_freqs), turn(text_key, text_freqs)
+        mask = None
+        if encoder_hidden_states_mask is not None:
+            everywhere = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2])
+            mask = torch.cat([encoder_hidden_states_mask, everywhere], dim=1)[:, None, None]
+        query, key, value = (
+            torch.cat([text_query, query], 1),
+            torch.cat([text_key, key], 1),
+            torch.cat([text_value, value], 1),
+        )
+        out = self.attention(query, key, value, mask).flatten(2, 3).to(query.dtype)
+        text_out, out = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        out = attn.to_out[1](attn.to_out[0](out + styled))
+        return out, attn.to_add_out(text_out.contiguous())
 
 
 class FluxIpProcessor(IpProcessor):

@@ -31,6 +31,7 @@ _INPAINTING = frozenset({"source", "mask"})
 FACTS = {
     "flux_fill": FamilyFacts("flow", 16, 30.0, doubles_for_guidance=False, needs=_INPAINTING),
     "sd_inpaint": FamilyFacts("epsilon", 8, 7.5, doubles_for_guidance=True, needs=_INPAINTING),
+    "qwen_image": FamilyFacts("flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset()),
 }
 
 DEFAULT_FAMILY = "flux_fill"
@@ -55,6 +56,7 @@ class AdapterFacts:
 ADAPTERS = {
     "flux_fill": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
     "sd_inpaint": AdapterFacts("linear", 4, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
+    "qwen_image": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
 }
 
 TINY_SIZE_MULTIPLE = 8

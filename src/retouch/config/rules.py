@@ -42,7 +42,7 @@ def step_rule(run: RunConfig) -> str | None:
 def needed_pictures(run: RunConfig, *, training: bool) -> frozenset[str]:
     """Pictures that every example of the run must have; `training`: those of `data`."""
     needs = FACTS[run.model.family].needs
-    if run.model.train.kind == "ip_adapter":
+    if run.model.train.kind == "ip_adapter" or any(entry.scorer == "style" for entry in run.rewards.values()):
         needs |= {"reference"}
     return needs | {"win", "lose"} if training and _takes_given_pairs(run.algorithm) else needs
 

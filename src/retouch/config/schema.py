@@ -130,7 +130,26 @@ class SdInpaintModel(Section):
     """What of the network is trained, and how it is saved."""
 
 
-Model = Annotated[FluxFillModel | SdInpaintModel, Field(discriminator="family")]
+class QwenImageModel(Section):
+    """Qwen-Image (`QwenImageTransformer2DModel`, flow model): text to image, and inpainting by blending latents where
+    examples have a source and a mask."""
+
+    family: Literal["qwen_image"] = "qwen_image"
+    path: str = "Qwen/Qwen-Image"
+    """A hub id or a folder in the diffusers layout."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of frozen weights (network under LoRA, VAE, text encoder). Trained weights are fp32."""
+    max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 512
+    """Tokens a prompt is padded or cut to, the end of its chat template included."""
+    offload_text_encoders: bool = True
+    """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+
+Model = Annotated[FluxFillModel | SdInpaintModel | QwenImageModel, Field(discriminator="family")]
 
 
 # --- data ---
@@ -549,18 +568,6 @@ class PickScoreReward(RewardEntry):
     """As it says; changes memory and speed, not results."""
 
 
-class StyleReward(RewardEntry):
-    """Cosine between the repainted part and the reference, in [-1, 1]; a copy of the reference maximises it."""
-
-    scorer: Literal["style"] = "style"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = "openai/clip-vit-large-patch14"
-    """A hub id or folder of a `CLIPModel`."""
-    processor: str = ""
-    """Where its processor lies, if elsewhere."""
-    images_per_forward: PositiveInt = 32
-    """As it says; changes memory and speed, not results."""
-
-
 class SeamReward(RewardEntry):
     """-|gradients just inside the mask's edge - just outside|, in [-1, 0]; meant for the raw generation."""
 
@@ -577,6 +584,21 @@ class JpegSizeReward(RewardEntry):
     """Of the JPEG."""
     incompressible: bool = False
     """Raise the size instead of lowering it."""
+
+
+class StyleReward(RewardEntry):
+    """Similarity of the hole to the reference by an image encoder, as far as the text can be read."""
+
+    scorer: Literal["style"] = "style"  # pyright: ignore[reportIncompatibleVariableOverride]
+    image_encoder: Text = "google/siglip-so400m-patch14-384"
+    """Hub id or folder of a SigLIP or CLIP; "tiny" is the one that comes with the package."""
+    gate: Unit = 0.5
+    """Reading (as of the ocr reward) from which the similarity counts in full, below it in proportion; 0 reads
+    nothing."""
+    detect: bool = True
+    """Of the reading: find the lines in the crop first; false reads the crop as one line."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the recogniser; 0 takes all."""
 
 
 Reward = Annotated[

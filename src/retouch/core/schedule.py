@@ -88,17 +88,24 @@ def flux_shift(
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """T Euler steps of a flow model: sigmas 1, ..., 1/T, shifted, then 0."""
+    """T Euler steps of a flow model: sigmas 1, ..., 1/T, shifted, then 0.
+
+    Attributes:
+        terminal: what the last sigma before 0 is stretched to (Qwen-Image: 0.02); None leaves it.
+    """
 
     sigmas: Tensor
     shift: float
+    terminal: float | None = None
 
     @classmethod
-    def make(cls, num_steps: int, shift: float = 1.0) -> FlowSchedule:
+    def make(cls, num_steps: int, shift: float = 1.0, terminal: float | None = None) -> FlowSchedule:
         if num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
         sigmas = shift_sigma(torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64), shift)
-        return cls(torch.cat([sigmas, sigmas.new_zeros(1)]).float(), shift)
+        if terminal and num_steps > 1:
+            sigmas = 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
+        return cls(torch.cat([sigmas, sigmas.new_zeros(1)]).float(), shift, terminal)
 
     @property
     def prediction(self) -> Prediction:

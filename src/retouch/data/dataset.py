@@ -217,7 +217,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
                 raise ImageProblem(
                     f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
                 )
-    example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose)
+    example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size)
     return example, {"mask_channel": channel, "scaled": scaled, "window": window}
 
 

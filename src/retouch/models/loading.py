@@ -29,6 +29,8 @@ def component_path(path: str, family: str) -> str:
         ModelFilesError: a local-looking path that does not exist.
     """
     if path == "tiny":
+        if not tiny_path(family).is_dir():
+            raise ModelFilesError(f"model.path: given 'tiny', but no tiny base of {family} comes with the package")
         return str(tiny_path(family))
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     StableDiffusionInpaintPipeline,
     UNet2DConditionModel,
 )
@@ -26,6 +29,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     SiglipVisionConfig,
     SiglipVisionModel,
     T5Config,
@@ -225,5 +231,68 @@ def bytes_to_characters() -> list[int]:
     return [byte if byte in printable else next(other) for byte in range(256)]
 
 
-TINY: dict[str, Callable[[], Any]] = {"flux_fill": tiny_flux_fill, "sd_inpaint": tiny_sd_inpaint}
+def tiny_qwen_image() -> QwenImagePipeline:
+    """Qwen-Image with 2 blocks of width 64 on an autoencoder that shrinks 4 x; prompts are bytes."""
+    vae: Any = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.0, 0.3],
+        latents_std=[0.8, 1.1, 1.0, 0.9],
+    )
+    transformer: Any = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    mu = float(torch.tensor(SHIFT).log())
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=mu, max_shift=mu, shift_terminal=0.02
+    )
+    return QwenImagePipeline(
+        scheduler=scheduler,
+        vae=vae,
+        text_encoder=tiny_qwen_vl(),
+        tokenizer=byte_qwen_tokenizer(),
+        transformer=transformer,
+    )
+
+
+def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+    """A two-layer Qwen2.5-VL over bytes; 32 wide."""
+    tokenizer = byte_qwen_tokenizer()
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+
+
+def byte_qwen_tokenizer() -> Qwen2Tokenizer:
+    """A Qwen tokenizer without merges: every byte is a token, and the chat's marks are one each."""
+    letters = {chr(c): i for i, c in enumerate(bytes_to_characters())}
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    return tokenizer
+
+
+TINY: dict[str, Callable[[], Any]] = {
+    "flux_fill": tiny_flux_fill,
+    "sd_inpaint": tiny_sd_inpaint,
+    "qwen_image": tiny_qwen_image,
+}
 """Family -> builder of its toy pipeline."""

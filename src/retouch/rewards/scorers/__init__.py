@@ -22,7 +22,7 @@ SCORERS = {
     "pickscore": "retouch.rewards.scorers.clip:PickScorer",
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
     "seam": "retouch.rewards.scorers.seam:SeamScorer",
-    "style": "retouch.rewards.scorers.clip:StyleScorer",
+    "style": "retouch.rewards.scorers.style:StyleScorer",
 }
 """Scorer name -> module:class."""
 

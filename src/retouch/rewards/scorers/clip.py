@@ -1,4 +1,4 @@
-"""CLIP and what was fine-tuned from it: how well a picture fits its prompt, or how like it is to a reference.
+"""CLIP and what was fine-tuned from it: how well a picture fits its prompt.
 
 One picture is one row: towers see no other rows, so that a batch changes no score beyond rounding. torch and
 transformers are imported when a scorer loads.
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from retouch.config.errors import ConfigError
-from retouch.imaging import mask_box
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
-from retouch.types import Failure, Outcome, Score
+from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,45 +122,3 @@ class PickScorer(ClipScorer):
         images_per_forward: _Batch = 32,
     ) -> None:
         super().__init__(path, processor, images_per_forward)
-
-
-class StyleScorer(ClipScorer):
-    """Cosine between the repainted part and the reference picture, in [-1, 1]. A copy of the reference maximises it,
-    word and all: gate it by the text reward.
-
-    Args:
-        path, processor, images_per_forward: as of `ClipScorer`.
-    """
-
-    name = "style"
-
-    def __init__(
-        self, path: str = "openai/clip-vit-large-patch14", processor: str = "", images_per_forward: _Batch = 32
-    ) -> None:
-        super().__init__(path, processor, images_per_forward)
-        self.spec = ScorerSpec("style", self.span, frozenset({"mask", "reference"}), self.spec.revision, self.licence)
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        problems = [_no_crop(item) for item in items]
-        scored = iter(super().score([item for item, problem in zip(items, problems, strict=True) if problem is None]))
-        return [next(scored) if problem is None else problem for problem in problems]
-
-    def _batch(self, items: Sequence[RewardItem]) -> list[float]:
-        towers = self._towers
-        assert towers is not None
-        crops = towers.of_images([_masked_part(item) for item in items])
-        references = towers.of_images([item.reference for item in items if item.reference is not None])
-        return (crops * references).sum(-1).float().tolist()
-
-
-def _no_crop(item: RewardItem) -> Failure | None:
-    assert item.mask is not None
-    if item.mask.shape != item.image.shape[:2] or not (item.mask >= 128).any():
-        return Failure("bad_item", f"no mask of the size of the image {item.image.shape[:2]} with a part to compare")
-    return None
-
-
-def _masked_part(item: RewardItem) -> Pixels:
-    assert item.mask is not None
-    left, top, right, bottom = mask_box(item.mask)
-    return item.image[top:bottom, left:right]
