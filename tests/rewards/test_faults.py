@@ -218,7 +218,7 @@ def test_retries_are_a_share_of_the_requests() -> None:
 
 
 def test_a_server_that_only_fails_is_not_stormed() -> None:
-    """100 requests to it, 115 attempts and what the seconds add: the rest waits, and ends as unavailable."""
+    """Breaker and budget together: 100 requests to it are at most 120 attempts, and end as unavailable."""
     with FakeServer(lambda asked, number: Answer(b"", 500)) as server:
         client = client_of(server.url, batch_size=1, timeout_s=1.0, most=100)
         outcomes = client.score(items(100))["r"]
