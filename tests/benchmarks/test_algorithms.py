@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from retouch.models import FAMILIES
-
 REPOSITORY = Path(__file__).parents[2]
-ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
-CELLS = list(product(FAMILIES, ALGORITHMS, ("full", "lora")))
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import algorithms  # noqa: E402
+import inputs  # noqa: E402
+
+CELLS = list(product(algorithms.FAMILIES, algorithms.ALGORITHMS, ("full", "lora")))
 
 Row = dict[str, Any]
 
@@ -36,6 +39,18 @@ ROWS: list[Row] = json.loads((REPOSITORY / "benchmarks/results/algorithms.json")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
 def test_every_committed_run_raised_its_reward(row: Row) -> None:
     check(row)
+    assert row["inputs"] == inputs.inputs(algorithms.config_file(row["family"], row["algorithm"], row["train"]))
+
+
+def test_every_cell_was_run() -> None:
+    assert {(r["family"], r["algorithm"], r["train"]) for r in ROWS} == set(CELLS)
+
+
+@pytest.mark.parametrize("algorithm", algorithms.ALGORITHMS)
+def test_full_weights_of_flux_fill_were_run_on_three_seeds(algorithm: str) -> None:
+    """Those that the page compares."""
+    runs = [r for r in ROWS if (r["family"], r["algorithm"], r["train"]) == ("flux_fill", algorithm, "full")]
+    assert [r["seed"] for r in runs] == [0, 1, 2]
 
 
 @pytest.mark.slow

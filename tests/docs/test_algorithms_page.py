@@ -1,4 +1,4 @@
-"""The table of docs/algorithms.md is what the benchmark wrote."""
+"""The tables of docs/algorithms.md are what the benchmarks wrote."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ PAGE = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import algorithms  # noqa: E402
+import region  # noqa: E402
 
 
-@pytest.mark.parametrize("benchmark", [algorithms], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("benchmark", [algorithms, region], ids=lambda module: module.__name__)
 def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]

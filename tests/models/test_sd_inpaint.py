@@ -160,7 +160,10 @@ def test_latents_are_scaled_and_never_shifted(model: SdInpaint) -> None:
 class Network(torch.nn.Module):
     """Stands for a U-Net: its noise is the mean of the text, and it remembers what it was given."""
 
-    def forward(self, sample: Any, timestep: Any, encoder_hidden_states: Any, return_dict: bool) -> Any:
+    def forward(
+        self, sample: Any, timestep: Any, encoder_hidden_states: Any, added_cond_kwargs: Any, return_dict: bool
+    ) -> Any:
+        assert added_cond_kwargs is None  # no style adapter
         self.given = (sample, timestep, encoder_hidden_states)
         return (encoder_hidden_states.mean((1, 2)).view(-1, 1, 1, 1).expand(len(sample), 4, *sample.shape[2:]),)
 

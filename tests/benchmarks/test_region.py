@@ -1,0 +1,32 @@
+"""What `region: mask` changed, as committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/region.json").read_text(encoding="utf-8"))[
+    "rows"
+]
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import algorithms  # noqa: E402
+import inputs  # noqa: E402
+
+
+def test_both_ways_on_the_same_three_seeds() -> None:
+    runs = {(r["algorithm"], r["region"], r["seed"]) for r in ROWS if r["family"] == "flux_fill"}
+    assert runs == set(product(("grpo", "nft"), ("all", "mask"), (0, 1, 2)))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+def test_a_row_is_of_the_run_file_and_base_that_lie_here_and_raised_its_reward(row: dict[str, Any]) -> None:
+    assert row["inputs"] == inputs.inputs(algorithms.config_file(row["family"], row["algorithm"], row["train"]))
+    assert row["gain"]["ocr.ned"][1] > 0
