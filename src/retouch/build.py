@@ -80,10 +80,10 @@ def build(config: RunConfig) -> Run:
     data = load_dataset(config.data, "data", needed_pictures(config, training=True))
     warmup = load_dataset(config.warmup_data, "warmup_data", needs) if config.warmup_data else data
     held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
-    _needs_targets(config, warmup)
-    _enough_groups(config, derived, data)
+    needs_targets(config, warmup)
+    enough_groups(config, derived, data)
     run_dir = RunDir(config, main=engine.is_main)
-    _can_begin(config, run_dir)
+    can_begin(config, run_dir)
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
@@ -116,7 +116,7 @@ def supervised_steps(config: RunConfig) -> int:
     return config.training.max_steps if config.algorithm.name == "sft" else config.algorithm.warmup_steps
 
 
-def _needs_targets(config: RunConfig, data: Dataset) -> None:
+def needs_targets(config: RunConfig, data: Dataset) -> None:
     if supervised_steps(config) == 0:
         return
     without = _ids_without_target(data)
@@ -133,7 +133,7 @@ def _ids_without_target(data: Dataset) -> Sequence[int]:
     return [item.id for item in data.items if item.target == "none"]
 
 
-def _can_begin(config: RunConfig, run_dir: RunDir) -> None:
+def can_begin(config: RunConfig, run_dir: RunDir) -> None:
     """Before minutes go into loading a model."""
     given = config.resume
     if given is None:
@@ -152,7 +152,7 @@ def _identity(item: ItemFiles) -> tuple[str, Path | None]:
     return item.prompt, item.source_path and item.source_path.resolve()
 
 
-def _enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
+def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
     if derived.global_groups_per_epoch > len(data):
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,6 +67,25 @@ def check(
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {config.model.train.kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+
+
+@app.command()
+def doctor(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file to look at as well.")] = None,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(help="Number of processes it is to run on.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine lacks, for RUN.yaml or at all; exit 1 if something must be fixed."""
+    config = load_run(run, overrides or []) if run else None
+    if config:
+        derive(config, world_size)  # refuses what no machine could run
+    from retouch.doctor import diagnose, table
+
+    lines = diagnose(config, world_size)
+    typer.echo(json.dumps([asdict(line) for line in lines], indent=2) if as_json else table(lines))
+    if any(line.status == "fix" for line in lines):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -270,7 +291,24 @@ def tiny_build(
 
 
 def main() -> None:
-    """Run, and turn errors that people can act on into one message and an exit code."""
+    """Run, and add the exit code to the file that RETOUCH_EXIT_CODES names: launchers of several processes turn all but
+    0 into 1, and a supervisor must know what may be started again."""
+    file = os.environ.pop("RETOUCH_EXIT_CODES", None)  # not for the reward server that a run starts
+    code: int | str | None = 1
+    try:
+        _main()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        raise
+    finally:
+        if file:
+            with Path(file).open("a", encoding="utf-8") as stream:
+                stream.write(f"{code}\n")
+
+
+def _main() -> None:
+    """Turn errors that people can act on into one message and an exit code."""
     try:
         code = app(standalone_mode=False)  # else typer prints usage errors itself, in a box of several lines
     except (KeyboardInterrupt, typer.Abort):

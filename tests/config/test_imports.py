@@ -32,6 +32,7 @@ def heavy_modules_after(code: str) -> list[str]:
         "retouch.rewards.scorers.ocr",
         "retouch.data.synth",
         "retouch.data.validate",
+        "retouch.doctor",
         "retouch.cli",
     ],
 )

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Wait until GPUS (1) devices hold less than FREE_BELOW_MIB (1000), run a command on them, and do so again whenever it
+# stops resumable (exit code 3), MAX_RESTARTS (10) times at most. CUDA_VISIBLE_DEVICES, where it is set, says which may
+# be taken; POLL_S (60) is how often to look.
+#
+#   GPUS=4 scripts/monitor_and_run.sh scripts/finetune_flux_fill_grpo_4gpus.sh
+set -eu
+allowed=${CUDA_VISIBLE_DEVICES-}
+# the command may start processes whose own codes a launcher swallows; each adds a line here
+RETOUCH_EXIT_CODES=$(mktemp)
+export RETOUCH_EXIT_CODES
+child=
+trap 'rm -f "$RETOUCH_EXIT_CODES"' EXIT
+trap 'trap "" INT TERM; [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 3' INT TERM
+
+free_gpus() { # indices of the first GPUS devices that are free, with commas; nothing if there are fewer
+  nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits | awk -F', *' \
+    -v wanted="${GPUS:-1}" -v below="${FREE_BELOW_MIB:-1000}" -v allowed=",$allowed," '
+    $2 < below && (allowed == ",," || index(allowed, "," $1 ",")) && found < wanted {
+      list = list (found++ ? "," : "") $1
+    }
+    END { if (found == wanted) print list }'
+}
+
+if [ "${1-}" = --dry-run ]; then
+  shift
+  echo "# when ${GPUS:-1} GPUs hold less than ${FREE_BELOW_MIB:-1000} MiB, and again after exit code 3:"
+  printf '%q' "$1"
+  shift
+  [ $# -eq 0 ] || printf ' %q' "$@"
+  echo
+  exit 0
+fi
+[ $# -gt 0 ] || { echo "usage: scripts/monitor_and_run.sh [--dry-run] COMMAND ..." >&2; exit 2; }
+command -v nvidia-smi >/dev/null || { echo "nvidia-smi is not on PATH: there is nothing to wait for" >&2; exit 2; }
+
+restarts=0
+while true; do
+  until devices=$(free_gpus) && [ -n "$devices" ]; do sleep "${POLL_S:-60}" & wait $!; done
+  echo "starting on GPUs $devices: $*" >&2
+  : >"$RETOUCH_EXIT_CODES"
+  CUDA_VISIBLE_DEVICES=$devices "$@" &
+  child=$!
+  code=0
+  wait "$child" || code=$?
+  child=
+  if [ -s "$RETOUCH_EXIT_CODES" ] && ! grep -qvx 3 "$RETOUCH_EXIT_CODES"; then code=3; fi
+  [ "$code" -eq 3 ] || exit "$code"
+  restarts=$((restarts + 1))
+  [ "$restarts" -le "${MAX_RESTARTS:-10}" ] || { echo "stopped $restarts times; no more restarts" >&2; exit 3; }
+  echo "stopped, resumable; restart $restarts" >&2
+done

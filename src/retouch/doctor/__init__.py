@@ -1,0 +1,46 @@
+"""What this machine can run, and what keeps it from running a given file: `retouch doctor`.
+
+Nothing is trained and no network is built from weights; what a check needs and cannot import is said once, by the line
+about the extra that brings it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retouch.config.schema import RunConfig
+from retouch.doctor.data import data_lines, start_lines
+from retouch.doctor.line import Line
+from retouch.doctor.machine import disk_here, extra_lines, find_gpus, gpu_lines, machine_line
+from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
+from retouch.doctor.model import find_model, model_lines
+from retouch.doctor.rewards import needed_extras, reward_lines
+
+__all__ = ["Line", "diagnose", "table"]
+
+
+def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
+    """Every check in order: of the machine, and of what `run` needs on `world_size` processes."""
+    gpus = find_gpus()
+    lines = [machine_line(), *extra_lines(needed_extras(run) if run else None)]
+    if run is None:
+        return [*lines, *gpu_lines(gpus, world_size), disk_here()]
+    found = find_model(run.model)
+    return [
+        *lines,
+        *gpu_lines(gpus, world_size, network_weights(run, found)),
+        *model_lines(run.model, found),
+        memory_line(run, found, gpus, world_size),
+        checkpoint_line(run, found),
+        *data_lines(run, world_size),
+        *start_lines(run),
+        *reward_lines(run),
+    ]
+
+
+def table(lines: Sequence[Line]) -> str:
+    """A line each, and a verdict."""
+    rows = [f"{line.status:8} {line.what:22} {line.says}" for line in lines]
+    broken = sum(line.status == "fix" for line in lines)
+    verdict = f"{broken} to fix" if broken else "nothing to fix"
+    return "\n".join([*rows, verdict])

@@ -1,0 +1,88 @@
+"""Can the data be read, is there enough of it, and may the run start where it wants to?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from retouch.config import ConfigError, RunConfig, derive
+from retouch.config.rules import needed_pictures
+from retouch.config.schema import Data
+from retouch.data.dataset import DataError, Dataset, list_items, load_dataset
+from retouch.doctor.line import Line
+
+
+def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
+    """Every section as the run would read it, and whether it holds what the run asks of it."""
+    read: dict[str, Dataset] = {}
+    sections = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
+    for name, section in sections.items():
+        if section is None:
+            continue
+        try:
+            read[name] = _load(run, name, section)
+        except (DataError, ConfigError, OSError) as error:
+            yield Line("fix", name, str(error))
+            continue
+        yield _readable(name, section, read[name])
+    if run.evaluation.data is None:
+        yield Line("warning", "evaluation.data", "none: the run evaluates on training examples; set evaluation.data")
+    if "data" in read:
+        yield from _enough(run, world_size, read["data"], read.get("warmup_data", read["data"]))
+
+
+def _load(run: RunConfig, name: str, section: Data) -> Dataset:
+    with _without_warnings():
+        return load_dataset(section, name, needed_pictures(run, training=name == "data"))
+
+
+def _readable(name: str, section: Data, data: Dataset) -> Line:
+    skipped = len(list_items(section)) - len(data)
+    items = f"{section.path}: {len(data)} items"
+    if skipped:
+        return Line(
+            "warning", name, f"{items}, {skipped} more are broken and left out; `retouch data validate` lists them"
+        )
+    return Line("ok", name, f"{items}, every picture opened")
+
+
+def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> Iterator[Line]:
+    """Targets for supervised steps, and examples for an epoch."""
+    try:
+        from retouch.build import enough_groups, needs_targets
+    except ImportError:  # no torch: the extra's line says so
+        return
+    try:
+        needs_targets(run, warmup)
+        enough_groups(run, derive(run, world_size), data)
+    except ConfigError as error:
+        yield Line("fix", "examples", str(error))
+
+
+def start_lines(run: RunConfig) -> Iterator[Line]:
+    """Whether the run directory is new, or may be gone on with."""
+    try:
+        from retouch.build import can_begin
+        from retouch.observe import RunDir
+    except ImportError:
+        return
+    directory = RunDir(run)
+    try:
+        can_begin(run, directory)
+    except ConfigError as error:
+        yield Line("fix", "run directory", str(error))
+    else:
+        yield Line("ok", "run directory", f"{directory.path}: {'as resume says' if run.resume else 'new'}")
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Broken items have a line of their own here."""
+    logger = logging.getLogger("retouch.data.dataset")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

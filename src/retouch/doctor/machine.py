@@ -1,0 +1,167 @@
+"""Versions, extras, GPUs, disk. torch is imported to ask for GPUs, and only where it is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from retouch.doctor.line import GIB, Line, size
+
+EXTRAS = ("train", "serve", "ocr")
+"""Extras that something imports."""
+
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(?:>=([0-9.]+))?[^;]*(?:;.*extra == ['\"](\w+)['\"])?")
+
+_LOW_DISK = 10 * GIB
+"""Below this a machine that is to download models is warned of."""
+
+_TINY = 20_000_000
+"""Weights that a CPU trains; the tiny bases have one or two million."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory in bytes; `free` is what no process holds."""
+
+    name: str
+    memory: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Devices that torch can use.
+
+    Attributes:
+        installed: names that `nvidia-smi` lists, whatever torch says.
+        problem: why torch could not be asked.
+    """
+
+    usable: list[Gpu]
+    installed: list[str]
+    torch: str | None
+    problem: str | None = None
+
+
+def machine_line() -> Line:
+    version = importlib.metadata.version("retouch")
+    return Line("ok", "retouch", f"{version}, Python {sys.version.split()[0]}, {platform.platform()}")
+
+
+def extra_lines(needed: Collection[str] | None) -> Iterator[Line]:
+    """The base and each extra: all there, and new enough.
+
+    Args:
+        needed: extras without which the run fails; None: no run is looked at, and any may be missing.
+    """
+    for extra in ("", *EXTRAS):
+        problems = [problem for name, least in _required(extra) if (problem := _problem(name, least))]
+        what = f"extra {extra}" if extra else "base packages"
+        remedy = f'pip install -U "retouch[{extra}]"' if extra else "pip install -U retouch"
+        if not problems:
+            yield Line("ok", what, ", ".join(_versions(extra)))
+        elif not extra or (needed is not None and extra in needed):
+            yield Line("fix", what, f"{'; '.join(problems)}: {remedy}")
+        elif needed is None:
+            yield Line("warning", what, f"{'; '.join(problems)}; for that part: {remedy}")
+        else:
+            yield Line("ok", what, f"{'; '.join(problems)}, but the run does without")
+
+
+def _required(extra: str) -> list[tuple[str, str]]:
+    """(name, least version or "") of what an extra, or "" the base, asks for."""
+    matches = [_REQUIREMENT.match(text) for text in importlib.metadata.requires("retouch") or []]
+    return [(match[1], match[2] or "") for match in matches if match and (match[3] or "") == extra]
+
+
+def _versions(extra: str) -> list[str]:
+    return [f"{name} {importlib.metadata.version(name)}" for name, _ in _required(extra)]
+
+
+def _problem(name: str, least: str) -> str | None:
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} is not installed"
+    return f"{name} is {found}, at least {least} is needed" if _numbers(found) < _numbers(least) else None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def find_gpus() -> Gpus:
+    """Ask torch, and `nvidia-smi` where there is one."""
+    installed = _nvidia_smi()
+    if importlib.util.find_spec("torch") is None:
+        return Gpus([], installed, None)
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a library of another version, or of another machine
+        return Gpus([], installed, None, f"torch is installed but cannot be imported: {str(error).splitlines()[0]}")
+    usable: list[Gpu] = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(i)
+        usable.append(Gpu(torch.cuda.get_device_name(i), total, free))
+    return Gpus(usable, installed, str(torch.__version__))
+
+
+def _nvidia_smi() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterator[Line]:
+    """What torch can use, and whether there is one for each process.
+
+    Args:
+        weights: of the network that is to be trained, where they are known.
+    """
+    if gpus.problem:
+        yield Line("fix", "torch", f"{gpus.problem}; install it anew")
+    for i, gpu in enumerate(gpus.usable):
+        yield Line("ok", f"GPU {i}", f"{gpu.name}, {size(gpu.memory)}, {size(gpu.free)} of it free")
+    if gpus.usable and world_size > len(gpus.usable):
+        yield Line(
+            "fix",
+            "GPUs",
+            f"{len(gpus.usable)} for {world_size} processes; lower --num_processes (here --world-size), or look at "
+            "CUDA_VISIBLE_DEVICES",
+        )
+    if gpus.usable or gpus.problem:
+        return
+    if gpus.installed and gpus.torch:
+        yield Line(
+            "fix",
+            "GPUs",
+            f"nvidia-smi lists {', '.join(gpus.installed)}, but torch {gpus.torch} can use none; install a torch built "
+            "for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES",
+        )
+    elif gpus.installed:
+        yield Line("ok", "GPUs", f"nvidia-smi lists {', '.join(gpus.installed)}; torch is not there to use them")
+    elif weights is not None and weights <= _TINY:
+        yield Line("ok", "GPUs", f"none; a network of {weights:,} weights does not need one")
+    else:
+        yield Line("warning", "GPUs", "none: everything runs on the CPU, which is for tiny bases")
+
+
+def disk_here() -> Line:
+    """Free space of the working directory."""
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < _LOW_DISK:
+        return Line("warning", "disk", f"{size(free)} free in {Path.cwd()}; models and checkpoints take more")
+    return Line("ok", "disk", f"{size(free)} free in {Path.cwd()}")

@@ -1,0 +1,81 @@
+"""Every reward is started or connected as the run would, and scores one picture."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from retouch.config import ConfigError, RunConfig
+from retouch.config.schema import RewardClientConfig, RewardEntry
+from retouch.doctor.line import Line
+from retouch.rewards.compose import RewardTable
+from retouch.rewards.protocol import RewardItem
+from retouch.types import Score
+
+_LOADING_S = 120.0
+"""For scorers that start with the doctor."""
+
+_SERVER_S = 5.0
+"""For servers that should be running."""
+
+
+def needed_extras(run: RunConfig) -> set[str]:
+    """Extras that training it takes here."""
+    here = [entry for entry in run.rewards.values() if entry.url in (None, "auto")]
+    extras = {"train"} | {entry.scorer for entry in here if entry.scorer == "ocr"}
+    return extras | ({"serve"} if any(entry.url == "auto" for entry in here) else set())
+
+
+def reward_lines(run: RunConfig) -> Iterator[Line]:
+    """One line for each reward; of weight 0, which is only logged, a failure is a warning."""
+    for name, entry in run.rewards.items():
+        problem = _problem(name, entry, run.reward_client)
+        where = "in this process" if entry.url is None else str(entry.url)
+        if problem is None:
+            yield Line("ok", f"reward {name}", f"{where}: ready, and scored a picture")
+        else:
+            yield Line("fix" if entry.weight else "warning", f"reward {name}", problem)
+
+
+def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str | None:
+    """What keeps a reward from scoring."""
+    with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
+        try:
+            # a table does not wait for what has weight 0
+            table = RewardTable({name: entry.model_copy(update={"weight": 1.0})}, client, Path(folder))
+        except ConfigError as error:
+            return str(error)
+        try:
+            table.start()
+            problems = table.wait_ready(_LOADING_S if entry.url in (None, "auto") else _SERVER_S)
+            if problems:
+                return f"{'; '.join(problems)}; {_remedy(name, entry)}"
+            outcome = table.submit([probe()]).result().outcomes[name][0]
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # loading a scorer may raise whatever its library does
+            return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"
+        finally:
+            table.close()
+    if isinstance(outcome, Score):
+        return None
+    return f"ready, but it did not score a picture: {outcome.code}: {outcome.message}"
+
+
+def _remedy(name: str, entry: RewardEntry) -> str:
+    if entry.url is None or entry.url == "auto":
+        return f"see the line of the extra, and try `retouch reward serve {entry.scorer}`"
+    return f"start the server with `retouch reward serve {name}`, or set rewards.{name}.url"
+
+
+def probe() -> RewardItem:
+    """A grey picture with a hole, and everything that a scorer may ask for."""
+    image = np.full((64, 128, 3), 128, dtype=np.uint8)
+    mask = np.zeros((64, 128), dtype=np.uint8)
+    mask[16:48, 32:96] = 255
+    return RewardItem(
+        id=0, prompt="The text is 'A'.", image=image, mask=mask, source=image, reference=image, metadata={"text": "A"}
+    )

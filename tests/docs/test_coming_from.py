@@ -1,0 +1,164 @@
+"""docs/coming-from.md, troubleshooting.md, remote.md: every flag is there, and every key that is named exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from retouch.cli import EXTRAS
+from retouch.config import RunConfig, derive, load_run
+from retouch.config.schema import NftConfig
+from retouch.doctor.machine import EXTRAS as LOOKED_AT
+from tests.config.leaves import leaves
+
+from .pages import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGE = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+
+FLAGS = [
+    "rl_method",
+    "rl_warmup_steps",
+    "rl_num_images_per_prompt",
+    "rl_num_batches_per_epoch",
+    "rl_num_inference_steps",
+    "rl_guidance_scale",
+    "rl_timestep_fraction",
+    "rl_num_inner_epochs",
+    "rl_adv_clip_max",
+    "rl_per_prompt_stat_tracking",
+    "rl_grpo_clip_range",
+    "rl_kl_beta",
+    "nft_beta",
+    "nft_adv_mode",
+    "nft_decay_type",
+    "use_ema",
+    "ema_decay",
+    "ema_update_interval",
+    "learning_rate",
+    "gradient_accumulation_steps",
+    "max_train_steps",
+    "checkpointing_steps",
+    "resolution",
+    "ocr_weight",
+    "vlm_weight",
+    "model_type",
+    "pretrained_model_name_or_path",
+    "siglip_path",
+    "train_data_json",
+    "output_dir",
+    "initial_ip_adapter_path",
+    "offload_text_encoder_two",
+    "gradient_checkpointing",
+    "report_to",
+]
+VARIABLES = ["MODEL_PATH", "DATA_PATH", "DATA_JSON_PATH"]
+
+ROWS = re.findall(r"^\| `(--\w+|[A-Z_]+)` \| (?:`([^`]+)`|(none)) \|(.*)\|$", PAGE, re.MULTILINE)
+
+SECTIONS = set(RunConfig.model_fields)
+
+
+def keys() -> set[str]:
+    """Every dotted key, the sections above it included; of a table of rewards, those of its scorers."""
+    found: set[str] = set()
+    for leaf in leaves(RunConfig):
+        names = ("ocr", "preservation") if leaf.key.startswith("rewards.*") else ("",)
+        for name in names:
+            parts = leaf.key.replace("*", name).split(".")
+            found |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+    return found
+
+
+KEYS = keys()
+
+
+def test_every_flag_has_its_row() -> None:
+    assert {flag for flag, *_ in ROWS} >= {*(f"--{flag}" for flag in FLAGS), *VARIABLES}
+    assert len(ROWS) == len({flag for flag, *_ in ROWS})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_its_key_exists_or_a_sentence_says_why_there_is_none(row: tuple[str, str, str, str]) -> None:
+    _, key, none, note = row
+    if none:
+        assert re.fullmatch(r"[A-Z].{20,}\.", note.strip())
+    else:
+        assert key in KEYS
+
+
+def named_keys(path: Path) -> list[str]:
+    """What stands in backticks and begins like a key: `algorithm.mix`, and of `algorithm.name=ppo` what is before =."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    words = [word.partition("=")[0] for word in re.findall(r"`([^`\n]+)`", text)]
+    return [word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word.split(".")[0] in SECTIONS]
+
+
+@pytest.mark.parametrize("page", ["coming-from", "troubleshooting"])
+def test_every_key_that_is_named_exists(page: str) -> None:
+    named = named_keys(DOCS / f"{page}.md")
+    assert len(named) > 20
+    assert [key for key in named if key not in KEYS] == []
+
+
+def test_a_key_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("Set `algorithm.clip_rage=1` and `rollout.group_size`.", encoding="utf-8")
+    assert [key for key in named_keys(tmp_path / "page.md") if key not in KEYS] == ["algorithm.clip_rage"]
+
+
+def test_decay_types_are_those_of_the_page() -> None:
+    named = [NftConfig.model_validate({"old_policy": number}).old_policy for number in (0, 1, 2)]
+    assert f"0, 1 and 2 are taken; they are `{named[0]}`, `{named[1]}` and `{named[2]}`" in PAGE
+
+
+def test_the_published_files_read_the_variables_as_said() -> None:
+    for path in (REPOSITORY / "configs").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        if "extends:" in text:
+            continue
+        assert re.search(r'path: "\$\{MODEL_PATH:-', text)
+        sft = path.stem.endswith("_sft")
+        assert re.search(rf'^data: .*path: "\$\{{{"DATA_JSON_PATH" if sft else "DATA_PATH"}\}}"', text, re.MULTILINE)
+        assert ("DATA_PATH}" in text.partition("evaluation:")[2]) == sft
+
+
+def test_the_scripts_of_the_page_are_those_there() -> None:
+    named = set(re.findall(r"`(\w+\.sh)`", PAGE))
+    assert named == {path.name for path in (REPOSITORY / "scripts").glob("*.sh")} - {"launch.sh"}
+
+
+def test_commands_of_scripts_exist() -> None:
+    for name in ("coming-from", "troubleshooting", "remote"):
+        for script in re.findall(r"scripts/\w+\.sh", (DOCS / f"{name}.md").read_text(encoding="utf-8")):
+            assert (REPOSITORY / script).is_file()
+
+
+def test_variables_of_the_monitor_are_on_the_page() -> None:
+    script = (REPOSITORY / "scripts/monitor_and_run.sh").read_text(encoding="utf-8")
+    defaults = dict(re.findall(r"\$\{([A-Z_]+):-(\d+)\}", script))
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \| (\w+) \|", (DOCS / "remote.md").read_text(encoding="utf-8"), re.M))
+    assert {**defaults, "CUDA_VISIBLE_DEVICES": "all"} == rows
+
+
+def test_metrics_and_messages_of_troubleshooting_are_logged() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    source = "".join(p.read_text(encoding="utf-8") for p in (REPOSITORY / "src/retouch").rglob("*.py"))
+    for kind, metric in re.findall(r"`(train|rollout)/(\w+)`", text):
+        assert f'"{metric}"' in source, f"{kind}/{metric}"
+    for message in ("off policy before the first update", "reward-server.log"):
+        assert message in text
+        assert message in source
+
+
+def test_guidance_1_halves_the_forwards_of_sd15(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says of the file that it checks."""
+    monkeypatch.setenv("DATA_PATH", "somewhere")
+    path = REPOSITORY / "configs/sd_inpaint_grpo.yaml"
+    guided, free = (derive(load_run(path, more)) for more in ([], ["rollout.guidance_scale=1"]))
+    assert guided.forwards_per_image == 2 * free.forwards_per_image
+
+
+def test_the_doctor_looks_at_every_extra_that_something_imports() -> None:
+    assert {*LOOKED_AT} == {*EXTRAS}

@@ -1,0 +1,363 @@
+"""`retouch doctor`: a set-up that works, and set-ups with one fault each, which it names and nothing else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from retouch.doctor.machine import Gpu, Gpus, find_gpus
+from retouch.models.loading import tiny_path
+from retouch.rewards.protocol import RewardItem
+from retouch.types import Failure, Outcome
+from tests.command_line import retouch
+from tests.rewards.fakes import Brightness, serving
+
+CHECKED = [
+    "retouch",
+    "base packages",
+    "extra train",
+    "extra serve",
+    "extra ocr",
+    "GPUs",
+    "model",
+    "memory",
+    "disk",
+    "data",
+    "warmup_data",
+    "evaluation.data",
+    "run directory",
+    "reward preservation",
+]
+"""What the lines of the small run are about, in order, on a machine without a GPU."""
+
+
+@pytest.fixture
+def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[..., Path]:
+    def write(**overrides: Any) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(run_file(**overrides)), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny FLUX to break."""
+    return Path(shutil.copytree(tiny_path("flux_fill"), tmp_path / "model"))
+
+
+def lines(*arguments: object) -> list[dict[str, str]]:
+    """What it says; its exit code must follow from that."""
+    outcome = retouch("doctor", *arguments, "--json")
+    assert outcome.err == ""
+    found = json.loads(outcome.out)
+    assert outcome.code == (1 if any(line["status"] == "fix" for line in found) else 0)
+    return found
+
+
+def only(status: str, *arguments: object) -> tuple[str, str]:
+    """(what, says) of the one line that is not ok; it has the status given."""
+    [line] = [line for line in lines(*arguments) if line["status"] != "ok"]
+    assert line["status"] == status
+    return line["what"], line["says"]
+
+
+def test_a_set_up_that_works(run_yaml: Callable[..., Path]) -> None:
+    found = lines(run_yaml())
+    assert [line["what"] for line in found if not line["what"].startswith("GPU")] == [
+        what for what in CHECKED if what != "GPUs"
+    ]
+    assert {line["status"] for line in found} == {"ok"}
+    outcome = retouch("doctor", run_yaml())
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "nothing to fix")
+    assert outcome.out.count("\n") == len(found) + 1
+
+
+def test_without_a_run_file_it_looks_at_the_machine() -> None:
+    assert {"retouch", "base packages", "extra train", "extra serve", "extra ocr", "disk"} <= {
+        line["what"] for line in lines()
+    }
+
+
+# --- the machine ---
+
+
+def test_a_package_that_is_missing_or_old(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.metadata.requires("retouch") or []
+    more = ["notthere>=1; extra == 'train'", "fastapi>=99.1; extra == 'serve'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [*there, *more])
+    assert only("fix", run_yaml()) == (
+        "extra train",
+        'notthere is not installed: pip install -U "retouch[train]"',
+    )  # this run needs no server
+    found = {line["what"]: line for line in lines()}
+    assert found["extra train"]["status"] == found["extra serve"]["status"] == "warning"  # perhaps nobody wants them
+    assert "fastapi is " in found["extra serve"]["says"]
+    assert "at least 99.1 is needed" in found["extra serve"]["says"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=99"])
+    assert ("fix", "base packages") in {(line["status"], line["what"]) for line in lines()}
+
+
+def test_a_driver_whose_gpus_torch_cannot_use(
+    run_yaml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it can")
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin/nvidia-smi"
+    fake.write_text("#!/bin/sh\necho Imaginary 9000\n", encoding="utf-8")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    what, says = only("fix", run_yaml())
+    assert what == "GPUs"
+    assert says.startswith(f"nvidia-smi lists Imaginary 9000, but torch {torch.__version__} can use none; install")
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "torch":
+            raise OSError("libcudart.so.99: cannot open shared object file")
+        return original(name, *rest, **more)
+
+    import builtins
+
+    original = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", broken)
+    found = find_gpus()
+    monkeypatch.undo()
+    assert found.problem == (
+        "torch is installed but cannot be imported: libcudart.so.99: cannot open shared object file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "free", "said"),
+    [
+        (2**24, 2**24, "set model.train.kind=lora, ema=null or model.offload_text_encoders=true, or take a larger one"),
+        (2**30, 2**24, "only 16 MiB is free: end what holds the rest (nvidia-smi)"),
+    ],
+)
+def test_a_gpu_that_is_too_small_or_taken(
+    memory: int, free: int, said: str, run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("small", memory, free)], [], "2"))
+    what, says = only("fix", run_yaml())
+    assert what == "memory"
+    assert says.endswith(said)
+
+
+def test_a_gpu_that_just_holds_it_is_warned_of(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("just", 39 * 2**20, 39 * 2**20)], [], "2"))
+    what, says = only("warning", run_yaml())
+    assert what == "memory"
+    assert "training.gradient_checkpointing=true" in says
+
+
+def test_more_processes_than_gpus(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("one", 2**40, 2**40)], [], "2"))
+    assert only("fix", run_yaml(), "--world-size", 2) == (
+        "GPUs",
+        "1 for 2 processes; lower --num_processes (here --world-size), or look at CUDA_VISIBLE_DEVICES",
+    )
+
+
+def test_a_run_directory_that_cannot_be_made_and_a_disk_that_is_full(
+    run_yaml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    what, says = only("fix", run_yaml(logging__dir=str(tmp_path / "file/runs")))
+    assert (what, says.endswith("is no folder that can be written to; set logging.dir")) == ("disk", True)
+    usage: Any = lambda path: shutil._ntuple_diskusage(100, 0, 2**24)  # type: ignore[attr-defined]  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    what, says = only("fix", run_yaml())
+    assert (what, "two must fit at a time; free some, or set logging.dir" in says) == ("disk", True)
+    usage = lambda path: shutil._ntuple_diskusage(100, 0, 2**26)  # type: ignore[attr-defined]  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    what, says = only("warning", run_yaml(training__checkpoint_every=1))
+    assert (what, says.endswith("6 are kept; set training.keep_checkpoints, or logging.dir")) == ("disk", True)
+
+
+# --- the model ---
+
+
+def test_a_model_that_is_not_there_or_another_one(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    path = str(tmp_path / "nowhere")
+    found = {line["what"]: line for line in lines(run_yaml(model__path=path))}
+    assert found["model"]["status"] == "fix"
+    assert found["model"]["says"].startswith(f"model.path: {path}: no such folder")
+    found = {line["what"]: line for line in lines(run_yaml(model__path=str(tiny_path("sd_inpaint"))))}
+    assert found["model"]["status"] == "fix"
+    assert "is a StableDiffusionInpaintPipeline; model.family needs a FluxFillPipeline" in found["model"]["says"]
+
+
+def test_a_hub_id_that_was_not_downloaded_is_no_fault(run_yaml: Callable[..., Path]) -> None:
+    found = {line["what"]: line for line in lines(run_yaml(model__path="nobody/nothing", data__resolution=[32, 64]))}
+    assert found["model"]["status"] == "warning"
+    assert "nobody/nothing is not on this machine; the run downloads it" in found["model"]["says"]
+    assert "11,902,391,360 trained" in found["memory"]["says"]  # of the released size: 11.9 B
+
+
+def test_weights_cut_off_by_a_full_disk(run_yaml: Callable[..., Path], model: Path) -> None:
+    file = model / "vae/diffusion_pytorch_model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert only("fix", run_yaml(model__path=str(model))) == (
+        "model",
+        f"{model}: vae/{file.name} has {len(whole) - 1} bytes, {len(whole)} are expected; copy the model anew",
+    )
+    file.write_bytes(whole[:100])
+    what, says = only("fix", run_yaml(model__path=str(model)))
+    assert (what, "is no safetensors file, or only the start of one" in says) == ("model", True)
+
+
+def test_a_network_of_another_class(run_yaml: Callable[..., Path], model: Path) -> None:
+    config = json.loads((model / "text_encoder_2/config.json").read_text(encoding="utf-8"))
+    config["architectures"] = ["CLIPTextModel"]
+    (model / "text_encoder_2/config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert only("fix", run_yaml(model__path=str(model))) == (
+        "model",
+        f"{model}: text_encoder_2/ is a CLIPTextModel, T5EncoderModel is needed; copy the model anew",
+    )
+
+
+# --- data ---
+
+
+def test_data_that_is_not_there_or_broken(run_yaml: Callable[..., Path], signs: Path, tmp_path: Path) -> None:
+    what, says = only("fix", run_yaml(warmup_data__path="nowhere"))
+    assert (what, "nowhere" in says) == ("warmup_data", True)
+    broken = Path(shutil.copytree(signs / "prompts", tmp_path / "broken"))
+    next(broken.glob("*_mask.png")).write_bytes(b"not a picture")
+    what, says = only("warning", run_yaml(data__path=str(broken)))
+    assert (what, says) == (
+        "data",
+        f"{broken}: 7 items, 1 more are broken and left out; `retouch data validate` lists them",
+    )
+    what, says = only("fix", run_yaml(data__path=str(broken), data__max_bad_items=0))
+    assert (what, says.startswith("data: 1 of 8 items are broken, more than max_bad_items 0")) == ("data", True)
+
+
+def test_too_few_examples_or_none_with_a_target(run_yaml: Callable[..., Path], signs: Path) -> None:
+    what, says = only("fix", run_yaml(rollout__global_groups_per_batch=9))
+    assert (what, "an epoch takes 9 different examples" in says) == ("examples", True)
+    section = {"format": "self_bench", "path": str(signs / "prompts"), "resolution": [32, 64], "target": "none"}
+    what, says = only("fix", run_yaml(warmup_data=section, algorithm__warmup_steps=1))
+    assert (what, "no target picture, which supervised steps need" in says) == ("examples", True)
+
+
+def test_no_held_out_examples_is_a_warning(run_yaml: Callable[..., Path]) -> None:
+    what, says = only("warning", run_yaml(evaluation__data=None))
+    assert (what, says) == (
+        "evaluation.data",
+        "none: the run evaluates on training examples; set evaluation.data",
+    )
+
+
+def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "runs/t").mkdir(parents=True)
+    (tmp_path / "runs/t/metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    what, says = only("fix", run_yaml())
+    assert (what, "already holds a run; continue it with resume=auto" in says) == ("run directory", True)
+    assert only("fix", run_yaml(), "resume=nowhere")[0] == "run directory"
+    assert lines(run_yaml(), "resume=auto")
+
+
+# --- rewards ---
+
+
+class Failing(Brightness):
+    def one(self, item: RewardItem) -> Outcome:
+        return Failure("bad_item", "no")
+
+
+def closed_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that scores, one that is down, one with other rewards, and one that is ready and cannot score."""
+    monkeypatch.setattr("retouch.doctor.rewards._SERVER_S", 2.0)
+    with serving({"preservation": Brightness()}) as url:
+        assert {line["status"] for line in lines(run_yaml(rewards={"preservation": {"url": url}}))} == {"ok"}
+    url = f"http://127.0.0.1:{closed_port()}"
+    what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
+    assert what == "reward preservation"
+    assert says.startswith(f"{url}: ConnectError")
+    assert says.endswith("start the server with `retouch reward serve preservation`, or set rewards.preservation.url")
+    table = {"preservation": {}, "ocr": {"url": url, "weight": 0}}
+    assert only("warning", run_yaml(rewards=table))[0] == "reward ocr"  # it is only logged
+    with serving({"other": Brightness()}) as url:
+        what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
+        assert (what, "has no reward preservation; it has: other" in says) == ("reward preservation", True)
+    with serving({"preservation": Failing()}) as url:
+        what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
+        assert (what, says == "ready, but it did not score a picture: bad_item: no") == ("reward preservation", True)
+
+
+def test_the_reward_that_a_run_starts_by_itself(run_yaml: Callable[..., Path]) -> None:
+    [line] = [
+        line for line in lines(run_yaml(rewards={"preservation": {"url": "auto"}})) if line["what"].startswith("reward")
+    ]
+    assert (line["status"], line["says"]) == ("ok", "auto: ready, and scored a picture")
+
+
+def test_a_scorer_that_cannot_be_loaded(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    what, says = only("fix", run_yaml(rewards={"ocr": {}}))
+    assert what == "reward ocr"
+    assert "rapidocr" in says
+
+
+# --- usage ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nowhere.yaml"], ["RUN", "--world-size", "0"], ["RUN", "rollout.group_sise=4"], ["--no-such-option"]],
+    ids=str,
+)
+def test_wrong_usage(arguments: list[str], run_yaml: Callable[..., Path]) -> None:
+    outcome = retouch("doctor", *[run_yaml() if word == "RUN" else word for word in arguments])
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: ")
+
+
+def test_without_torch_it_says_so_and_goes_on(run_yaml: Callable[..., Path]) -> None:
+    """Where only the base is installed."""
+    script = f"""
+import importlib.metadata, sys
+for name in ("torch", "diffusers", "transformers", "accelerate", "peft"):
+    sys.modules[name] = None
+version = importlib.metadata.version
+def gone(name):
+    if name == "torch":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = gone
+import importlib.util
+importlib.util.find_spec = lambda name: None
+from retouch.cli import main
+sys.argv = ["retouch", "doctor", {str(run_yaml())!r}, "--json"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    found = {line["what"]: line for line in json.loads(done.stdout)}
+    assert [what for what, line in found.items() if line["status"] == "fix"] == ["extra train"]
+    assert found["extra train"]["says"] == 'torch is not installed: pip install -U "retouch[train]"'
+    assert found["model"]["says"] == "not looked at: that needs the train extra"
+    assert found["reward preservation"]["status"] == "ok"

@@ -1,0 +1,251 @@
+"""scripts/: what each would run, that it can be run, and the one that waits and restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from retouch.cli import app
+from retouch.config import derive, load_run
+from tests.command_line import retouch
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = sorted((REPOSITORY / "scripts").glob("*.sh"))
+
+FOUR = "accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m "
+EXPECTED = {
+    "run_server": "retouch reward serve ocr --port 8000 --endpoints runs/endpoints.json",
+    "train_grpo": "retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=64 resume=auto",
+    "finetune_flux_fill_grpo_4gpus": (
+        f"{FOUR}retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=16 resume=auto"
+    ),
+    "finetune_flux_fill_dpo_4gpus": (
+        f"{FOUR}retouch train configs/flux_fill_dpo.yaml optimizer.gradient_accumulation=4 resume=auto"
+    ),
+    "finetune_flux_fill_sft_4gpus": f"{FOUR}retouch train configs/flux_fill_sft.yaml resume=auto",
+    "finetune_sd_inpainting_grpo_4gpus": (
+        f"{FOUR}retouch train configs/sd_inpaint_grpo.yaml optimizer.gradient_accumulation=8 resume=auto"
+    ),
+    "finetune_sd_inpainting_dpo_4gpus": (
+        f"{FOUR}retouch train configs/sd_inpaint_dpo.yaml optimizer.gradient_accumulation=2 resume=auto"
+    ),
+    "finetune_sd_inpainting_sft_4gpus": f"{FOUR}retouch train configs/sd_inpaint_sft.yaml resume=auto",
+}
+TRAINING = [name for name, command in EXPECTED.items() if " train " in command]
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def dry_run(name: str, *arguments: str, **variables: str) -> str:
+    """What a launcher prints, started from another folder."""
+    command = [str(REPOSITORY / f"scripts/{name}.sh"), "--dry-run", *arguments]
+    kept = {k: v for k, v in os.environ.items() if k not in ("REWARDS", "PORT", "ENDPOINTS", "GPUS", "FREE_BELOW_MIB")}
+    done = subprocess.run(command, cwd="/", env={**kept, **variables}, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_every_launcher_is_known_and_can_be_executed() -> None:
+    assert {path.stem for path in SCRIPTS} == {*EXPECTED, "monitor_and_run", "launch"}
+    assert {path.stem for path in SCRIPTS if not os.access(path, os.X_OK)} == {"launch"}  # which is sourced
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_dry_run_prints_the_exact_command(name: str) -> None:
+    assert dry_run(name) == EXPECTED[name] + "\n"
+    assert shlex.split(dry_run(name, "a=b c", "d='e'"))[-2:] == ["a=b c", "d='e'"]  # overrides go on, word by word
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_without_dry_run_it_becomes_that_command(name: str, tmp_path: Path) -> None:
+    for program in ("retouch", "accelerate"):
+        executable(tmp_path / program, 'echo "$PWD" "$(basename "$0")" "$@"; exit 3')
+    command = [str(REPOSITORY / f"scripts/{name}.sh"), "a=b"]
+    done = subprocess.run(command, cwd="/", env=with_path(tmp_path), capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (3, f"{REPOSITORY} {EXPECTED[name]} a=b\n")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_run_file_is_there_and_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("MODEL_PATH", "DATA_PATH", "DATA_JSON_PATH"):
+        monkeypatch.setenv(variable, "somewhere")
+    monkeypatch.chdir(REPOSITORY)
+    words = shlex.split(EXPECTED[name])
+    arguments = words[words.index("train") + 1 :]
+    processes = words[words.index("--num_processes") + 1] if "--num_processes" in words else "1"
+    outcome = retouch("check", *arguments, "--world-size", processes)
+    assert outcome.code == 0, outcome.err
+    # fewer devices take the optimizer step that the file describes for eight; SFT's file describes none
+    if "gradient_accumulation" in EXPECTED[name]:
+        here = derive(load_run(arguments[0], arguments[1:]), int(processes))
+        assert here.global_rows_per_step == derive(load_run(arguments[0]), 8).global_rows_per_step
+        assert here.optimizer_steps_per_epoch == derive(load_run(arguments[0]), 8).optimizer_steps_per_epoch
+
+
+def test_the_server_command_exists_and_takes_its_variables() -> None:
+    printed = dry_run("run_server", REWARDS="ocr,preservation", PORT="9", ENDPOINTS="e.json")
+    assert shlex.split(printed) == [
+        "retouch",
+        "reward",
+        "serve",
+        "ocr,preservation",
+        "--port",
+        "9",
+        "--endpoints",
+        "e.json",
+    ]
+    command = typer.main.get_command(app)
+    for word in ("reward", "serve"):
+        command = command.commands[word]  # type: ignore[attr-defined]
+    command.make_context("serve", shlex.split(printed)[3:])
+
+
+# --- monitor_and_run ---
+
+
+def executable(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def with_path(folder: Path, **variables: str) -> dict[str, str]:
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Path:
+    """A folder for PATH with an `nvidia-smi` that shows the file `memory`."""
+    (tmp_path / "memory").write_text("0, 3\n1, 70000\n2, 500\n3, 0\n", encoding="utf-8")
+    executable(tmp_path / "nvidia-smi", f'echo "$@" >> {tmp_path}/asked; cat {tmp_path}/memory')
+    return tmp_path
+
+
+def monitor(gpus: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = with_path(gpus, POLL_S="0.1", **variables)
+    return subprocess.run(
+        [str(REPOSITORY / "scripts/monitor_and_run.sh"), *command],
+        cwd=gpus,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def job(gpus: Path, body: str) -> str:
+    executable(gpus / "job", f'echo "$CUDA_VISIBLE_DEVICES" >> {gpus}/runs; n=$(wc -l < {gpus}/runs); {body}')
+    return str(gpus / "job")
+
+
+def runs(gpus: Path) -> list[str]:
+    return (gpus / "runs").read_text(encoding="utf-8").splitlines()
+
+
+def test_it_starts_on_the_first_free_gpus(gpus: Path) -> None:
+    for wanted, allowed, devices in (("1", "", "0"), ("2", "", "0,2"), ("1", "1,3", "3"), ("3", "0,2,3", "0,2,3")):
+        done = monitor(gpus, job(gpus, "exit 0"), GPUS=wanted, CUDA_VISIBLE_DEVICES=allowed)
+        assert done.returncode == 0, done.stderr
+        assert runs(gpus)[-1] == devices
+    asked = (gpus / "asked").read_text(encoding="utf-8").splitlines()[0]
+    assert asked == "--query-gpu=index,memory.used --format=csv,noheader,nounits"
+
+
+def test_it_waits_until_enough_are_free(gpus: Path) -> None:
+    executable(
+        gpus / "nvidia-smi",
+        f"echo x >> {gpus}/asked; [ $(wc -l < {gpus}/asked) -lt 3 ] && echo 0, 9000 || echo 0, 9",
+    )
+    assert monitor(gpus, job(gpus, "exit 0"), CUDA_VISIBLE_DEVICES="").returncode == 0
+    assert len((gpus / "asked").read_text(encoding="utf-8").splitlines()) == 3
+    assert runs(gpus) == ["0"]
+
+
+def test_it_restarts_what_stopped_resumable_and_nothing_else(gpus: Path) -> None:
+    done = monitor(gpus, job(gpus, "[ $n -lt 3 ] && exit 3; exit 7"))
+    assert (done.returncode, len(runs(gpus))) == (7, 3)
+    (gpus / "runs").unlink()
+    assert monitor(gpus, job(gpus, "exit 1")).returncode == 1
+    assert len(runs(gpus)) == 1
+    (gpus / "runs").unlink()
+    done = monitor(gpus, job(gpus, "exit 3"), MAX_RESTARTS="2")
+    assert (done.returncode, len(runs(gpus))) == (3, 3)
+    assert "no more restarts" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarted"), [(["3", "3"], True), (["3", "1"], False), (["3", "0"], False), ([], False)], ids=str
+)
+def test_behind_a_launcher_the_processes_own_codes_count(codes: list[str], restarted: bool, gpus: Path) -> None:
+    """`accelerate launch` ends with 1 whatever its processes ended with."""
+    noted = "; ".join(f"echo {code} >> $RETOUCH_EXIT_CODES" for code in codes) or ":"
+    done = monitor(gpus, job(gpus, f"[ $n -gt 1 ] && exit 0; {noted}; exit 1"))
+    assert (done.returncode, len(runs(gpus))) == ((0, 2) if restarted else (1, 1))
+
+
+def test_two_processes_of_the_package_note_their_codes(tmp_path: Path) -> None:
+    """Through torch's launcher, which `accelerate launch` is on several devices."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, retouch.cli as cli\n"
+        "def stop(*a, **k): raise cli.typer.Abort()\n"
+        "cli.app = stop\n"
+        "import os, torch.distributed as d\n"
+        "d.init_process_group('gloo'); d.barrier()\n"
+        "cli.main()\n",
+        encoding="utf-8",
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "RETOUCH_EXIT_CODES": str(tmp_path / "codes"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1  # the launcher's
+    # the launcher may end the slower one before it has noted its own
+    assert set((tmp_path / "codes").read_text(encoding="utf-8").split()) == {"3"}, done.stderr
+
+
+def test_the_command_line_notes_its_code_and_hands_the_variable_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, code in ((["--help"], 0), (["check", "nowhere.yaml"], 2)):
+        monkeypatch.setenv("RETOUCH_EXIT_CODES", str(tmp_path / f"codes{code}"))
+        assert retouch(*arguments).code == code
+        assert (tmp_path / f"codes{code}").read_text(encoding="utf-8") == f"{code}\n"
+        assert "RETOUCH_EXIT_CODES" not in os.environ
+
+
+def test_a_signal_ends_the_command_and_is_no_reason_to_restart(gpus: Path) -> None:
+    command = [str(REPOSITORY / "scripts/monitor_and_run.sh")]
+    body = f"trap 'echo ended >> {gpus}/ended; exit 3' TERM; while true; do sleep 0.1; done"
+    with subprocess.Popen([*command, job(gpus, body)], env=with_path(gpus, POLL_S="0.1"), cwd=gpus) as process:
+        deadline = time.monotonic() + 30
+        while not (gpus / "runs").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 3
+    assert (gpus / "ended").read_text(encoding="utf-8") == "ended\n"
+    assert len(runs(gpus)) == 1
+
+
+def test_its_dry_run_and_its_wrong_usage(gpus: Path, tmp_path: Path) -> None:
+    assert dry_run("monitor_and_run", "scripts/train_grpo.sh", "a=b c", GPUS="4") == (
+        "# when 4 GPUs hold less than 1000 MiB, and again after exit code 3:\nscripts/train_grpo.sh a=b\\ c\n"
+    )
+    assert not (gpus / "asked").exists()
+    done = monitor(gpus)
+    assert (done.returncode, done.stderr) == (2, "usage: scripts/monitor_and_run.sh [--dry-run] COMMAND ...\n")
+
+
+def test_comments_name_what_there_is() -> None:
+    for path in SCRIPTS:
+        for name in re.findall(r"\b(?:configs|scripts)/[\w./]+\w", path.read_text(encoding="utf-8")):
+            assert (REPOSITORY / name).exists(), f"{path.name}: no {name}"
