@@ -18,6 +18,7 @@ from retouch.doctor.model import PIPELINES, Found, find_model
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.models import FAMILIES, load_model
 from retouch.models.loading import ModelFilesError, tiny_path
+from tests.tiny_models import tiny_model
 
 PARTS = [
     (family, part)
@@ -30,7 +31,7 @@ def run_of(family: str, train: dict[str, Any], **model: Any) -> RunConfig:
     return parse_run(
         {
             "name": "t",
-            "model": {"family": family, "path": "tiny", "dtype": "fp32", "train": train, **model},
+            "model": {"family": family, "path": tiny_model(family), "dtype": "fp32", "train": train, **model},
             "data": {"format": "self_bench", "path": "x", "resolution": [32, 64]},
             "algorithm": {"name": "grpo"},
             "rewards": {"preservation": {}},
@@ -44,7 +45,8 @@ def test_every_family_has_its_parts() -> None:
 
 @pytest.mark.parametrize(("family", "part"), PARTS)
 def test_what_must_be_there_is_what_is_loaded(family: str, part: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_path(family), tmp_path / "model"))
+    base = tiny_path(family)
+    folder = Path(shutil.copytree(base if base.is_dir() else tiny_model(family), tmp_path / "model"))
     model: Model = run_of(family, {"kind": "lora"}, path=str(folder)).model
     assert find_model(model).problems == []
     shutil.rmtree(folder / part)
@@ -80,7 +82,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
 def test_weights_are_counted_as_the_run_has_them(family: str, train: dict[str, Any]) -> None:
     run = run_of(family, train, offload_text_encoders=False)
     model: Any = load_model(run.model)
-    parts = [model.vae, *(encoder.model for encoder in model.text.encoders.values())]
+    parts = {model.vae, *(encoder.model for encoder in model.text.encoders.values())}  # one may serve twice
     before = sum(p.numel() for p in model.network.parameters())
     make_trainable(model.network, run.model.train, model.spec)
     counted = count_weights(run, find_model(run.model))
@@ -93,6 +95,12 @@ def test_weights_are_counted_as_the_run_has_them(family: str, train: dict[str, A
     assert offloaded is not None
     assert offloaded.others == sum(p.numel() for p in model.vae.parameters())
     assert offloaded.others + offloaded.host == counted.others
+
+
+@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint"])
+def test_a_style_adapter_is_not_counted_as_its_network(family: str) -> None:
+    run = run_of(family, {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4})
+    assert count_weights(run, find_model(run.model)) is None
 
 
 def test_the_released_network_is_counted_without_its_files() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from retouch.config import derive
 from retouch.config.derived import snapshots
-from retouch.config.schema import RunConfig, TrainLora
+from retouch.config.schema import RunConfig, TrainIpAdapter, TrainLora
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
 from retouch.doctor.model import PIPELINES, Found, Shapes
@@ -41,7 +41,10 @@ class Counted:
 
 
 def count_weights(run: RunConfig, found: Found) -> Counted | None:
-    """From the files; from the released network where they are not here; None where neither tells."""
+    """From the files; from the released network where they are not here; None where neither tells, and for a style
+    adapter, whose weights are not in the files of the network."""
+    if isinstance(run.model.train, TrainIpAdapter):
+        return None
     network, *_ = PIPELINES[run.model.family][1]
     shapes = found.weights.get(network) or (_released(run.model.family) if found.missing else None)
     if shapes is None:
@@ -120,7 +123,10 @@ def memory_line(run: RunConfig, found: Found, gpus: Gpus, world_size: int) -> Li
     """The counted part against the smallest device, or against the machine's memory where there is no GPU."""
     weights = count_weights(run, found)
     if weights is None:
-        return Line("warning", "memory", "not counted: the shapes of the network's weights are not known")
+        unknown = (
+            "weights of a style adapter" if run.model.train.kind == "ip_adapter" else "shapes of the network's weights"
+        )
+        return Line("warning", "memory", f"not counted: the {unknown} are not known")
     if not weights.trained:
         return Line("fix", "memory", "model.train.targets match no weight of the network; leave targets out")
     need = device_bytes(run, weights, world_size)

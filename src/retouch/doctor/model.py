@@ -21,6 +21,14 @@ PIPELINES: dict[str, tuple[str, dict[str, str]]] = {
             "text_encoder_2": "T5EncoderModel",
         },
     ),
+    "qwen_image": (
+        "QwenImagePipeline",
+        {
+            "transformer": "QwenImageTransformer2DModel",
+            "vae": "AutoencoderKLQwenImage",
+            "text_encoder": "Qwen2_5_VLForConditionalGeneration",
+        },
+    ),
     "sd_inpaint": (
         "StableDiffusionInpaintPipeline",
         {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"},
