@@ -85,8 +85,7 @@ def evaluate(
         if rewards.entries:
             pending.append(PendingBatch(items, rewards.submit(items)))
     with clock.part("reward_wait"):
-        # an evaluation reports failed rewards; only an outage ends it
-        scores = settle(rewards, pending, rewards.client.model_copy(update={"max_failure_rate": 1.0}))
+        scores = settle(rewards, pending, rewards.client, training=False)
     rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]
     outcomes = {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries}
     for name, column in outcomes.items():

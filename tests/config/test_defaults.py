@@ -65,4 +65,8 @@ def test_the_table_names_options_that_exist() -> None:
 
 
 def test_a_guidance_of_null_is_the_models() -> None:
-    assert {family: facts.guidance_scale for family, facts in FACTS.items()} == {"flux_fill": 30.0, "sd_inpaint": 7.5}
+    assert {family: facts.guidance_scale for family, facts in FACTS.items()} == {
+        "flux_fill": 30.0,
+        "qwen_image": 4.0,
+        "sd_inpaint": 7.5,
+    }

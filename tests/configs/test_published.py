@@ -142,8 +142,10 @@ def test_the_memory_that_it_names_is_what_its_state_takes(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RELEASED, ids=name_of)
 def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -> None:
-    below = yaml.safe_load(path.read_text(encoding="utf-8")).get("extends", path.name)
-    comments = " ".join(re.findall(r"^# *(.*)$", (CONFIGS / below).read_text(encoding="utf-8"), re.MULTILINE))
+    text = path.read_text(encoding="utf-8")
+    while below := yaml.safe_load(text).get("extends"):
+        text = (CONFIGS / below).read_text(encoding="utf-8")
+    comments = " ".join(re.findall(r"^# *(.*)$", text, re.MULTILINE))
     named = re.search(r"without targets, set((?: [a-z_.]+=\w+)+)", comments)
     assert (named is None) == (load_run(path).algorithm.name == "sft")
     if named:

@@ -17,7 +17,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.data import derive_seed
 from retouch.recipes import recipe
 from retouch.recipes.grpo import step_spans
-from retouch.recipes.session import Stopped
+from retouch.recipes.session import Session, Stopped
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
 from retouch.types import Failure, Outcome, Score
@@ -303,6 +303,18 @@ def test_time_limit_is_a_clean_stop(config: Config) -> None:
     run.close()
     assert stopped.value.code == 0
     assert run.checkpoints.newest() is not None
+
+
+def test_a_signal_that_another_process_got_stops_this_one_resumable(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(config(training__max_minutes=60))
+    monkeypatch.setattr(run.engine, "any", lambda value: True if run.dir.path.exists() else value)
+    monkeypatch.setattr(Session, "evaluate", lambda *_: None)
+    with pytest.raises(Stopped, match="received a signal on another process") as stopped:
+        recipe("grpo")(run)
+    run.close()
+    assert stopped.value.code == 3
 
 
 def test_report_and_grid_are_written(config: Config, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from retouch.config import RunConfig
+from retouch.recipes.experience import combined_advantages
 from retouch.recipes.rollouts import RewardRows, reward_statistics
 from retouch.rewards.scorers import ocr
 from retouch.types import Failure, Outcome, Score
@@ -86,3 +87,14 @@ def test_groups_of_one_image_have_no_std() -> None:
         [True, True, True, False, True, True],
     )
     assert found["zero_std_groups"] == 0.5
+
+
+def test_a_reward_of_weight_0_does_not_change_advantages() -> None:
+    """One reward that counts is used as it is, with its weight, however many are only logged beside it."""
+    values = torch.tensor([[1.0, 9.0], [3.0, 2.0], [4.0, 4.0]], dtype=torch.float64)
+    rest = (torch.zeros(3).long(), torch.arange(3), torch.ones(3).bool(), torch.zeros(3).bool())
+    both = RewardRows(["r", "logged"], values, torch.tensor([0.5, 0.0], dtype=torch.float64), *rest)
+    alone = RewardRows(["r"], values[:, :1], torch.tensor([0.5], dtype=torch.float64), *rest)
+    for scale in ("group", "none"):
+        options: Any = ("normalize_then_sum", "group", scale, 5.0)
+        assert torch.equal(combined_advantages(both, *options), combined_advantages(alone, *options))

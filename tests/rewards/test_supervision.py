@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import select
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from retouch.config import ConfigError
+from retouch.rewards import worker as worker_module
 from retouch.rewards.client import RewardClient
 from retouch.rewards.launch import ServeOptions, parse_devices, serve
 from retouch.rewards.scorers import make_scorer
@@ -152,3 +159,40 @@ def test_a_function_and_a_class_of_ones_own() -> None:
 def test_a_scorer_of_ones_own_that_is_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_scorer("fn", options).load("cpu")
+
+
+def test_a_worker_ends_with_its_socket_whatever_is_left_in_it() -> None:
+    """A reply that nobody read makes the end a reset, not an end of file."""
+    ours, theirs = socket.socketpair()
+    code = (
+        "import queue, socket, sys, threading, time\n"
+        "from retouch.rewards.worker import _read\n"
+        "channel = socket.socket(fileno=int(sys.argv[1]))\n"
+        "channel.sendall(b'unread')\n"
+        "threading.Thread(target=_read, args=(channel, queue.SimpleQueue()), daemon=True).start()\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    try:
+        assert select.select([ours], [], [], 30)[0]  # it has written
+        ours.close()
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+
+
+def test_a_batch_packed_for_a_worker_that_ended_is_not_given_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replies would answer other batches."""
+    worker = worker_module.ProcessWorker({}, "cpu")
+    written: list[bytes] = []
+    worker.ready, worker._writer = True, cast("Any", SimpleNamespace(write=written.append))
+
+    def pack(*_: Any) -> bytes:
+        worker._writer = cast("Any", SimpleNamespace(write=written.append))  # another process took its place
+        return b"batch"
+
+    monkeypatch.setattr(worker_module, "_pack_batch", pack)
+    with pytest.raises(worker_module.WorkerLost, match="before it had the batch"):
+        asyncio.run(worker.score(["r"], [], [time.monotonic() + 1]))
+    assert not written

@@ -521,7 +521,7 @@ class OpenAIJudgeReward(RewardEntry):
     tokens_per_minute: Positive | None = None
     """The same for tokens."""
     budget_requests: PositiveInt | None = None
-    """Hard limit; what is beyond is a failure, and too many of these stop the run."""
+    """Limit of each process that scores; what is asked beyond it is a failure, and too many of these stop the run."""
     budget_tokens: PositiveInt | None = None
     """The same for tokens."""
     budget_dollars: Positive | None = None

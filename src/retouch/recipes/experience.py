@@ -151,7 +151,7 @@ def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tens
 def combined_advantages(rewards: RewardRows, combine: str, baseline: str, scale: str, clip: float) -> Tensor:
     """Of each reward, weighted, or of the weighted sum of the rewards -> [N]."""
     keys, valid = rewards.position, rewards.valid
-    if combine == "sum_then_normalize" or len(rewards.names) == 1:
+    if combine == "sum_then_normalize" or int(rewards.counted.sum()) == 1:
         return group_advantages(rewards.combined, keys, valid, baseline, scale, clip=clip)  # type: ignore[arg-type]
     columns, weights = rewards.values[:, rewards.counted].T, rewards.weights[rewards.counted]
     parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in columns]  # type: ignore[arg-type]

@@ -195,9 +195,8 @@ def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:
 def log_rollouts(session: Session, algorithm: RlConfig, rollouts: Rollouts, rewards: RewardRows) -> None:
     """Statistics, and now and then a picture of the groups."""
     run, epoch, step = session.run, session.progress.epoch, session.progress.step + 1
-    run.dir.log(
-        "rollout", step, {"epoch": epoch, **reward_statistics(rewards, algorithm.combine), **run.rewards.statistics()}
-    )
+    told = run.rewards.statistics()  # differs from run to run, as times do
+    run.dir.log("rollout", step, {"epoch": epoch, **reward_statistics(rewards, algorithm.combine)}, told or None)
     every = run.config.logging.rollout_images_every
     if every and epoch % every == 0:
         run.dir.save_image(step, "rollouts", rollout_grid(rollouts, run.config.rollout.group_size))

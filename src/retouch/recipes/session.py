@@ -196,18 +196,26 @@ class Session:
             return
         run, c = self.run, self.config.evaluation
         examples = run.eval_data[: c.num_examples]
+        result: Evaluation | None = None
+        stopped: RewardOutage | None = None
         with run.clock.part("eval"), run.policy.use("ema" if c.weights == "ema" else None):
-            result = evaluate(
-                run.model,
-                run.network,
-                examples,
-                c.images_per_example,
-                c.num_steps or self.config.rollout.num_steps,
-                run.guidance_scale,
-                self.config.rollout.batch_size_per_device,
-                run.rewards,
-                Stopwatch(),  # all of it counts as "eval"
-            )
+            try:
+                result = evaluate(
+                    run.model,
+                    run.network,
+                    examples,
+                    c.images_per_example,
+                    c.num_steps or self.config.rollout.num_steps,
+                    run.guidance_scale,
+                    self.config.rollout.batch_size_per_device,
+                    run.rewards,
+                    Stopwatch(),  # all of it counts as "eval"
+                )
+            except RewardOutage as error:
+                stopped = error
+            away = run.engine.any(result is None)  # all ranks stop together, or the others would wait for ever
+            if away or result is None:
+                raise stopped or RewardOutage("rewards failed on another process; see its log")
             self._evaluated_at = self.progress.step
             self._log_evaluation(moment, examples, result)
 
@@ -274,14 +282,17 @@ class Session:
 
     def _stop_if_asked(self, rollouts: Tensors | None, *, between_epochs: bool = False) -> None:
         limit = self.config.training.max_minutes
-        late = limit is not None and time.monotonic() - self._started > 60 * limit
-        if not self.run.engine.any(self._stop is not None or late):
+        # votes: a signal, or the end of the time, may have reached some processes only
+        signalled = self.run.engine.any(self._stop is not None)
+        late = self.run.engine.any(limit is not None and time.monotonic() - self._started > 60 * limit)
+        if not signalled and not late:
             return
         if self._saved_at != self.progress.step:
             self.save(None if between_epochs else rollouts, pinned=late)
-        reason = f"received {self._stop}" if self._stop else f"training.max_minutes = {limit:g} reached"
+        received = f"received {self._stop or 'a signal on another process'}"
+        reason = received if signalled else f"training.max_minutes = {limit} reached"
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
-        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if self._stop else 0)
+        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if signalled else 0)
 
     def _blend(self) -> None:
         ema, t = self.config.ema, self.progress.updates

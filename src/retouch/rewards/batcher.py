@@ -146,6 +146,8 @@ class Batcher:
         items, deadlines = [unit.item for unit in units], [unit.deadline for unit in units]
         try:
             outcomes, work = await self.worker.score(line.rewards, items, deadlines)
+            if any(len(outcomes[name]) != len(units) for name in line.rewards):
+                raise ValueError("another number of outcomes than of items")
         except WorkerLost as lost:
             logger.warning("%d items are not scored: %s", len(units), lost)
             failure = Failure("worker_lost", str(lost), retryable=True)

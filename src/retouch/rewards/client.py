@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import random
+import sqlite3
 import threading
 import time
 import uuid
@@ -262,7 +263,11 @@ class RewardClient:
         keys = await self._cache_keys(items)
         if keys is None or self._cache is None:
             return await self._score_chunks(items)
-        known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
+        try:
+            known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
+        except sqlite3.Error as error:
+            logger.warning("the cache of scores cannot be read: %s", error)
+            known = {}
         missing = [i for i, row in enumerate(keys) if not all(key in known for key in row)]
         self.statistics.cache_hits += len(items) - len(missing)
         fresh = await self._score_chunks([items[i] for i in missing])
@@ -270,7 +275,10 @@ class RewardClient:
         for column, name in enumerate(self.rewards):
             found.update(zip((keys[i][column] for i in missing), fresh[name], strict=True))
         if self._still(keys, items):
-            await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
+            try:
+                await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
+            except sqlite3.Error as error:  # a full disk: the scores are here all the same
+                logger.warning("scores are not kept: %s", error)
         return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
 
     async def _cache_keys(self, items: list[RewardItem]) -> list[list[bytes]] | None:

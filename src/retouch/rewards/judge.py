@@ -1,4 +1,4 @@
-"""Asking a judge behind the OpenAI protocol: rates, a hard budget, one careful HTTP client. No torch, no SDK.
+"""Asking a judge behind the OpenAI protocol: rates, a budget, one careful HTTP client. No torch, no SDK.
 
 The key comes from the environment and stands in no option, no revision, no message and no log.
 """
@@ -40,7 +40,7 @@ class JudgeError(Exception):
 
 
 class BudgetSpent(Exception):
-    """The hard limit of requests, tokens or money is reached."""
+    """The limit of requests, tokens or money is reached."""
 
 
 class TokenBucket:

@@ -193,10 +193,14 @@ class ProcessWorker:
     async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
         if not self.ready or self._writer is None:
             raise WorkerLost("the worker is being started")
-        replies, rows = self._replies, await asyncio.to_thread(_pack_batch, names, items, deadlines)  # copies megabytes
+        # of one process: while the batch is packed it may end, and another may take its place
+        writer, replies = self._writer, self._replies
+        rows = await asyncio.to_thread(_pack_batch, names, items, deadlines)  # copies megabytes
+        if writer is not self._writer:
+            raise WorkerLost("the worker ended before it had the batch of the item")
         try:
-            self._writer.write(rows)
-            await self._writer.drain()
+            writer.write(rows)
+            await writer.drain()
             async with asyncio.timeout(max(0.0, max(deadlines) - time.monotonic()) + _HANG_S):
                 reply = await replies.get()
         except (ConnectionError, RuntimeError) as error:
@@ -216,8 +220,13 @@ class ProcessWorker:
         deaths, pause = 0, _RESTART_S
         while self.problem is None:
             self._replies = replies = asyncio.Queue[dict[str, Any] | None]()
-            await self._spawn()
-            loaded = await self._listen(replies)
+            try:
+                await self._spawn()
+            except OSError as error:  # no memory or no process to be had, for now
+                logger.error("the worker cannot be started: %s", error)
+                loaded = False
+            else:
+                loaded = await self._listen(replies)
             self.ready = False
             replies.put_nowait(None)
             code = self._end()
@@ -342,13 +351,13 @@ def _specs(scorers: Mapping[str, Scorer]) -> dict[str, dict[str, Any]]:
 
 def _read(channel: socket.socket, batches: queue.SimpleQueue[tuple[dict[str, Any], bytes]]) -> None:
     """Frames as they come. The end of the socket is the end of this process, in the middle of a batch too."""
-    with channel.makefile("rb") as stream:
-        while True:
-            head = stream.read(LENGTHS.size)
-            if len(head) < LENGTHS.size:
-                os._exit(0)
-            text, pixels = LENGTHS.unpack(head)
-            batches.put((json.loads(stream.read(text)), stream.read(pixels)))
+    try:
+        with channel.makefile("rb") as stream:
+            while len(head := stream.read(LENGTHS.size)) == LENGTHS.size:
+                text, pixels = LENGTHS.unpack(head)
+                batches.put((json.loads(stream.read(text)), stream.read(pixels)))
+    finally:  # a reset or half a frame is an end, too
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,14 @@ def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[in
     ]
 
 
-def settle(table: RewardTable, batches: Sequence[PendingBatch], config: RewardClientConfig) -> list[Scores]:
-    """Wait for every batch. A reward of weight 0 is only logged: it is not waited for, and its failures stop nothing.
+def settle(
+    table: RewardTable, batches: Sequence[PendingBatch], config: RewardClientConfig, *, training: bool = True
+) -> list[Scores]:
+    """Wait for every batch. A reward of weight 0 is only logged: an outage of it is not waited out, its failures stop
+    nothing.
+
+    Args:
+        training: false for an evaluation, which reports failed rewards; only an outage ends it.
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`.
@@ -79,6 +85,8 @@ def settle(table: RewardTable, batches: Sequence[PendingBatch], config: RewardCl
     aside = [failure for s in scores for name, failure in s.failures() if not s.weights[name]]
     if aside:
         logger.warning("%d rewards of weight 0 failed, which are only logged: %s", len(aside), summary(aside))
+    if not training:
+        return scores
     if len(failures) > config.max_failure_rate * total:
         raise FailureRateExceeded(
             f"{len(failures)} of {total} rewards failed, over reward_client.max_failure_rate "

@@ -61,7 +61,7 @@ class OpenAIJudgeScorer:
         min_mass: of the score tokens together; below it the answer was something else, a failure.
         concurrency: questions under way at once.
         requests_per_minute, tokens_per_minute: of the endpoint, shared by all scorers of a process.
-        budget_requests, budget_tokens, budget_dollars: hard limits; what is beyond is a failure.
+        budget_requests, budget_tokens, budget_dollars: limits of this process; what is asked beyond them is a failure.
         price_in, price_out: dollars for a million tokens.
         timeout_s: of one question, retries included.
     """
