@@ -6,12 +6,18 @@
 #   GPUS=4 scripts/monitor_and_run.sh scripts/finetune_flux_fill_grpo_4gpus.sh
 set -eu
 allowed=${CUDA_VISIBLE_DEVICES-}
+export CUDA_DEVICE_ORDER=PCI_BUS_ID # nvidia-smi counts so
 # the command may start processes whose own codes a launcher swallows; each adds a line here
 RETOUCH_EXIT_CODES=$(mktemp)
 export RETOUCH_EXIT_CODES
 child=
 trap 'rm -f "$RETOUCH_EXIT_CODES"' EXIT
 trap 'trap "" INT TERM; [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 3' INT TERM
+
+refuse() {
+  echo "$1" >&2
+  exit 2
+}
 
 free_gpus() { # indices of the first GPUS devices that are free, with commas; nothing if there are fewer
   nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits | awk -F', *' \
@@ -22,21 +28,41 @@ free_gpus() { # indices of the first GPUS devices that are free, with commas; no
     END { if (found == wanted) print list }'
 }
 
+dry_run=
 if [ "${1-}" = --dry-run ]; then
+  dry_run=1
   shift
-  echo "# when ${GPUS:-1} GPUs hold less than ${FREE_BELOW_MIB:-1000} MiB, and again after exit code 3:"
+fi
+[ $# -gt 0 ] || refuse "usage: scripts/monitor_and_run.sh [--dry-run] COMMAND ..."
+[[ ${GPUS:-1} =~ ^[1-9][0-9]*$ ]] || refuse "GPUS: given '$GPUS'; set a number of devices"
+[[ ! $allowed =~ [^[:space:]] || ",$allowed" =~ ^(,[[:space:]]*[0-9]+[[:space:]]*)+$ ]] ||
+  refuse "CUDA_VISIBLE_DEVICES: given '$allowed'; set the indices that nvidia-smi shows, as 0,1, or leave it out"
+allowed=${allowed//[[:space:]]/}
+
+condition="${GPUS:-1} GPUs hold less than ${FREE_BELOW_MIB:-1000} MiB"
+if [ -n "$dry_run" ]; then
+  echo "# when $condition, and again after exit code 3:"
   printf '%q' "$1"
   shift
   [ $# -eq 0 ] || printf ' %q' "$@"
   echo
   exit 0
 fi
-[ $# -gt 0 ] || { echo "usage: scripts/monitor_and_run.sh [--dry-run] COMMAND ..." >&2; exit 2; }
-command -v nvidia-smi >/dev/null || { echo "nvidia-smi is not on PATH: there is nothing to wait for" >&2; exit 2; }
+command -v nvidia-smi >/dev/null || refuse "nvidia-smi is not on PATH: there is nothing to wait for"
+devices=$(nvidia-smi --query-gpu=index --format=csv,noheader | awk -F', *' -v allowed=",$allowed," '
+  allowed == ",," || index(allowed, "," $1 ",") { found++ }
+  END { print found + 0 }')
+[ "${GPUS:-1}" -le "$devices" ] ||
+  refuse "GPUS: given ${GPUS:-1}, but there are $devices${allowed:+ among CUDA_VISIBLE_DEVICES=$allowed}; set fewer"
 
 restarts=0
 while true; do
-  until devices=$(free_gpus) && [ -n "$devices" ]; do sleep "${POLL_S:-60}" & wait $!; done
+  waiting=
+  until devices=$(free_gpus) && [ -n "$devices" ]; do
+    [ -n "$waiting" ] || echo "waiting until $condition" >&2
+    waiting=1
+    sleep "${POLL_S:-60}" & wait $!
+  done
   echo "starting on GPUs $devices: $*" >&2
   : >"$RETOUCH_EXIT_CODES"
   CUDA_VISIBLE_DEVICES=$devices "$@" &

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.families import FACTS
@@ -84,6 +85,7 @@ def build(config: RunConfig) -> Run:
     enough_groups(config, derived, data)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
+    initial_adapter(config.model.train)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)

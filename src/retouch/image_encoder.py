@@ -56,14 +56,19 @@ class ImageEncoder:
         self._cache: OrderedDict[str, Tensor] = OrderedDict()
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype = torch.float32) -> ImageEncoder:
+    def load(
+        cls, path: str, dtype: torch.dtype = torch.float32, where: str = "model.train.image_encoder"
+    ) -> ImageEncoder:
         """A hub id or folder of a SigLIP or CLIP; "tiny" is the one of the package.
+
+        Args:
+            where: the option that named it, for messages.
 
         Raises:
             ConfigError: missing files or weights, or a model of another kind.
         """
         path = str(TINY) if path == "tiny" else path
-        where = f"model.train.image_encoder: given {path!r}"
+        where = f"{where}: given {path!r}"
         try:
             kind = AutoConfig.from_pretrained(path).model_type
             if kind not in KINDS:

@@ -62,6 +62,7 @@ class ModelSpec:
         lora_targets: module-name suffixes that LoRA adapts by default.
         network_name: subfolder of the trained network in a diffusers model, and prefix of its LoRA keys.
         reference_width: width of the vector of a reference; None where references are not encoded.
+        empty_prompt: what stands for no caption, which classifier-free guidance steers away from.
     """
 
     family: str
@@ -74,6 +75,7 @@ class ModelSpec:
     lora_targets: tuple[str, ...]
     network_name: str
     reference_width: int | None = None
+    empty_prompt: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from retouch.adapters.export import FORMATS, Base, export
+from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.errors import nearest
-from retouch.config.rules import needed_pictures
+from retouch.config.rules import needed_pictures, takes_references
 from retouch.config.schema import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
@@ -105,6 +106,7 @@ class Loaded:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
+        initial_adapter(config.model.train)
         self.model: DiffusionModel = load_model(config.model, self.engine.device)
         self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
@@ -182,7 +184,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
         section = _like(config, request.data).model_copy(update=update)
-        return section, _examples_of(config, section, "--data", request.reference).items
+        return section, _examples_of(config, section, "--data", request.reference, scored=False).items
     if request.mask is None or (request.text is None and request.prompt is None):
         raise ConfigError("--image needs --mask and --text (or --prompt)")
     if request.text is not None and not request.text.strip():
@@ -194,9 +196,9 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         raise ConfigError(
             "--image needs --reference: the run trained a style adapter; give the picture to take it from"
         )
-    _takes_references(config, request.reference)
+    _takes_references(config, request.reference, scored=False)
     item = ItemFiles(0, prompt, request.image, request.mask, request.reference)
-    problem = check_item(item, section, needed_pictures(config, training=False))
+    problem = check_item(item, section, needed_pictures(config, training=False, scored=False))
     if problem:
         raise DataError(problem.problem)
     return section, [item]
@@ -221,7 +223,7 @@ def compare(
     section = _like(config, data) if data else config.evaluation.data
     if section is None:
         raise ConfigError("the run names no evaluation.data; give --data")
-    dataset = _examples_of(config, section, "--data" if data else "evaluation.data", reference)
+    dataset = _examples_of(config, section, "--data" if data else "evaluation.data", reference, scored=True)
     examples = dataset[: config.evaluation.num_examples]
     if out is not None:
         _make_folder(out)
@@ -345,15 +347,15 @@ def _stage(folder: Path, config: RunConfig) -> str:
     return "warmed up" if progress["step"] == config.algorithm.warmup_steps > 0 else "after RL"
 
 
-def _examples_of(config: RunConfig, section: Any, purpose: str, reference: Path | None) -> Dataset:
+def _examples_of(config: RunConfig, section: Any, purpose: str, reference: Path | None, *, scored: bool) -> Dataset:
     """The usable examples of a section, with one reference for all where one is given.
 
     Raises:
         ConfigError: a reference that the run cannot take.
         DataError: more broken items than the section allows, or a broken reference.
     """
-    _takes_references(config, reference)
-    needs = needed_pictures(config, training=False)
+    _takes_references(config, reference, scored=scored)
+    needs = needed_pictures(config, training=False, scored=scored)
     if reference is None:
         return load_dataset(section, purpose, needs)
     to_rgb(open_image(reference))  # one message, not one an item
@@ -361,11 +363,12 @@ def _examples_of(config: RunConfig, section: Any, purpose: str, reference: Path 
     return Dataset(section, [replace(item, reference_path=reference) for item in found.items])
 
 
-def _takes_references(config: RunConfig, reference: Path | None) -> None:
-    if reference is not None and config.model.train.kind != "ip_adapter":
+def _takes_references(config: RunConfig, reference: Path | None, *, scored: bool) -> None:
+    if reference is not None and not takes_references(config, scored=scored):
+        unjudged = ", and no reward does" if scored else ""
         raise ConfigError(
             f"--reference: given {reference}, but the run trained {config.model.train.kind} weights, which see no "
-            "reference; leave it out"
+            f"reference{unjudged}; leave it out"
         )
 
 

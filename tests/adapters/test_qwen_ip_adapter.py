@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from retouch.adapters.export import Base, export
+from retouch.adapters.formats import write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
+from retouch.config import ConfigError
 from retouch.models.qwen_image import QwenImage
 from retouch.models.tiny import tiny_pipeline
 from tests.adapters.test_ip_adapter import dense, drawn
@@ -87,6 +91,15 @@ def test_a_block_agrees_with_a_dense_recomputation() -> None:
 def turned(x: Tensor, turn: Tensor) -> Tensor:
     """Qwen's rotary embedding: neighbours are a complex number, turned by one."""
     return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turn[None, :, None]).flatten(-2)
+
+
+def test_comfyui_is_of_flux(tmp_path: Path) -> None:
+    """Its extension builds FLUX's blocks, and would fail in the middle of loading."""
+    tensors = new_adapter(network(), "mlp", WIDTH, 128).tensors()
+    write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, {"family": "qwen_image"})
+    with pytest.raises(ConfigError, match="reads adapters of FLUX; this one is of qwen_image; use --to ip-adapter"):
+        export(Base("", "transformer", "ip_adapter", torch.float32), tmp_path, "comfyui", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_full_size() -> None:

@@ -437,3 +437,11 @@ def test_a_style_adapter_needs_references(run_with: Callable[..., RunConfig]) ->
     plain, styled = run_with(), run_with("model.train={kind: ip_adapter, weights: kv_lora, rank: 4}")
     for training in (True, False):
         assert needed_pictures(styled, training=training) == needed_pictures(plain, training=training) | {"reference"}
+
+
+def test_a_style_reward_needs_references_where_it_scores(run_with: Callable[..., RunConfig]) -> None:
+    run = run_with("rewards={ocr: {}, style: {}}")
+    assert "reference" in needed_pictures(run, training=True) & needed_pictures(run, training=False)
+    assert "reference" not in needed_pictures(run, training=False, scored=False)
+    adapter = run_with("rewards={ocr: {}, style: {}}", "model.train={kind: ip_adapter}")
+    assert "reference" in needed_pictures(adapter, training=False, scored=False)

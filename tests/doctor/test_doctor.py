@@ -16,7 +16,9 @@ import pytest
 import torch
 import yaml
 
+from retouch.config import load_run
 from retouch.doctor.machine import Gpu, Gpus, find_gpus
+from retouch.doctor.rewards import needed_extras
 from retouch.models.loading import tiny_path
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome
@@ -83,6 +85,16 @@ def test_a_set_up_that_works(run_yaml: Callable[..., Path]) -> None:
     outcome = retouch("doctor", run_yaml())
     assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "nothing to fix")
     assert outcome.out.count("\n") == len(found) + 1
+
+
+@pytest.mark.parametrize(
+    ("gate", "url", "reads"), [(0.5, "auto", True), (0.0, "auto", False), (0.5, "http://a", False)]
+)
+def test_a_style_reward_that_reads_here_needs_the_recogniser(
+    gate: float, url: str, reads: bool, run_yaml: Callable[..., Path]
+) -> None:
+    run = load_run(run_yaml(rewards={"style": {"gate": gate, "url": url}}))
+    assert ("ocr" in needed_extras(run)) is reads
 
 
 def test_without_a_run_file_it_looks_at_the_machine() -> None:

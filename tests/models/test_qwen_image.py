@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageInpaintPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
 from torch import Tensor
 
+from retouch import adapters
+from retouch.adapters.formats import write_safetensors
+from retouch.adapters.ip_adapter import new_adapter
 from retouch.config.schema import QwenImageModel, TrainFull, TrainLora
+from retouch.image_encoder import ImageEncoder
 from retouch.models import load_model
 from retouch.models.flux_fill import pack, unpack
 from retouch.models.loading import ModelFilesError
@@ -197,6 +203,32 @@ def test_errors_say_what_to_do(model: QwenImage) -> None:
         QwenImage.from_pipeline(wrong)
 
 
+def test_a_stock_pipeline_shows_the_reference_to_both_branches_and_training_to_one(
+    pipeline: Any, model: QwenImage, tmp_path: Path
+) -> None:
+    encoder, file = ImageEncoder.load("tiny"), tmp_path / "ip-adapter.safetensors"
+    stock = tiny_pipeline("qwen_image").transformer
+    write_safetensors(file, new_adapter(stock, "mlp", encoder.width, 4).tensors(), {"image_encoder": "tiny"})
+    adapter = adapters.load(file).attach(pipeline)
+    seen: list[Any] = []
+    hook = pipeline.transformer.register_forward_pre_hook(
+        lambda _, a, k: seen.append(k["attention_kwargs"]["ip_adapter_image_embeds"]), prepend=True, with_kwargs=True
+    )
+    reference, example = Image.new("RGB", (9, 9), "red"), drawn_at(0, (32, 64))
+    call = {"prompt": example.prompt, "negative_prompt": NEGATIVE, "true_cfg_scale": 4.0, "height": 32, "width": 64}
+    try:
+        pipeline(**call, num_inference_steps=2, output_type="np", **adapter.condition([reference]))
+        assert len(seen) == 4 and all(one is seen[0] for one in seen)
+        model.image_encoder = encoder
+        condition = model.encode([replace(example, reference=reference)], 4.0)
+        model.predict(pipeline.transformer, torch.randn(1, 4, 8, 16), torch.tensor([0.7]), condition)
+        assert seen[4][1].flatten().tolist() == [0.0, 1.0]
+    finally:
+        model.image_encoder = None
+        hook.remove()
+        adapter.detach()
+
+
 # --- loading ---
 
 
@@ -210,6 +242,8 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: QwenImage,
     assert loaded.spec == model.spec
     loaded.cache_prompts([example.prompt])
     loaded.release_text_encoders()
+    nothing = loaded.encode([replace(example, prompt=loaded.spec.empty_prompt)], 4.0).tensors
+    assert torch.equal(nothing["text"], nothing["negative_text"])  # and it is there without being asked for
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
     low = load_model(QwenImageModel(**options, dtype="bf16", train=TrainLora()))
     assert {p.dtype for p in low.network.parameters()} == {torch.bfloat16}

@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from shutil import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxFillPipeline
+from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
 from retouch import adapters as retouch_adapters
 from retouch.adapters.formats import read_adapter
+from retouch.adapters.train_ip_adapter import train_ip_adapter
 from retouch.build import Run, build
 from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
+from retouch.config.schema import TrainIpAdapter
 from retouch.data import load_dataset
 from retouch.data.synth import draw_words, write_signs
 from retouch.models.flux_fill import pack
 from retouch.models.loading import tiny_path
+from retouch.recipes import sft
 from retouch.rollout import noise_for, ode_plan, sample
+from retouch.types import Example
 from retouch.use import Loaded
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -250,7 +256,78 @@ def test_a_run_without_an_adapter_takes_no_reference(config: Config, tmp_path: P
             *("--out", tmp_path / "out"),
         )
         assert outcome.code == 2
-        assert "the run trained full weights, which see no reference; leave it out" in outcome.err
+        assert "the run trained full weights, which see no reference" in outcome.err
+
+
+def test_a_style_reward_takes_a_reference_to_score_and_none_to_draw(
+    config: Config, styled: Path, tmp_path: Path
+) -> None:
+    """A run of a LoRA, say, whose network sees no reference; an item without one is drawn, but cannot be judged."""
+    rewards = {"style": {"image_encoder": "tiny", "gate": 0}}
+    path, data = tmp_path / "run.yaml", tmp_path / "data"
+    path.write_text(dump_run(config(rewards=rewards)), encoding="utf-8")
+    data.mkdir()
+    for name in ("source", "mask"):
+        copy(styled / f"targets/test1_{name}.png", data)
+    (data / "self_bench.txt").write_text("1-MOON\n", encoding="utf-8")
+    common, reference = ("--config", path, "--data", data), ("--reference", styled / "targets/test2_ref.png")
+    drawn = retouch("sample", *common, "--out", tmp_path / "drawn")
+    assert drawn.code == 0, drawn.err
+    refused = retouch("sample", *common, *reference, "--out", tmp_path / "refused")
+    assert refused.code == 2 and "which see no reference; leave it out" in refused.err
+    assert "reference_path missing, which the run needs" in retouch("eval", *common).err
+    judged = retouch("eval", *common, "--json", *reference)
+    assert judged.code == 0, judged.err
+    assert "style" in json.loads(judged.out)["means"]["base"]
+
+
+def test_a_bad_initial_adapter_is_refused_before_the_model_is_loaded(
+    config: Config, scripted: Use, styled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(brightness)
+    monkeypatch.setattr("retouch.build.load_model", lambda *_: pytest.fail("the model was loaded"))
+    (tmp_path / "damaged.safetensors").write_bytes(b"nothing")
+    path = tmp_path / "run.yaml"
+    for name, message in (("nowhere.bin", "no such adapter file"), ("damaged.safetensors", "damaged")):
+        given = {"initial_adapter": str(tmp_path / name)}
+        path.write_text(dump_run(run_of(config, styled, "grpo", given, name=f"of-{name}")), encoding="utf-8")
+        outcome = retouch("train", path)
+        assert outcome.code == 2, outcome.err
+        assert f"model.train.initial_adapter: {tmp_path / name}: {message}" in outcome.err
+
+
+def test_factors_of_a_file_are_merged_where_the_network_is() -> None:
+    """They are read to the CPU; meta stands for an accelerator."""
+    network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
+    spec: Any = SimpleNamespace(family="flux_fill", reference_width=16)
+    train = TrainIpAdapter(kind="ip_adapter", weights="kv_lora", rank=3, tokens=4)
+    trainee = train_ip_adapter(network, train, spec, 0)
+    network.to("meta")
+    state = {n: torch.zeros(p.shape) for n, p in network.named_parameters() if p.requires_grad}
+    assert len(state) > 3
+    assert {t.device.type for t in trainee._whole(state).values()} == {"meta"}  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_row_that_loses_its_caption_loses_its_reference(
+    config: Config, styled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    real = sft.denoising_error
+    monkeypatch.setattr(sft, "denoising_error", lambda *a: found.append(a) or real(*a))
+    monkeypatch.setitem(ALGORITHMS, "sft", {"caption_dropout": 0.5})
+    optimizer = {"lr": 3e-3, "batch_size_per_device": 16, "gradient_accumulation": 1}
+    own: dict[str, Any] = {"model__family": "sd_inpaint", "model__path": tiny_model("sd_inpaint")}
+    own |= {"training__max_steps": 1, "optimizer": optimizer}
+    for share in (0.0, 0.3):
+        train(run_of(config, styled, "sft", {"reference_dropout": share}, name=f"s{share}", **own))
+    model, alone, both = found[0][0], found[0][6].tensors, found[1][6].tensors
+    empty = model.encode([Example(0, "", Image.new("RGB", (64, 32)), Image.new("L", (64, 32), 255))], 1.0)
+    uncaptioned = (alone["text"] == empty.tensors["text"]).flatten(1).all(1)
+    assert 2 <= int(uncaptioned.sum()) <= 14
+    assert torch.equal(alone["reference_keep"] == 0, uncaptioned)
+    gone = both["reference_keep"] == 0
+    assert torch.equal(both["text"], alone["text"])
+    assert gone[uncaptioned].all() and 0 < int(gone[~uncaptioned].sum()) < int((~uncaptioned).sum())
 
 
 @pytest.mark.parametrize(

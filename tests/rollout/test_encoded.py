@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,16 @@ def test_conditions_are_encoded_alone_and_once(data: EncodedData) -> None:
     data.conditions([0], CPU)
     model: Any = data.model
     assert model.encoded == [([11], 30.0), ([10], 30.0)]
+
+
+def test_an_uncaptioned_row_has_the_empty_prompt_of_its_family(data: EncodedData) -> None:
+    model: Any = data.model
+    prompts: list[str] = []
+    real = model.encode
+    model.encode = lambda examples, scale: prompts.extend(e.prompt for e in examples) or real(examples, scale)
+    model.spec = replace(model.spec, empty_prompt="nothing")
+    data.conditions([0, 1], CPU, [False, True])
+    assert prompts == ["a", "nothing"]
 
 
 def test_another_guidance_encodes_anew_and_the_same_does_not(data: EncodedData) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from torch.distributed.launcher.api import LaunchConfig
 
 from retouch.cli import app
 from retouch.config import derive, load_run
@@ -73,6 +75,19 @@ def test_without_dry_run_it_becomes_that_command(name: str, tmp_path: Path) -> N
     command = [str(REPOSITORY / f"scripts/{name}.sh"), "a=b"]
     done = subprocess.run(command, cwd="/", env=with_path(tmp_path), capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (3, f"{REPOSITORY} {EXPECTED[name]} a=b\n")
+
+
+def test_processes_have_an_hour_to_finish_their_step(tmp_path: Path) -> None:
+    """torch's launcher gives them 30 s else."""
+    for program in ("retouch", "accelerate"):
+        executable(tmp_path / program, 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
+    kept = {k: v for k, v in with_path(tmp_path).items() if k != "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+    for own, expected in (({}, "3600\n"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, "7\n")):
+        for name in TRAINING:
+            command = [str(REPOSITORY / f"scripts/{name}.sh")]
+            done = subprocess.run(command, env={**kept, **own}, capture_output=True, text=True, timeout=30)
+            assert done.stdout == expected
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in inspect.getsource(LaunchConfig)
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -156,17 +171,45 @@ def test_it_starts_on_the_first_free_gpus(gpus: Path) -> None:
         done = monitor(gpus, job(gpus, "exit 0"), GPUS=wanted, CUDA_VISIBLE_DEVICES=allowed)
         assert done.returncode == 0, done.stderr
         assert runs(gpus)[-1] == devices
-    asked = (gpus / "asked").read_text(encoding="utf-8").splitlines()[0]
+    asked = (gpus / "asked").read_text(encoding="utf-8").splitlines()[1]
     assert asked == "--query-gpu=index,memory.used --format=csv,noheader,nounits"
+
+
+def test_spaces_between_indices_do_no_harm_and_indices_are_nvidia_smis(gpus: Path) -> None:
+    assert monitor(gpus, job(gpus, "exit 0"), GPUS="2", CUDA_VISIBLE_DEVICES=" 2, 3 ").returncode == 0
+    assert runs(gpus) == ["2,3"]
+    done = monitor(gpus, job(gpus, 'echo "$CUDA_DEVICE_ORDER"'), CUDA_VISIBLE_DEVICES="")
+    assert done.stdout == "PCI_BUS_ID\n"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allowed", "message"),
+    [
+        ("1", "GPU-8f2e", "CUDA_VISIBLE_DEVICES: given 'GPU-8f2e'; set the indices that nvidia-smi shows"),
+        ("1", "0,-1", "CUDA_VISIBLE_DEVICES: given '0,-1'"),
+        ("1", "0 1", "CUDA_VISIBLE_DEVICES: given '0 1'"),
+        ("2", "0,", "CUDA_VISIBLE_DEVICES: given '0,'"),
+        ("5", "", "GPUS: given 5, but there are 4; set fewer"),
+        ("2", "3,9", "GPUS: given 2, but there are 1 among CUDA_VISIBLE_DEVICES=3,9; set fewer"),
+        ("0", "", "GPUS: given '0'; set a number of devices"),
+    ],
+)
+def test_what_would_wait_for_ever_is_refused(wanted: str, allowed: str, message: str, gpus: Path) -> None:
+    done = monitor(gpus, job(gpus, "exit 0"), GPUS=wanted, CUDA_VISIBLE_DEVICES=allowed)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(message)
+    assert not (gpus / "runs").exists()
 
 
 def test_it_waits_until_enough_are_free(gpus: Path) -> None:
     executable(
         gpus / "nvidia-smi",
-        f"echo x >> {gpus}/asked; [ $(wc -l < {gpus}/asked) -lt 3 ] && echo 0, 9000 || echo 0, 9",
+        f"echo x >> {gpus}/asked; [ $(wc -l < {gpus}/asked) -lt 4 ] && echo 0, 9000 || echo 0, 9",
     )
-    assert monitor(gpus, job(gpus, "exit 0"), CUDA_VISIBLE_DEVICES="").returncode == 0
-    assert len((gpus / "asked").read_text(encoding="utf-8").splitlines()) == 3
+    done = monitor(gpus, job(gpus, "exit 0"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[:-1] == ["waiting until 1 GPUs hold less than 1000 MiB"]  # said once
+    assert len((gpus / "asked").read_text(encoding="utf-8").splitlines()) == 4  # how many there are, and three looks
     assert runs(gpus) == ["0"]
 
 
@@ -241,8 +284,10 @@ def test_its_dry_run_and_its_wrong_usage(gpus: Path, tmp_path: Path) -> None:
         "# when 4 GPUs hold less than 1000 MiB, and again after exit code 3:\nscripts/train_grpo.sh a=b\\ c\n"
     )
     assert not (gpus / "asked").exists()
-    done = monitor(gpus)
-    assert (done.returncode, done.stderr) == (2, "usage: scripts/monitor_and_run.sh [--dry-run] COMMAND ...\n")
+    for arguments in ((), ("--dry-run",)):
+        done = monitor(gpus, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "usage: scripts/monitor_and_run.sh [--dry-run] COMMAND ...\n"
 
 
 def test_comments_name_what_there_is() -> None:

@@ -86,6 +86,11 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
     shape, needed = file.shape, _OF_ADAPTERS.get(to)
     if needed is not None and shape.head not in needed:
         raise ConfigError(f"--to: given {to!r}, which has no place for a {shape.head} adapter; use --to ip-adapter")
+    family = file.metadata.get("family", "flux_fill")
+    if to == "comfyui" and family != "flux_fill":
+        raise ConfigError(
+            f"--to: given 'comfyui', which reads adapters of FLUX; this one is of {family}; use --to ip-adapter"
+        )
     if to == "comfyui" and shape.tokens != COMFYUI_TOKENS:
         raise ConfigError(
             f"--to: given 'comfyui', which reads {COMFYUI_TOKENS} tokens; this adapter has {shape.tokens}: train with "

@@ -151,7 +151,7 @@ class StyleAdapter:
             named = encoder or self.file.metadata.get("image_encoder")
             if named is None:
                 raise ConfigError(f"{self.path} does not say which encoder it is for; give condition(..., encoder=...)")
-            self._encoder = named if isinstance(named, ImageEncoder) else ImageEncoder.load(named)
+            self._encoder = named if isinstance(named, ImageEncoder) else ImageEncoder.load(named, where="encoder")
         if self._encoder.width != self.file.shape.width:
             raise ConfigError(
                 f"{self.path}: takes vectors of width {self.file.shape.width}, the encoder makes {self._encoder.width}"

@@ -16,14 +16,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from retouch.adapters.formats import NAME, AdapterFile, Head, read_adapter, write_bin, write_safetensors
+from retouch.adapters.formats import (
+    NAME,
+    AdapterFile,
+    AdapterFileError,
+    Head,
+    read_adapter,
+    write_bin,
+    write_safetensors,
+)
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
 from retouch.config.errors import ConfigError
 from retouch.config.families import ADAPTERS
 
 if TYPE_CHECKING:
-    from retouch.config.schema import TrainIpAdapter
+    from retouch.config.schema import Train, TrainIpAdapter
     from retouch.types import ModelSpec
 
 FACTORS = f"{NAME}-lora.safetensors"
@@ -36,10 +44,10 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
     Trained weights are fp32, frozen ones of the adapter have the network's precision.
 
     Raises:
-        ConfigError: an initial adapter of other sizes than the run file says, or not whole.
+        ConfigError: an initial adapter that is not whole, or of other sizes than the run file says.
     """
     assert spec.reference_width is not None, "the family loads the image encoder of model.train"
-    given = read_adapter(Path(train.initial_adapter).expanduser()) if train.initial_adapter else None
+    given = initial_adapter(train)
     facts = ADAPTERS[spec.family]
     head: Head = facts.head if not train.query_former else "mlp+query_former"
     tokens = train.tokens or facts.tokens
@@ -60,6 +68,20 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
         factor = train.alpha / train.rank
     about = {"family": spec.family, "image_encoder": train.image_encoder or facts.image_encoder}
     return IpAdapterWeights(adapter, train.weights, factor, about)
+
+
+def initial_adapter(train: Train) -> AdapterFile | None:
+    """The file that training starts from; None where it starts from none.
+
+    Raises:
+        ConfigError: no such file, or no whole adapter in it.
+    """
+    if train.kind != "ip_adapter" or train.initial_adapter is None:
+        return None
+    try:
+        return read_adapter(Path(train.initial_adapter).expanduser())
+    except AdapterFileError as error:
+        raise ConfigError(f"model.train.initial_adapter: {error}") from None
 
 
 def is_trained(key: str, weights: str) -> bool:
@@ -122,8 +144,9 @@ class IpAdapterWeights:
         for name in _kv(self.adapter.names):
             key = next(k for k, n in self.adapter.names.items() if n == name)
             module = name.removesuffix(".weight")
-            a, b = (state[f"{module}.lora_{x}.default.weight"].float() for x in "AB")
-            merged[key] = tensors[key].float() + self._factor * (b @ a)
+            weight = tensors[key].float()
+            a, b = (state[f"{module}.lora_{x}.default.weight"].to(weight) for x in "AB")  # of a file: on the CPU
+            merged[key] = weight + self._factor * (b @ a)
         return merged
 
     def _load_factors(self, path: Path) -> dict[str, Tensor]:

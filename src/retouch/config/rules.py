@@ -39,12 +39,18 @@ def step_rule(run: RunConfig) -> str | None:
     return run.rollout.step_rule or RULES_OF[FACTS[run.model.family].prediction][0]
 
 
-def needed_pictures(run: RunConfig, *, training: bool) -> frozenset[str]:
-    """Pictures that every example of the run must have; `training`: those of `data`."""
+def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
+    """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
     needs = FACTS[run.model.family].needs
-    if run.model.train.kind == "ip_adapter" or any(entry.scorer == "style" for entry in run.rewards.values()):
+    if takes_references(run, scored=scored):
         needs |= {"reference"}
     return needs | {"win", "lose"} if training and _takes_given_pairs(run.algorithm) else needs
+
+
+def takes_references(run: RunConfig, *, scored: bool) -> bool:
+    """Whether anything looks at a reference: a style adapter or, where images are scored, a style reward."""
+    judged = scored and any(entry.scorer == "style" for entry in run.rewards.values())
+    return run.model.train.kind == "ip_adapter" or judged
 
 
 def _takes_given_pairs(algorithm: object) -> bool:

@@ -286,8 +286,8 @@ class Objective(Section):
     seam_weight: Positive = 1.0
     """Weight of the cells that region_dilation adds, beside 1 within the mask."""
     caption_dropout: Unit = 0.0
-    """Share of supervised rows (SFT, the warm-up) trained on the empty prompt, which classifier-free guidance steers
-    away from (arXiv 2207.12598: 0.1); for families that have that guidance."""
+    """Share of supervised rows (SFT, the warm-up) trained on the empty prompt, and without a style adapter's reference,
+    which classifier-free guidance steers away from (arXiv 2207.12598: 0.1); for families that have that guidance."""
 
 
 class SftConfig(Objective):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.schema import RewardClientConfig, RewardEntry
+from retouch.config.schema import RewardClientConfig, RewardEntry, StyleReward
 from retouch.doctor.line import Line
 from retouch.rewards.compose import RewardTable
 from retouch.rewards.protocol import RewardItem
@@ -25,8 +25,13 @@ _SERVER_S = 5.0
 def needed_extras(run: RunConfig) -> set[str]:
     """Extras that training it takes here."""
     here = [entry for entry in run.rewards.values() if entry.url in (None, "auto")]
-    extras = {"train"} | {entry.scorer for entry in here if entry.scorer == "ocr"}
+    extras = {"train"} | ({"ocr"} if any(_reads(entry) for entry in here) else set())
     return extras | ({"serve"} if any(entry.url == "auto" for entry in here) else set())
+
+
+def _reads(entry: RewardEntry) -> bool:
+    """Whether its scorer reads the text of a picture."""
+    return entry.scorer == "ocr" or (isinstance(entry, StyleReward) and entry.gate > 0)
 
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:

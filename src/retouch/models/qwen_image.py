@@ -108,6 +108,7 @@ class QwenImage:
             lora_targets=LORA_TARGETS,
             network_name=self.network_name,
             reference_width=image_encoder.width if image_encoder is not None else None,
+            empty_prompt=NEGATIVE,
         )
         if network.config.in_channels != 4 * vae.config.z_dim:
             raise ModelFilesError(

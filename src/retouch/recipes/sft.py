@@ -2,7 +2,8 @@
 
 Alone it is the baseline; before RL it is the warm-up. Departure from the paper: times go through the same shift as
 sampling (`shifted_times`), so that training sees the noise levels that sampling visits. For classifier-free guidance
-(arXiv 2207.12598) a share of the rows can be trained without caption (`caption_dropout`).
+(arXiv 2207.12598) a share of the rows can be trained without caption (`caption_dropout`) and, of a style adapter,
+without the reference.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _loss(
     train = run.config.model.train
     if train.kind == "ip_adapter":
         draws = [derive_seed(run.config.seed, "reference", session.progress.step, r) for r in rows]
-        condition = drop_references(condition, train.reference_dropout, draws)
+        condition = drop_references(condition, train.reference_dropout, draws, uncaptioned)
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)

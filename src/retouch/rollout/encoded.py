@@ -62,8 +62,8 @@ class EncodedData:
         """One condition with a row for each position, in order.
 
         Args:
-            uncaptioned: rows that get the empty prompt instead of their own, which is what classifier-free guidance
-                steers away from.
+            uncaptioned: rows that get the family's empty prompt instead of their own, which is what classifier-free
+                guidance steers away from.
         """
         keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
         with self.clock.part("text"):
@@ -95,7 +95,7 @@ class EncodedData:
     def _encode(self, key: tuple[int, bool]) -> Condition:
         position, uncaptioned = key
         example = self.examples([position])[0]
-        example = replace(example, prompt="") if uncaptioned else example
+        example = replace(example, prompt=self.model.spec.empty_prompt) if uncaptioned else example
         return self.model.encode([example], self.guidance_scale).to("cpu")
 
     def _encode_picture(self, role: Role, position: int) -> Tensor:
@@ -107,13 +107,15 @@ class EncodedData:
         return self.model.encode_images(pixels).cpu()
 
 
-def drop_references(condition: Condition, share: float, seeds: Sequence[int]) -> Condition:
-    """The condition with a share of its rows, drawn from a seed each, attending to no token of their reference."""
-    if not share:
-        return condition
+def drop_references(condition: Condition, share: float, seeds: Sequence[int], uncaptioned: Sequence[bool]) -> Condition:
+    """The condition with a share of its rows, drawn from a seed each, attending to no token of their reference.
+
+    Args:
+        uncaptioned: rows that lose theirs in any case: guidance steers away from "no text, no reference".
+    """
     draws = torch.tensor([float(torch.rand((), generator=torch.Generator().manual_seed(seed))) for seed in seeds])
     keep = condition.tensors["reference_keep"]
-    kept = keep * (draws >= share).to(keep)
+    kept = keep * ((draws >= share) & ~torch.tensor(list(uncaptioned))).to(keep)
     return replace(condition, tensors={**condition.tensors, "reference_keep": kept})
 
 
