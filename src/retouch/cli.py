@@ -278,15 +278,16 @@ def data_synth(
 
 @tiny_app.command("build")
 def tiny_build(
-    family: Annotated[str, typer.Argument(help="Model family.")],
-    out: Annotated[Path, typer.Option(help="Folder to write, in the diffusers layout.")],
+    family: Annotated[str, typer.Argument(help="Model family; or image_encoder, of the references of tiny runs.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
     seed: Annotated[int, typer.Option(help="Of data and weights.")] = 0,
 ) -> None:
-    """Train a tiny base from nothing on a CPU, and say how well it writes words it never saw."""
+    """Train a tiny base from nothing on a CPU, and measure it on words it never saw."""
     _logging(False)
     from retouch.recipes.tiny_base import build_and_measure
+    from retouch.recipes.tiny_encoder import build_encoder
 
-    result = build_and_measure(family, out, seed)
+    result = build_encoder(out, seed) if family == "image_encoder" else build_and_measure(family, out, seed)
     typer.echo(json.dumps(result, indent=2))
 
 

@@ -124,9 +124,6 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "overflow": overflow}
 
-    def discard_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
     # --- between ranks ---
 
     def sum(self, value: Tensor) -> Tensor:

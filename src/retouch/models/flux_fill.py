@@ -22,7 +22,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.image_encoder import ImageEncoder
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
-from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
+from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
@@ -115,10 +115,7 @@ class FluxFill:
             ModelFilesError: a component is missing or of another class.
             ConfigError: no such image encoder.
         """
-        path = component_path(config.path, config.family)
-        require_pipeline(path, "FluxFillPipeline")
-        frozen = DTYPES[config.dtype]
-        trained = torch.float32 if config.train.kind == "full" else frozen
+        path, trained, frozen = open_pipeline(config, "FluxFillPipeline")
         return cls(
             network=load_component(FluxTransformer2DModel, path, "transformer", trained),
             vae=load_component(AutoencoderKL, path, "vae", frozen),

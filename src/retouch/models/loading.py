@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
+
+if TYPE_CHECKING:
+    from retouch.config.schema import Model
 
 disable_progress_bar()  # one bar a component, terminal or not
 
@@ -43,6 +46,19 @@ def component_path(path: str, family: str) -> str:
     if looks_local:
         raise ModelFilesError(f"model.path: {path}: no such folder; give a folder in the diffusers layout or a hub id")
     return path
+
+
+def open_pipeline(config: Model, pipeline: str) -> tuple[str, torch.dtype, torch.dtype]:
+    """Where the model of a run file is, the dtype of the network that is trained (fp32 where all of it is), and that of
+    what is frozen.
+
+    Raises:
+        ModelFilesError: no such folder, or one of another pipeline class.
+    """
+    path = component_path(config.path, config.family)
+    require_pipeline(path, pipeline)
+    frozen = DTYPES[config.dtype]
+    return path, torch.float32 if config.train.kind == "full" else frozen, frozen
 
 
 def require_pipeline(path: str, expected: str) -> None:

@@ -29,7 +29,7 @@ from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.image_encoder import ImageEncoder
 from retouch.models.flux_fill import pack, unpack
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
-from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
+from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
@@ -124,10 +124,7 @@ class QwenImage:
             ModelFilesError: a component is missing or of another class.
             ConfigError: no such image encoder.
         """
-        path = component_path(config.path, config.family)
-        require_pipeline(path, "QwenImagePipeline")
-        frozen = DTYPES[config.dtype]
-        trained = torch.float32 if config.train.kind == "full" else frozen
+        path, trained, frozen = open_pipeline(config, "QwenImagePipeline")
         model = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", frozen)
         tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
         return cls(

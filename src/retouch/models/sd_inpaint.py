@@ -23,7 +23,7 @@ from transformers import CLIPTextModel
 from retouch.core.schedule import AlphaBarSchedule
 from retouch.image_encoder import ImageEncoder
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
-from retouch.models.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
+from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
@@ -108,10 +108,7 @@ class SdInpaint:
             ModelFilesError: a component is missing or of another class.
             ConfigError: no such image encoder.
         """
-        path = component_path(config.path, config.family)
-        require_pipeline(path, "StableDiffusionInpaintPipeline")
-        frozen = DTYPES[config.dtype]
-        trained = torch.float32 if config.train.kind == "full" else frozen
+        path, trained, frozen = open_pipeline(config, "StableDiffusionInpaintPipeline")
         return cls(
             network=load_component(UNet2DConditionModel, path, "unet", trained),
             vae=load_component(AutoencoderKL, path, "vae", frozen),

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _HANG_S = 300.0  # a worker that works so long past every deadline of its batch is stuck
 _RESTART_S = 0.2
-_RESTART_MAX_S = 10.0
 _UNLOADED_DEATHS = 3  # in a row: what dies so often while it loads will not load
 
 LATE = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
@@ -217,7 +216,7 @@ class ProcessWorker:
 
     async def _supervise(self) -> None:
         """Start it, read what it says until it ends, start it again."""
-        deaths, pause = 0, _RESTART_S
+        deaths = 0
         while self.problem is None:
             self._replies = replies = asyncio.Queue[dict[str, Any] | None]()
             try:
@@ -232,14 +231,14 @@ class ProcessWorker:
             code = self._end()
             if self.problem is not None:
                 return
-            deaths, pause = (0, _RESTART_S) if loaded else (deaths + 1, min(_RESTART_MAX_S, 2 * pause))
+            deaths = 0 if loaded else deaths + 1
             if deaths >= _UNLOADED_DEATHS:
                 self.problem = f"the worker ended {deaths} times while it loaded (exit code {code}); see the log"
                 logger.error("%s", self.problem)
                 return
             logger.error("the worker ended (exit code %s); it is started again", code)
             self.restarts += 1
-            await asyncio.sleep(pause)
+            await asyncio.sleep(_RESTART_S * 2**deaths)
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
