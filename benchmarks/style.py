@@ -33,7 +33,7 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 from demo import retouch  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
-from retouch.config.schema import OcrReward, RewardClientConfig  # noqa: E402
+from retouch.config.reward_sections import OcrReward, RewardClientConfig  # noqa: E402
 from retouch.data import load_dataset  # noqa: E402
 from retouch.data.synth import draw_sign  # noqa: E402
 from retouch.evaluate import Evaluation, evaluate  # noqa: E402

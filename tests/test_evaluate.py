@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from retouch.config import RunConfig
-from retouch.config.schema import PreservationReward, RewardClientConfig
+from retouch.config.reward_sections import PreservationReward, RewardClientConfig
 from retouch.data import Dataset, load_dataset
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, masked_input, save_evaluation
 from retouch.observe import Stopwatch

@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from retouch.config.errors import models_of
-from retouch.config.schema import RunConfig, Section
+from retouch.config.schema import RunConfig
+from retouch.config.section import Section
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 

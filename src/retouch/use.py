@@ -19,9 +19,9 @@ from retouch.adapters.export import FORMATS, Base, export
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
+from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
 from retouch.config.errors import nearest
 from retouch.config.rules import needed_pictures, takes_references
-from retouch.config.schema import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at

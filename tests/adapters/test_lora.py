@@ -15,7 +15,7 @@ from torch import Tensor
 from retouch.adapters.lora import FILE, add_lora, lora_shape
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import ConfigError
-from retouch.config.schema import TrainLora
+from retouch.config.model_sections import TrainLora
 from retouch.engine import Policy
 from retouch.models.flux_fill import LORA_TARGETS
 from retouch.models.loading import tiny_path

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.config.schema import SelfBenchData
+from retouch.config.data_sections import SelfBenchData
 from retouch.data import DataError, load_dataset
 from retouch.data.validate import Finding, validate, validation_table
 from retouch.imaging import Box, ImageProblem, mask_box

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from retouch.config.schema import ManifestData
+from retouch.config.data_sections import ManifestData
 from retouch.data import DataError, ItemError, ItemFiles, load_dataset
 from retouch.data.dataset import check_item, list_items
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.config.schema import SelfBenchData
+from retouch.config.data_sections import SelfBenchData
 from retouch.data import DataError, load_dataset, synth
 from retouch.data.synth import Half, draw_sign, draw_words, half_of, misheard, words_of, write_signs
 from retouch.glyphs import glyph_correlation, ink_of

@@ -9,8 +9,8 @@ import pytest
 
 from retouch.cli import EXTRAS
 from retouch.config import RunConfig, derive, load_run
+from retouch.config.algorithm_sections import NftConfig
 from retouch.config.families import FACTS
-from retouch.config.schema import NftConfig
 from retouch.doctor.machine import EXTRAS as LOOKED_AT
 from tests.config.leaves import leaves
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from retouch.adapters.trainee import make_trainable
 from retouch.config import RunConfig, load_run, parse_run
-from retouch.config.schema import Model
+from retouch.config.model_sections import Model
 from retouch.doctor.memory import checkpoint_bytes, count_weights, device_bytes, kept_checkpoints
 from retouch.doctor.model import PIPELINES, Found, find_model
 from retouch.engine.checkpoint import complete_checkpoints

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline
 
-from retouch.config.schema import FluxFillModel, TrainFull, TrainLora
+from retouch.config.model_sections import FluxFillModel, TrainFull, TrainLora
 from retouch.models import load_model
 from retouch.models.flux_fill import FluxFill, pack, unpack
 from retouch.models.loading import ModelFilesError, component_path

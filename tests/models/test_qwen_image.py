@@ -17,7 +17,7 @@ from torch import Tensor
 from retouch import adapters
 from retouch.adapters.formats import write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
-from retouch.config.schema import QwenImageModel, TrainFull, TrainLora
+from retouch.config.model_sections import QwenImageModel, TrainFull, TrainLora
 from retouch.image_encoder import ImageEncoder
 from retouch.models import load_model
 from retouch.models.flux_fill import pack, unpack

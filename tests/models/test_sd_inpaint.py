@@ -19,7 +19,7 @@ from diffusers import (
 )
 from PIL import Image
 
-from retouch.config.schema import SdInpaintModel, TrainFull, TrainLora
+from retouch.config.model_sections import SdInpaintModel, TrainFull, TrainLora
 from retouch.core import steps
 from retouch.models import family_class, load_model
 from retouch.models.loading import ModelFilesError

@@ -21,7 +21,7 @@ from retouch.adapters.formats import read_adapter
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 from retouch.build import Run, build
 from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
-from retouch.config.schema import TrainIpAdapter
+from retouch.config.model_sections import TrainIpAdapter
 from retouch.data import load_dataset
 from retouch.data.synth import draw_words, write_signs
 from retouch.models.flux_fill import pack

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.config.schema import OcrReward, PreservationReward, RewardClientConfig, RewardEntry
+from retouch.config.reward_sections import OcrReward, PreservationReward, RewardClientConfig, RewardEntry
 from retouch.rewards import compose
 from retouch.rewards.compose import RewardTable, scorer_options
 from retouch.rewards.protocol import RewardItem, Scorer

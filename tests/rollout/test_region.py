@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.config.schema import DpoConfig, GrpoConfig, NftConfig, SftConfig
+from retouch.config.algorithm_sections import DpoConfig, GrpoConfig, NftConfig, SftConfig
 from retouch.rollout import latent_region, objective_region
 from retouch.types import Condition
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.config.schema import PreservationReward, RewardClientConfig
+from retouch.config.reward_sections import PreservationReward, RewardClientConfig
 from retouch.rewards.compose import RewardTable
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import FailureRateExceeded, PendingBatch, RewardOutage, items_of, scorer, settle

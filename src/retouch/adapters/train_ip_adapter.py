@@ -31,7 +31,7 @@ from retouch.config.errors import ConfigError
 from retouch.config.families import ADAPTERS
 
 if TYPE_CHECKING:
-    from retouch.config.schema import Train, TrainIpAdapter
+    from retouch.config.model_sections import Train, TrainIpAdapter
     from retouch.types import ModelSpec
 
 FACTORS = f"{NAME}-lora.safetensors"

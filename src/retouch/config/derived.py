@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from retouch.config.algorithm_sections import DpoConfig, GrpoConfig, NftConfig, RlConfig, SftConfig
 from retouch.config.errors import ConfigError
 from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
 from retouch.config.rules import step_rule, trains_on_rewards
-from retouch.config.schema import DpoConfig, GrpoConfig, NftConfig, RlConfig, RunConfig, SftConfig
+from retouch.config.schema import RunConfig
 
 
 @dataclass(frozen=True)

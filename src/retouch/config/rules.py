@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from retouch.config.algorithm_sections import AdvantageConfig, DpoConfig, GrpoConfig, SftConfig
 from retouch.config.families import (
     ADAPTERS,
     ENDS_WITHOUT_NOISE,
@@ -11,7 +12,8 @@ from retouch.config.families import (
     RULES_OF,
     TINY_SIZE_MULTIPLE,
 )
-from retouch.config.schema import AdvantageConfig, DpoConfig, GrpoConfig, RunConfig, SftConfig, TrainIpAdapter
+from retouch.config.model_sections import TrainIpAdapter
+from retouch.config.schema import RunConfig
 
 
 def check(run: RunConfig) -> None:

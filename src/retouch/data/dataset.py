@@ -19,7 +19,7 @@ from retouch.imaging import ImageProblem, fit_size, mask_box, open_image, read_m
 from retouch.types import Example
 
 if TYPE_CHECKING:
-    from retouch.config.schema import Data, DataSection
+    from retouch.config.data_sections import Data, DataSection
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retouch.config import load_run
+from retouch.config.data_sections import ManifestData, SelfBenchData
 from retouch.config.rules import needed_pictures
-from retouch.config.schema import ManifestData, SelfBenchData
 from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
 
 if TYPE_CHECKING:
-    from retouch.config.schema import Data
+    from retouch.config.data_sections import Data
 
 
 @dataclass(frozen=True)

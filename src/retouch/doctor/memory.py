@@ -12,7 +12,8 @@ from pathlib import Path
 
 from retouch.config import derive
 from retouch.config.derived import snapshots
-from retouch.config.schema import RunConfig, TrainIpAdapter, TrainLora
+from retouch.config.model_sections import TrainIpAdapter, TrainLora
+from retouch.config.schema import RunConfig
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
 from retouch.doctor.model import PIPELINES, Found, Shapes

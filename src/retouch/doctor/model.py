@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch.config.schema import Model
+from retouch.config.model_sections import Model
 from retouch.doctor.line import Line
 
 PIPELINES: dict[str, tuple[str, dict[str, str]]] = {

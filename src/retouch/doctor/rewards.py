@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.schema import RewardClientConfig, RewardEntry, StyleReward
+from retouch.config.reward_sections import RewardClientConfig, RewardEntry, StyleReward
 from retouch.doctor.line import Line
 from retouch.rewards.compose import RewardTable
 from retouch.rewards.protocol import RewardItem

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retouch.config.schema import Model
+    from retouch.config.model_sections import Model
     from retouch.types import DiffusionModel
 
 FAMILIES = {

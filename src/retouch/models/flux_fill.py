@@ -27,7 +27,7 @@ from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
 if TYPE_CHECKING:
-    from retouch.config.schema import FluxFillModel
+    from retouch.config.model_sections import FluxFillModel
 
 GUIDANCE_SCALE = 30.0  # of the released FLUX.1-Fill; FLUX.1-dev uses 3.5
 

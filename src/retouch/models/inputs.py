@@ -15,7 +15,7 @@ from retouch.models.loading import DTYPES
 from retouch.types import Example, ModelSpec
 
 if TYPE_CHECKING:
-    from retouch.config.schema import Model
+    from retouch.config.model_sections import Model
 
 
 def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 if TYPE_CHECKING:
-    from retouch.config.schema import Model
+    from retouch.config.model_sections import Model
 
 disable_progress_bar()  # one bar a component, terminal or not
 

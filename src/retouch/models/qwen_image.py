@@ -34,7 +34,7 @@ from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
 if TYPE_CHECKING:
-    from retouch.config.schema import QwenImageModel
+    from retouch.config.model_sections import QwenImageModel
 
 GUIDANCE_SCALE = 4.0  # true classifier-free guidance of the released model
 NEGATIVE = " "  # what the pipeline's examples guide away from

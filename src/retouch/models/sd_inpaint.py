@@ -28,7 +28,7 @@ from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
 
 if TYPE_CHECKING:
-    from retouch.config.schema import SdInpaintModel
+    from retouch.config.model_sections import SdInpaintModel
 
 GUIDANCE_SCALE = 7.5  # default of the pipeline
 

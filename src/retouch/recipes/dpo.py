@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retouch.build import Run
-from retouch.config.schema import DpoConfig
+from retouch.config.algorithm_sections import DpoConfig
 from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
 from retouch.data import batch_examples, derive_seed

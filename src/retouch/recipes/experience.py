@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from retouch.config.schema import AdvantageConfig, RlConfig
+from retouch.config.algorithm_sections import AdvantageConfig, RlConfig
 from retouch.core.advantages import comparable_rows, group_advantages
 from retouch.data import derive_seed, epoch_examples, other_examples
 from retouch.engine import CheckpointError, Engine

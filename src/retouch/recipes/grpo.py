@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from retouch.build import Run
-from retouch.config.schema import GrpoConfig
+from retouch.config.algorithm_sections import GrpoConfig
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss, guard_log_probs
 from retouch.core.reduce import weighted_mean
 from retouch.core.steps import gaussian_log_prob

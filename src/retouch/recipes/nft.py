@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from retouch.build import Run
-from retouch.config.schema import NftConfig
+from retouch.config.algorithm_sections import NftConfig
 from retouch.core.objectives.nft import nft_loss, old_policy_decay
 from retouch.core.reduce import row_mean, weighted_mean, within
 from retouch.recipes.experience import Experience, collect, row_generators, train_epoch

@@ -14,7 +14,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.build import Run
-from retouch.config.schema import GrpoConfig, RlConfig
+from retouch.config.algorithm_sections import GrpoConfig, RlConfig
 from retouch.core.advantages import comparable_rows, zero_std_rows
 from retouch.data import Slot, derive_seed, rank_slots
 from retouch.observe.grids import grid

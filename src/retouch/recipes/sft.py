@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retouch.build import Run
-from retouch.config.schema import Objective, RlConfig, SftConfig
+from retouch.config.algorithm_sections import Objective, RlConfig, SftConfig
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data import batch_examples, derive_seed
 from retouch.engine import CheckpointError

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError, nearest
-from retouch.config.schema import FluxFillModel, Model, OcrReward, RewardClientConfig, SdInpaintModel, TrainFull
+from retouch.config.model_sections import FluxFillModel, Model, SdInpaintModel, TrainFull
+from retouch.config.reward_sections import OcrReward, RewardClientConfig
 from retouch.core.objectives.sft import denoising_loss
 from retouch.core.schedule import Schedule as NoiseSchedule
 from retouch.core.schedule import shift_sigma

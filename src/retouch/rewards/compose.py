@@ -26,7 +26,7 @@ from retouch.rewards.scorers import make_scorer
 from retouch.types import Outcome, Score, Scores
 
 if TYPE_CHECKING:
-    from retouch.config.schema import RewardClientConfig, RewardEntry
+    from retouch.config.reward_sections import RewardClientConfig, RewardEntry
 
 logger = logging.getLogger(__name__)
 

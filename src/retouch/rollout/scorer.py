@@ -22,7 +22,7 @@ from retouch.types import Example, Failure, Outcome, Scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from retouch.config.schema import RewardClientConfig
+    from retouch.config.reward_sections import RewardClientConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from retouch.data.dataset import DataError, ItemError, ItemFiles
 
 if TYPE_CHECKING:
-    from retouch.config.schema import ManifestData
+    from retouch.config.data_sections import ManifestData
 
 _PATHS = ("image_path", "mask_path", "reference_path", "target_path", "win_path", "lose_path")
 

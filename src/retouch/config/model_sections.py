@@ -1,0 +1,125 @@
+"""`model`: the families, and what of each is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from retouch.config.section import NonNegative, Positive, Section, Text, Unit
+
+
+class TrainFull(Section):
+    """Train every weight of the network, in fp32 (autocast by `training.mixed_precision`)."""
+
+    kind: Literal["full"] = "full"
+
+
+class TrainLora(Section):
+    """Train low-rank adapters (arXiv 2106.09685) on the frozen network, in fp32."""
+
+    kind: Literal["lora"] = "lora"
+    rank: PositiveInt = 32
+    """Columns of the two factors that each adapted weight gets."""
+    alpha: Positive = 64
+    """Updates are scaled by alpha / rank."""
+    targets: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Module-name suffixes to adapt; null takes those of the family."""
+
+
+class TrainIpAdapter(Section):
+    """Train a style adapter (IP-Adapter, arXiv 2308.06721) on the frozen network: a reference picture becomes tokens
+    that every block attends to. Every example needs a reference."""
+
+    kind: Literal["ip_adapter"] = "ip_adapter"
+    image_encoder: Text | None = None
+    """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
+    Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
+    tokens: PositiveInt | None = None
+    """Tokens that a reference becomes; null is 128, which ComfyUI reads; 4 for sd_inpaint, which diffusers reads."""
+    query_former: bool = False
+    """Add the second head of the released Calligrapher to the projection."""
+    weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
+    """What of the adapter is trained: everything; all but the last layer of each head of the projection, which is
+    nearly half of everything; keys and values alone; low-rank adapters on these."""
+    rank: PositiveInt = 32
+    """Columns of the factors of kv_lora."""
+    alpha: Positive = 64
+    """Updates of kv_lora are scaled by alpha / rank."""
+    scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] = 1.0
+    """How much the reference counts: in all blocks, or a factor for each."""
+    reference_dropout: Unit = 0.0
+    """Share of the rows of supervised steps without their reference. Such a row attends to no token, so that on a
+    frozen network it trains nothing; for sd_inpaint its vector is 0, as in the unconditional half of guidance."""
+    initial_adapter: Text | None = None
+    """File to start from, of any layout (or a folder of a checkpoint); null starts with a new adapter, which changes
+    nothing at first."""
+
+    @field_validator("scale", mode="wrap")
+    @classmethod
+    def _is_one_or_many(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # two lines, one for each kind
+            raise ValueError(
+                f"given {value!r}; write a factor of 0 or more, like 1.0, or a list with one for each block"
+            ) from None
+
+
+Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
+
+
+class FluxFillModel(Section):
+    """FLUX.1-Fill (`FluxTransformer2DModel`, mask-conditioned flow model)."""
+
+    family: Literal["flux_fill"] = "flux_fill"
+    path: str = "black-forest-labs/FLUX.1-Fill-dev"
+    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of frozen weights (network under LoRA, VAE, text encoders). Trained weights are fp32."""
+    max_sequence_length: Annotated[int, Field(ge=1, le=512)] = 512
+    """T5 tokens a prompt is padded or cut to."""
+    offload_text_encoders: bool = True
+    """Keep the text encoders on the CPU and move them to the device only while they encode."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoders from memory altogether."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+
+class SdInpaintModel(Section):
+    """Stable Diffusion 1.5 inpainting (`UNet2DConditionModel` with 9 input channels, epsilon prediction)."""
+
+    family: Literal["sd_inpaint"] = "sd_inpaint"
+    path: str = "stable-diffusion-v1-5/stable-diffusion-inpainting"
+    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of frozen weights (network under LoRA, VAE, text encoder). Trained weights are fp32."""
+    offload_text_encoders: bool = True
+    """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+
+class QwenImageModel(Section):
+    """Qwen-Image (`QwenImageTransformer2DModel`, flow model): text to image, and inpainting by blending latents where
+    examples have a source and a mask."""
+
+    family: Literal["qwen_image"] = "qwen_image"
+    path: str = "Qwen/Qwen-Image"
+    """A hub id or a folder in the diffusers layout."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of frozen weights (network under LoRA, VAE, text encoder). Trained weights are fp32."""
+    max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 512
+    """Tokens a prompt is padded or cut to, the end of its chat template included."""
+    offload_text_encoders: bool = True
+    """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+
+Model = Annotated[FluxFillModel | SdInpaintModel | QwenImageModel, Field(discriminator="family")]

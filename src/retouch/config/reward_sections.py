@@ -1,0 +1,232 @@
+"""`rewards` and `reward_client`: one class a scorer, and how servers are asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from retouch.config.section import NonNegative, Positive, Section, Text, Unit
+
+
+class RewardEntry(Section):
+    """One reward of the table; its key is the scorer's name unless `scorer` says otherwise."""
+
+    scorer: str
+    """What scores; several entries may share one with other options."""
+    url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
+    """Null scores in this process; "auto" starts a server on loopback for the run; else one or more server addresses,
+    or the endpoints file that `retouch reward serve` wrote."""
+    weight: float = 1.0
+    """Of this reward in the combined score."""
+    paste_back: bool = True
+    """Score the source with only the mask repainted, as a user would use it, not the raw generation."""
+
+    @field_validator("url", mode="wrap")
+    @classmethod
+    def _is_an_address(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # two lines, one for each kind of url
+            raise ValueError(
+                f"given {value!r}; set null (score in this process), auto, http://host:port, a list of these, or the "
+                "endpoints file that `retouch reward serve` wrote"
+            ) from None
+
+    @model_validator(mode="after")
+    def _options_are_served_with(self) -> RewardEntry:
+        if self.url in (None, "auto"):
+            return self
+        # by value, not by what was written: a dumped run writes every default
+        own = sorted(type(self).model_fields.keys() - RewardEntry.model_fields.keys())
+        changed = [name for name in own if getattr(self, name) != type(self).model_fields[name].default]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
+                f"scores it; drop {changed[0]} here and start the server with it"
+            )
+        return self
+
+
+class OcrReward(RewardEntry):
+    """Reads the mask crop and compares it with the text asked for (rapidocr)."""
+
+    scorer: Literal["ocr"] = "ocr"  # pyright: ignore[reportIncompatibleVariableOverride]
+    score: Literal["ned", "confidence"] = "ned"
+    """Normalised edit distance, or the recogniser's confidence (which nonsense maximises too)."""
+    case_sensitive: bool = True
+    """Whether "Moon" and "MOON" differ."""
+    crop_margin: Unit = 0.0
+    """Widen the mask box by this share of its sides before reading."""
+    detect: bool = True
+    """Find the lines in the crop first; false reads the crop as one line: faster, for crops as large as their word."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the recogniser; 0 takes all."""
+
+
+class PreservationReward(RewardEntry):
+    """1 - mean |difference| to the source outside the mask, in [0, 1]; meant for the raw generation."""
+
+    scorer: Literal["preservation"] = "preservation"  # pyright: ignore[reportIncompatibleVariableOverride]
+    paste_back: bool = False
+    """True scores what is 1 by construction."""
+
+
+class FnReward(RewardEntry):
+    """A function or class of your own, as "module:name"."""
+
+    scorer: Literal["fn"] = "fn"  # pyright: ignore[reportIncompatibleVariableOverride]
+    fn: str = ""
+    """Required where it is scored here or by `auto`: "module:name", found from the working directory, too. A function
+    of a list of items that returns a number for each, or a class with `score` and, if it likes, `load`."""
+    needs: list[str] | None = None
+    """Pictures (mask, source, reference) that an item must have; others fail, typed."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> FnReward:
+        if self.url in (None, "auto") and ":" not in self.fn:
+            raise ValueError(f"fn: given {self.fn!r}; write module:function, like my_rewards:score")
+        unknown = [name for name in self.needs or () if name not in ("mask", "source", "reference")]
+        if unknown:
+            raise ValueError(f"needs: given {unknown[0]!r}; an item may have mask, source, reference")
+        return self
+
+
+class OpenAIJudgeReward(RewardEntry):
+    """A vision-language model behind an OpenAI-compatible endpoint (OpenAI, vLLM, SGLang), in [0, 1]. Its key is taken
+    from OPENAI_API_KEY of the environment."""
+
+    scorer: Literal["openai_judge"] = "openai_judge"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: str = ""
+    """As the endpoint names it; required where it is scored here or by `auto`."""
+    address: str = "https://api.openai.com/v1"
+    """Of the endpoint, with /v1."""
+    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    """{prompt} stands for the item's prompt."""
+    mode: Literal["logprobs", "rubric"] = "logprobs"
+    """The expectation over the probabilities of the digits 0 to 5; or JSON with a score and a reason."""
+    min_mass: Unit = 0.5
+    """Probability that the digits must have together; below it the answer was something else, a failure."""
+    concurrency: PositiveInt = 8
+    """Questions under way at once."""
+    requests_per_minute: Positive | None = None
+    """Of the endpoint, shared by all judges of the process; null does not limit them."""
+    tokens_per_minute: Positive | None = None
+    """The same for tokens."""
+    budget_requests: PositiveInt | None = None
+    """Limit of each process that scores; what is asked beyond it is a failure, and too many of these stop the run."""
+    budget_tokens: PositiveInt | None = None
+    """The same for tokens."""
+    budget_dollars: Positive | None = None
+    """The same for money, by the prices."""
+    price_in: NonNegative = 0.0
+    """Dollars for a million tokens of questions."""
+    price_out: NonNegative = 0.0
+    """Dollars for a million tokens of answers."""
+    timeout_s: Positive = 60.0
+    """Of one question, retries included."""
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> OpenAIJudgeReward:
+        if self.url in (None, "auto") and not self.model:
+            raise ValueError("model: not set; name the model as the endpoint does")
+        if "{prompt}" not in self.question:
+            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        if self.budget_dollars is not None and not self.price_in + self.price_out:
+            raise ValueError("budget_dollars: given without prices; set price_in and price_out")
+        return self
+
+
+class ClipReward(RewardEntry):
+    """Cosine between picture and prompt, in [-1, 1]."""
+
+    scorer: Literal["clip"] = "clip"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "openai/clip-vit-large-patch14"
+    """A hub id or folder of a `CLIPModel`."""
+    processor: str = ""
+    """Where its processor lies, if elsewhere."""
+    images_per_forward: PositiveInt = 32
+    """As it says; changes memory and speed, not results."""
+
+
+class PickScoreReward(RewardEntry):
+    """PickScore v1 (arXiv 2305.01569), about 15 to 25."""
+
+    scorer: Literal["pickscore"] = "pickscore"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "yuvalkirstain/PickScore_v1"
+    """A hub id or folder of a `CLIPModel`."""
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Where its processor lies, if elsewhere."""
+    images_per_forward: PositiveInt = 32
+    """As it says; changes memory and speed, not results."""
+
+
+class SeamReward(RewardEntry):
+    """-|gradients just inside the mask's edge - just outside|, in [-1, 0]; meant for the raw generation."""
+
+    scorer: Literal["seam"] = "seam"  # pyright: ignore[reportIncompatibleVariableOverride]
+    paste_back: bool = False
+    """True judges the hard edge that pasting makes."""
+
+
+class JpegSizeReward(RewardEntry):
+    """-(bits a pixel as JPEG) / 24 (DDPO, arXiv 2305.13301): its optimum is known, for trying things."""
+
+    scorer: Literal["jpeg_size"] = "jpeg_size"  # pyright: ignore[reportIncompatibleVariableOverride]
+    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    """Of the JPEG."""
+    incompressible: bool = False
+    """Raise the size instead of lowering it."""
+
+
+class StyleReward(RewardEntry):
+    """Similarity of the hole to the reference by an image encoder, as far as the text can be read."""
+
+    scorer: Literal["style"] = "style"  # pyright: ignore[reportIncompatibleVariableOverride]
+    image_encoder: Text = "google/siglip-so400m-patch14-384"
+    """Hub id or folder of a SigLIP or CLIP; "tiny" is the one that comes with the package."""
+    gate: Unit = 0.5
+    """Reading (as of the ocr reward) from which the similarity counts in full, below it in proportion; 0 reads
+    nothing."""
+    detect: bool = True
+    """Of the reading: find the lines in the crop first; false reads the crop as one line."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the recogniser; 0 takes all."""
+
+
+Reward = Annotated[
+    ClipReward
+    | FnReward
+    | JpegSizeReward
+    | OcrReward
+    | OpenAIJudgeReward
+    | PickScoreReward
+    | PreservationReward
+    | SeamReward
+    | StyleReward,
+    Field(discriminator="scorer"),
+]
+
+
+class RewardClientConfig(Section):
+    """How the run talks to reward servers."""
+
+    timeout_s: Positive = 60.0
+    """Deadline of one request, retries included."""
+    outage_wait_s: NonNegative = 300.0
+    """How long to wait for servers that stopped answering before the run stops, resumable (exit 3)."""
+    max_failure_rate: Unit = 0.2
+    """More failed rewards than this share of a rollout batch stop the run, resumable (exit 3)."""
+    max_run_failure_rate: Unit = 1.0
+    """The same over all rewards of this process so far, once there were 200: what fails a little all the time."""
+    batch_size: PositiveInt = 16
+    """Images of one request."""
+    balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"
+    """Which of several servers is asked: the one expected to answer first, by its requests under way and its latency;
+    or each in turn."""
+    requests_per_server: PositiveInt = 4
+    """Under way at once; more wait here, for whichever server is free first."""
+    hedge_after_s: Positive | None = None
+    """Ask a second server, too, when the first has not answered after so long; null never does."""
+    cache: bool = False
+    """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice."""
