@@ -1,14 +1,15 @@
 """Does a style adapter learn, first supervised, then by RL? On the tiny base, of which not one weight changes.
 
 Words are to be written in the font and colour of a reference that shows another word. Measured on words, colours and
-references that nothing was trained on, by a program that knows the truth (`retouch.glyphs`): how often the font is that
-of the reference (four fonts; chance is .25, and .85 is what the program finds in true pictures), how far the colour of
-the ink is from the reference's (mean of three channels, 0 to 255), and the OCR reward. `shuffled` are the same images
-judged by another item's style: what an adapter that ignored its reference would reach.
+references that nothing was trained on, by a program that knows the truth (`retouch.glyphs`), not by the encoder that
+rewards: how often the font is that of the reference (four fonts; chance is .25, true pictures 1), by how much the ink
+correlates better with that font than with the others, how far its colour is from the reference's (mean of three
+channels, 0 to 255), and the OCR reward. `shuffled` are the same images judged by another item's style: what an adapter
+that ignored its reference would reach.
 
     python benchmarks/style.py --out benchmarks/results/style.json --grid docs/images/style.png
 
-SFT, then GRPO and DiffusionNFT, both from the adapter that SFT left (`model.train.initial_adapter`).
+A supervised run, then GRPO and DiffusionNFT, both from the adapter that it left (`model.train.initial_adapter`).
 """
 
 from __future__ import annotations
@@ -31,59 +32,62 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 from demo import retouch  # noqa: E402
+from inputs import digest, inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
 from retouch.config.reward_sections import OcrReward, RewardClientConfig  # noqa: E402
 from retouch.data import load_dataset  # noqa: E402
-from retouch.data.synth import draw_sign  # noqa: E402
+from retouch.data.synth import Sign, draw_sign  # noqa: E402
 from retouch.evaluate import Evaluation, evaluate  # noqa: E402
-from retouch.glyphs import font_of, ink_colour  # noqa: E402
+from retouch.glyphs import font_likeness, ink_colour  # noqa: E402
 from retouch.models.loading import tiny_path  # noqa: E402
 from retouch.observe import Stopwatch  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
-from retouch.observe.run_dir import environment  # noqa: E402
+from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
+from retouch.observe.statistics import paired_difference  # noqa: E402
 from retouch.rewards.compose import RewardTable  # noqa: E402
 from retouch.use import Loaded  # noqa: E402
 
 SIZE, HELD_OUT_SEED = (32, 64), 3
+MEASURES = ("ocr", "font_right", "font_margin", "ink_error")
+Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/style"), help="folder for data and runs")
-    parser.add_argument("--sft-steps", type=int, default=250)
-    parser.add_argument("--rl-steps", type=int, default=30)
-    parser.add_argument("--images", type=int, default=96, help="held-out words to measure on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--images", type=int, default=192, help="held-out words to measure on")
     parser.add_argument("--algorithms", nargs="*", default=["grpo", "nft"], help="of RL, from the adapter of SFT")
-    parser.add_argument("--out", type=Path, help="JSON to write")
-    parser.add_argument("--grid", type=Path, help="picture to write: reference, base, SFT, RL")
+    parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
+    parser.add_argument("--grid", type=Path, help="picture to write: reference, base, SFT, RL of the first seed")
+    parser.add_argument("--option", action="append", default=[], help="of every run, like training.max_steps=3")
     arguments = parser.parse_args()
+    rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     data, work = arguments.work / "data", arguments.work
     make_data(data, arguments.images)
-    runs = {"sft": train("sft", work, data, f"training.max_steps={arguments.sft_steps}", "optimizer.schedule=cosine")}
-    start = weights_of(runs["sft"])
-    for name in arguments.algorithms:
-        options = ("algorithm.warmup_steps=0", f"training.max_steps={arguments.rl_steps}")
-        runs[name] = train(name, work, data, *options, f"model.train.initial_adapter={start}")
-    results: dict[str, Evaluation] = {}
-    loaded = Loaded(load_run(runs["sft"] / "config.yaml"))
-    frozen = base_digest(loaded)
-    examples = load_dataset(loaded.config.evaluation.data, "held_out", {"reference"})[: arguments.images]  # type: ignore[arg-type]
-    for name, folder in {"base": None, **{name: weights_of(run) for name, run in runs.items()}}.items():
-        loaded.load(folder)
-        results[name] = measure(loaded, examples)
-    assert base_digest(loaded) == frozen
-    found = {name: agreement(result, examples) for name, result in results.items()}
-    for name, values in found.items():
-        print(f"{name:6}", ", ".join(f"{k} {v:.3f}" for k, v in values.items()))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        steps = {"sft": arguments.sft_steps, "rl": arguments.rl_steps}
-        machine = {"cores": os.cpu_count(), "processor": platform.machine(), **environment()["packages"]}
-        result = {"machine": machine, "images": len(examples), "steps": steps, "held_out": found}
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if arguments.grid:
-        picture(examples, results, 8).save(arguments.grid)
+    for seed in arguments.seeds:
+        runs = {"sft": train("sft", seed, work, data, *arguments.option)}
+        start = f"model.train.initial_adapter={weights_of(runs['sft'])}"
+        for name in arguments.algorithms:
+            rl = load_run(config_file(name), ["model.train.initial_adapter=null"])
+            steps = rl.training.max_steps - rl.algorithm.warmup_steps  # type: ignore[union-attr]
+            options = (f"training.max_steps={steps}", "algorithm.warmup_steps=0", start)
+            runs[name] = train(name, seed, work, data, *options, *arguments.option)
+        found, pictures, examples = measured(runs, arguments.images)
+        for name, run in runs.items():
+            row = describe(name, seed, run, found)
+            rows = [r for r in rows if r["run"] != row["run"]] + [row]
+        if arguments.out:
+            write(sorted(rows, key=lambda r: r["run"]), arguments.out)
+        if arguments.grid and seed == arguments.seeds[0]:
+            picture(examples, pictures, 8).save(arguments.grid)
+    print(table(rows))
+
+
+def config_file(algorithm: str) -> Path:
+    """The published tiny run of an algorithm on the adapter."""
+    return REPOSITORY / f"configs/tiny/flux_fill_{algorithm}_ip.yaml"
 
 
 def make_data(data: Path, images: int) -> None:
@@ -93,18 +97,17 @@ def make_data(data: Path, images: int) -> None:
         retouch(*synth, str(data / "prompts"), "--count", "1000", "--seed", "1", "--no-targets")
     if not (data / "warmup").is_dir():
         exclude = ("--exclude", str(data / "prompts"))
-        retouch(*synth, str(data / "warmup"), "--count", "480", "--seed", "2", *exclude)
+        retouch(*synth, str(data / "warmup"), "--count", "512", "--seed", "2", *exclude)
     if not (data / "held_out").is_dir():
         held_out = ("--count", str(images), "--seed", str(HELD_OUT_SEED), "--half", "held_out")
         retouch(*synth, str(data / "held_out"), *held_out)
 
 
-def train(algorithm: str, work: Path, data: Path, *options: str) -> Path:
-    """The published tiny run of an algorithm on the adapter; one that is there is not made again."""
-    run = work / algorithm
-    common = (f"name={algorithm}", f"logging.dir={work}", "resume=auto", "training.eval_every=0")
-    file = REPOSITORY / f"configs/tiny/flux_fill_{algorithm}_ip.yaml"
-    retouch("train", str(file), *common, *options, DATA_PATH=str(data))
+def train(algorithm: str, seed: int, work: Path, data: Path, *options: str) -> Path:
+    """One run; one that is there is not made again."""
+    run = work / f"{algorithm}-{seed}"
+    common = (f"name={run.name}", f"seed={seed}", f"logging.dir={work}", "resume=auto", "training.eval_every=0")
+    retouch("train", str(config_file(algorithm)), *common, *options, DATA_PATH=str(data))
     return run
 
 
@@ -113,7 +116,23 @@ def weights_of(run: Path) -> Path:
     return sorted((run / "checkpoints").glob("step-*"))[-1] / "weights"
 
 
-def measure(loaded: Loaded, examples: Sequence[Any]) -> Evaluation:
+def measured(
+    runs: dict[str, Path], images: int
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, Evaluation], Sequence[Any]]:
+    """The base and the end of each run on the same held-out items and noise -> what `agreement` finds, the images,
+    and the items."""
+    loaded = Loaded(load_run(runs["sft"] / "config.yaml"))
+    frozen = base_digest(loaded)
+    examples = load_dataset(loaded.config.evaluation.data, "held_out", {"reference"})[:images]  # type: ignore[arg-type]
+    pictures: dict[str, Evaluation] = {}
+    for name, folder in {"base": None, **{name: weights_of(run) for name, run in runs.items()}}.items():
+        loaded.load(folder)
+        pictures[name] = draw(loaded, examples)
+    assert base_digest(loaded) == frozen, "a run changed weights that are not the adapter's"
+    return {name: agreement(result, examples) for name, result in pictures.items()}, pictures, examples
+
+
+def draw(loaded: Loaded, examples: Sequence[Any]) -> Evaluation:
     rewards = RewardTable({"ocr": OcrReward(detect=False)}, RewardClientConfig())
     rewards.start()
     try:
@@ -122,24 +141,74 @@ def measure(loaded: Loaded, examples: Sequence[Any]) -> Evaluation:
         rewards.close()
 
 
-def agreement(result: Evaluation, examples: Sequence[Any]) -> dict[str, float]:
-    """Means over the held-out images."""
+def agreement(result: Evaluation, examples: Sequence[Any]) -> dict[str, list[float]]:
+    """Each measure of each held-out image, and `shuffled/` measures, by the style of the item before."""
     signs = [draw_sign(e.metadata["text"], SIZE, HELD_OUT_SEED) for e in examples]  # the truth, as the data was made
-    others = signs[1:] + signs[:1]
     masks = [np.asarray(e.mask) for e in examples]
-    fonts = [font_of(i, m, s.word) for i, m, s in zip(result.images, masks, signs, strict=True)]
+    likeness = [font_likeness(i, m, s.word) for i, m, s in zip(result.images, masks, signs, strict=True)]
     inks = [ink_colour(i, m) for i, m in zip(result.images, masks, strict=True)]
 
-    def error(truth: Sequence[Any]) -> float:
-        return fmean(float(np.abs(np.subtract(ink, sign.ink)).mean()) for ink, sign in zip(inks, truth, strict=True))
+    def style(prefix: str, truth: Sequence[Sign]) -> dict[str, list[float]]:
+        pairs = list(zip(likeness, truth, strict=True))
+        return {
+            f"{prefix}font_right": [float(max(found, key=lambda f: found[f]) == sign.face) for found, sign in pairs],
+            f"{prefix}font_margin": [
+                found[sign.face] - fmean(v for font, v in found.items() if font != sign.face) for found, sign in pairs
+            ],
+            f"{prefix}ink_error": [
+                float(np.abs(np.subtract(ink, sign.ink)).mean()) for ink, sign in zip(inks, truth, strict=True)
+            ],
+        }
 
     return {
-        "ocr": round(result.means()["ocr"], 4),
-        "font_right": round(fmean(f == s.face for f, s in zip(fonts, signs, strict=True)), 4),
-        "font_right_shuffled": round(fmean(f == s.face for f, s in zip(fonts, others, strict=True)), 4),
-        "ink_error": round(error(signs), 2),
-        "ink_error_shuffled": round(error(others), 2),
+        "ocr": [row["ocr"] for row in result.rows],
+        **style("", signs),
+        **style("shuffled/", signs[1:] + signs[:1]),
     }
+
+
+def describe(name: str, seed: int, run: Path, found: dict[str, dict[str, list[float]]]) -> Row:
+    """Means of a run and its gain over what it started from (the base; RL: the supervised adapter)."""
+    before = found["base" if name == "sft" else "sft"]
+    steps = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+    return {
+        "run": f"{name}-{seed}",
+        "algorithm": name,
+        "seed": seed,
+        "steps": len(steps),
+        "seconds": round(sum(r["time"]["step"] for r in steps), 1),
+        "images": len(found[name]["ocr"]),
+        "inputs": committed_inputs(name),
+        "before": {measure: round(fmean(values), 4) for measure, values in before.items()},
+        "held_out": {measure: round(fmean(values), 4) for measure, values in found[name].items()},
+        "gain": {m: [round(v, 4) for v in paired_difference(found[name][m], before[m])] for m in MEASURES},
+    }
+
+
+def committed_inputs(algorithm: str) -> dict[str, str]:
+    """Digests of the run file, the tiny base and the tiny image encoder."""
+    encoder = (tiny_path("image_encoder") / "model.safetensors").read_bytes()
+    return inputs(config_file(algorithm)) | {"image_encoder": digest(encoder)}
+
+
+def write(rows: Sequence[Row], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cores": os.cpu_count(), "processor": platform.machine(), **environment()["packages"]}
+    out.write_text(json.dumps({"machine": machine, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Means over seeds, as markdown; the base is what SFT started from."""
+    lines = ["| | OCR | font right | font margin | ink error |", "|---" * 5 + "|"]
+    start = [r["before"] for r in rows if r["algorithm"] == "sft"]
+    groups = {"base": start} | {
+        name: [r["held_out"] for r in rows if r["algorithm"] == name]
+        for name in dict.fromkeys(r["algorithm"] for r in sorted(rows, key=lambda r: r["algorithm"] != "sft"))
+    }
+    for name, values in groups.items():
+        ocr, right, margin, ink = (fmean(v[m] for v in values) for m in MEASURES)
+        lines.append(f"| {name} | {ocr:.3f} | {right:.3f} | {margin:+.3f} | {ink:.1f} |")
+    return "\n".join(lines)
 
 
 def base_digest(loaded: Loaded) -> float:

@@ -93,14 +93,29 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
     return max(_correlation(ink, rendered_ink(text, name, spaced)) for name in FONTS for spaced in (False, True))
 
 
+def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> dict[str, float]:
+    """Font of `FONTS` -> normalised correlation, in [-1, 1], of the mask's ink with `text` in that font, its letters on
+    an even pitch across the mask as `write_spaced` sets them. All 0 where nothing stands out from the ground.
+
+    Unlike `glyph_correlation` it neither moves nor scales the ink, so that blur does not change which font is likest.
+    """
+    left, top, right, bottom = box = mask_box(mask)
+    ink = _contrast(image[top:bottom, left:right].astype(np.float64))
+    return {name: _correlation(ink, _spaced(text, name, box)) for name in FONTS}
+
+
 def font_of(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> str | None:
-    """The font of `FONTS` that the ink inside the mask looks most like, written as `text` with spaced letters; None
-    where there is no ink."""
-    left, top, right, bottom = mask_box(mask)
-    ink = ink_of(image[top:bottom, left:right])
-    if ink is None:
-        return None
-    return max(FONTS, key=lambda name: _correlation(ink, rendered_ink(text, name, True)))
+    """The font that the ink inside the mask looks most like (`font_likeness`); None where there is no ink."""
+    likeness = font_likeness(image, mask, text)
+    return max(likeness, key=lambda name: likeness[name]) if any(likeness.values()) else None
+
+
+@lru_cache(maxsize=4096)
+def _spaced(text: str, name: str, box: Box) -> Ink:
+    """Ink of `text` across a box, at its place in the picture: elsewhere letters round to other pixels."""
+    page = Image.new("L", box[2:], 255)
+    write_spaced(page, text, name, box, 0)
+    return 255 - np.asarray(page.crop(box), np.float64)
 
 
 def ink_colour(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> tuple[float, float, float]:
@@ -118,10 +133,9 @@ def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
 
     Ink is the distance in colour from the ground, whose colour is the median of the crop's border.
     """
-    pixels = crop.astype(np.float64)
-    distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
+    distance = _contrast(crop.astype(np.float64))
     strongest = float(distance.max())
-    if strongest < 24:  # of 255: nothing stands out from the ground
+    if not strongest:
         return None
     rows, columns = np.nonzero(distance > strongest / 2)
     cut = distance[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
@@ -139,6 +153,12 @@ def rendered_ink(text: str, name: str, spaced: bool) -> Ink:
         ImageDraw.Draw(page).text((8, 8), text, font=fit_font(text, name, page.width - 16, 40), fill="black")
     found = ink_of(np.asarray(page))
     return np.zeros(_CANVAS[::-1]) if found is None else found
+
+
+def _contrast(pixels: NDArray[np.float64]) -> Ink:
+    """Distance in colour from the ground, [h, w] in [0, 255]; all 0 where nothing stands out."""
+    distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
+    return distance if distance.max() >= 24 else np.zeros_like(distance)
 
 
 def _ground_colour(pixels: NDArray[np.float64]) -> NDArray[np.float64]:

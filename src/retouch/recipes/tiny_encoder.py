@@ -48,9 +48,12 @@ def build_encoder(out: Path, seed: int, signs: int = 4000, steps: int = 600, bat
     draw = torch.Generator().manual_seed(derive_seed(seed, "encoder"))
     for step in range(steps):
         rows = torch.randint(len(pixels), (batch,), generator=draw)
-        said = probe(model(pixel_values=pixels[rows]).pooler_output)
+        vectors = model(pixel_values=pixels[rows]).pooler_output
+        said = probe(vectors)
         wrong = nn.functional.cross_entropy(said[:, : len(FACES)], faces[rows])
         loss = wrong + 20 * nn.functional.mse_loss(said[:, len(FACES) :], colours[rows])
+        unit = nn.functional.normalize(vectors, dim=1)
+        loss = loss + 5 * nn.functional.mse_loss(unit @ unit.T, style_similarity(faces[rows], colours[rows, :3]))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -70,6 +73,20 @@ def build_encoder(out: Path, seed: int, signs: int = 4000, steps: int = 600, bat
         "held_out": {"font_right": round(right, 4), "ink_error": round(error, 2)},
         "seconds": round(monotonic() - started, 1),
     }
+
+
+def style_similarity(faces: Tensor, inks: Tensor) -> Tensor:
+    """What the cosine of two signs is trained to be: half for the same font, half for the same ink.
+
+    Args:
+        faces: index of the font, [N].
+        inks: colours in [0, 1], [N, 3].
+
+    Returns:
+        [N, N] in [0, 1]; inks count as wholly different from a mean distance of 0.2 (51 of 255) on.
+    """
+    same_ink = 1 - (torch.cdist(inks, inks, p=1) / 3 / 0.2).clamp(max=1)
+    return (faces[:, None] == faces[None]).float() / 2 + same_ink / 2
 
 
 def _examples(encoder: ImageEncoder, words: list[str], seed: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
