@@ -25,6 +25,7 @@ from retouch.models.tiny import byte_qwen_tokenizer, tiny_qwen_image_edit, tiny_
 from retouch.rollout import noise_for, ode_plan, sample
 from retouch.types import Condition, Example
 from tests.models.conftest import random_example
+from tests.tiny_models import attentive
 
 LENGTH = 96
 VARIANTS: tuple[EditVariant, ...] = ("edit", "edit_plus")
@@ -38,20 +39,6 @@ def picture(number: int, height: int, width: int) -> Image.Image:
 def edit_at(number: int, size: tuple[int, int]) -> Example:
     """Instructions of different lengths."""
     return Example(number, "Make it red." + " And blue." * number, picture(number, *size))
-
-
-def attentive(pipeline: Any) -> Any:
-    """Random weights hardly look at what they are shown. Larger ones do: another picture moves a pixel by 0.05, and
-    states of the text by more when their places change."""
-    with torch.no_grad():
-        for name, weight in pipeline.transformer.named_parameters():
-            if weight.ndim > 1 and ("_mod." in name or "attn" in name or "time_text" in name):
-                weight.mul_(2)
-        for name, weight in pipeline.text_encoder.model.language_model.named_parameters():
-            if weight.ndim > 1 and "self_attn" in name:
-                weight.mul_(10)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 @pytest.fixture(scope="module")
