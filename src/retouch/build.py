@@ -85,7 +85,7 @@ def build(config: RunConfig) -> Run:
     enough_groups(config, derived, data)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
-    initial_adapter(config.model.train)  # a bad one is refused before minutes go into the model
+    initial_adapter(config.model.train, config.model.family)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)

@@ -56,17 +56,34 @@ def check(
     run: RunFile,
     overrides: Overrides = None,
     world_size: Annotated[int, typer.Option(help="Number of processes to compute for.")] = 1,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Count memory as well; of a hub id, this downloads configs alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
     derived = derive(config, world_size).as_dict()
+    counted = _memory(config, world_size) if memory else None
     if as_json:
-        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived}, indent=2))
+        more = {} if counted is None else {"memory": counted}
+        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
         return
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {config.model.train.kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+    if counted is not None:
+        from retouch.doctor.memory import memory_table
+
+        typer.echo("\n".join(memory_table(counted)))
+
+
+def _memory(config: Any, world_size: int) -> dict[str, Any]:
+    import torch  # noqa: F401  # its absence gets the message of the extra
+
+    from retouch.doctor.memory import report_memory
+
+    return report_memory(config, world_size)
 
 
 @app.command()

@@ -106,7 +106,7 @@ class Loaded:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
-        initial_adapter(config.model.train)
+        initial_adapter(config.model.train, config.model.family)
         self.model: DiffusionModel = load_model(config.model, self.engine.device)
         self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
