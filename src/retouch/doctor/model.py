@@ -106,7 +106,7 @@ def _network(folder: Path, expected: str) -> Shapes:
         Damaged: no such folder, a network of another class, or weights that are not all there.
     """
     config = _json(folder / "config.json")
-    found = class_of(config, expected)
+    found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
     if found != expected:
         raise Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
     # diffusers writes _class_name, transformers does not
@@ -115,11 +115,6 @@ def _network(folder: Path, expected: str) -> Shapes:
 
 STEMS = ("model", "pytorch_model")
 """File names of transformers' weights: safetensors, and pickled."""
-
-
-def class_of(config: dict[str, Any], expected: str) -> str:
-    """Class that a config names; `expected` where it names none."""
-    return str(config.get("_class_name") or next(iter(config.get("architectures") or []), expected))
 
 
 def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.errors import ConfigError
 from retouch.config.families import ADAPTERS
 from retouch.config.model_sections import Model, TrainIpAdapter
-from retouch.doctor.model import PIPELINES, Found, class_of
+from retouch.doctor.model import PIPELINES, Found
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
@@ -41,12 +41,13 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         download: get the configs (and nothing else) of a hub id that is not on this machine.
 
     Raises:
-        ConfigError: `download`, and a config that is damaged, or of a hub id that is neither to be had nor known.
+        ModelFilesError: `download`, and a config that is damaged.
+        ConfigError: `download`, and one of a hub id that is neither to be had nor known.
     """
     try:
-        import torch  # noqa: F401
-
         from retouch.models import family_class
+        from retouch.models.loading import ModelFilesError
+        from retouch.models.meta import component_on_meta, on_meta
     except ImportError:  # no torch: the extra's line says so
         return Networks()
     if found.problems and found.folder is None:
@@ -58,13 +59,13 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         if folder is None:
             break
         try:
-            parts[name] = _on_meta(folder / name, kind)
-        except ConfigError:  # the model's line says so
+            parts[name] = component_on_meta(folder / name, kind)
+        except ModelFilesError:  # the model's line says so
             if download:
                 raise
     network = next(iter(kinds))
     if folder is None and found.missing:
-        parts[network] = _meta(family_class(model.family).released_network)
+        parts[network] = on_meta(family_class(model.family).released_network)
     # where one cannot be had, waiting for the other is in vain
     encoder, width = _encoder(model, download=download and folder is not None)
     needed = len(kinds) + (model.train.kind == "ip_adapter")
@@ -134,10 +135,12 @@ def meta_encoder(folder: Path) -> tuple[Any, int]:
     Raises:
         ConfigError: no config, or a model of another kind.
     """
+    from retouch.models.meta import on_meta
+
     kind, output = encoder_class(folder)
     config = kind.config_class.from_pretrained(folder)
     width = config.projection_dim if output == "image_embeds" else config.hidden_size
-    return _meta(lambda: kind(config)), int(width)
+    return on_meta(lambda: kind(config)), int(width)
 
 
 def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
@@ -188,33 +191,3 @@ def _fetched(hub_id: str, file: str, known: bool) -> Path | None:
             "or give a folder"
         ) from None
     return path.parents[file.count("/")]
-
-
-def _on_meta(folder: Path, kind: str) -> Any:
-    """A network of diffusers or transformers by its config.
-
-    Raises:
-        ConfigError: a config that this class cannot be built from.
-    """
-    import diffusers
-    import transformers
-
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if class_of(config, kind) != kind:
-            raise ValueError(f"it is of a {class_of(config, kind)}")
-        if hasattr(diffusers, kind):
-            made: Any = getattr(diffusers, kind)
-            return _meta(lambda: made.from_config(config))
-        made = getattr(transformers, kind)
-        return _meta(lambda: made(made.config_class.from_pretrained(folder)))
-    except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
-        raise ConfigError(f"model.path: {folder}/config.json makes no {kind}: {reason}; copy the model anew") from None
-
-
-def _meta(make: Any) -> Any:
-    import torch
-
-    with torch.device("meta"):
-        return make()
