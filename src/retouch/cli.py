@@ -267,6 +267,20 @@ def data_validate(
         raise typer.Exit(2)
 
 
+@data_app.command("split")
+def data_split(
+    path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
+    share: Annotated[float, typer.Option(help="What is held out, between 0 and 1.")] = 0.1,
+    by: Annotated[str, typer.Option(help="picture | text: what the halves do not have in common.")] = "picture",
+    seed: Annotated[int, typer.Option(help="Another one divides otherwise.")] = 0,
+) -> None:
+    """Write a train and a held-out list beside the given one; no picture is copied."""
+    from retouch.data.split import split
+
+    for written, count in split(path, share, by, seed).items():
+        typer.echo(f"{written}: {count} items")
+
+
 @data_app.command("synth")
 def data_synth(
     out: Annotated[Path, typer.Option(help="Folder to write, in the self_bench layout.")],

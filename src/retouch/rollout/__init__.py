@@ -3,7 +3,7 @@
 from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.plan import StepPlan, make_plan, ode_plan
 from retouch.rollout.sampler import latent_noise, noise_for, sample, to_uint8
-from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle
+from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle, without_strip
 from retouch.rollout.transition import denoising_error, latent_region, objective_region, transition
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "settle",
     "to_uint8",
     "transition",
+    "without_strip",
 ]
