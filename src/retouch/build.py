@@ -14,7 +14,8 @@ from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.families import FACTS
 from retouch.config.rules import needed_pictures
-from retouch.data import Dataset, ItemFiles, load_dataset
+from retouch.data import Dataset, load_dataset
+from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.models import load_model
 from retouch.observe import RunDir, Stopwatch
@@ -83,9 +84,11 @@ def build(config: RunConfig) -> Run:
     held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
     needs_targets(config, warmup)
     enough_groups(config, derived, data)
+    if held_out is not None:
+        is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
-    initial_adapter(config.model.train)  # a bad one is refused before minutes go into the model
+    initial_adapter(config.model.train, config.model.family)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
@@ -105,7 +108,7 @@ def build(config: RunConfig) -> Run:
         data=data,
         warmup_data=warmup,
         eval_data=held_out or data,
-        eval_is_held_out=held_out is not None and not _shares_examples(held_out, data, warmup),
+        eval_is_held_out=held_out is not None and not trained_on(held_out, data, warmup),
         rewards=rewards,
         dir=run_dir,
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
@@ -144,14 +147,15 @@ def can_begin(config: RunConfig, run_dir: RunDir) -> None:
         raise ConfigError(f"resume: given {given!r}: no such checkpoint; give a checkpoints/step-... folder, or auto")
 
 
-def _shares_examples(evaluation: Dataset, *training: Dataset) -> bool:
-    """Whether any picture of the evaluation, with its prompt, is trained on."""
-    seen = {_identity(item) for dataset in training for item in dataset.items}
-    return any(_identity(item) in seen for item in evaluation.items)
-
-
-def _identity(item: ItemFiles) -> tuple[str, Path | None]:
-    return item.prompt, item.source_path and item.source_path.resolve()
+def is_held_out(config: RunConfig, held_out: Dataset, *training: Dataset) -> None:
+    """Refuse to evaluate on pictures that are trained on, unless the run file asks for it."""
+    seen = [] if config.evaluation.allow_overlap else trained_on(held_out, *training)
+    if seen:
+        raise ConfigError(
+            f"evaluation.data: example {seen[0].id} (and {len(seen) - 1} more of {len(held_out)}) is trained on: data "
+            "or warmup_data holds the same picture (or, without pictures, the same prompt); divide the data with "
+            "`retouch data split`, or set evaluation.allow_overlap=true"
+        )
 
 
 def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:

@@ -56,17 +56,34 @@ def check(
     run: RunFile,
     overrides: Overrides = None,
     world_size: Annotated[int, typer.Option(help="Number of processes to compute for.")] = 1,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Count memory as well; of a hub id, this downloads configs alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
     derived = derive(config, world_size).as_dict()
+    counted = _memory(config, world_size) if memory else None
     if as_json:
-        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived}, indent=2))
+        more = {} if counted is None else {"memory": counted}
+        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
         return
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {config.model.train.kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+    if counted is not None:
+        from retouch.doctor.memory import memory_table
+
+        typer.echo("\n".join(memory_table(counted)))
+
+
+def _memory(config: Any, world_size: int) -> dict[str, Any]:
+    import torch  # noqa: F401  # its absence gets the message of the extra
+
+    from retouch.doctor.memory import report_memory
+
+    return report_memory(config, world_size)
 
 
 @app.command()
@@ -248,6 +265,20 @@ def data_validate(
     typer.echo(validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)
+
+
+@data_app.command("split")
+def data_split(
+    path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
+    share: Annotated[float, typer.Option(help="What is held out, between 0 and 1.")] = 0.1,
+    by: Annotated[str, typer.Option(help="picture | text: what the halves do not have in common.")] = "picture",
+    seed: Annotated[int, typer.Option(help="Another one divides otherwise.")] = 0,
+) -> None:
+    """Write a train and a held-out list beside the given one; no picture is copied."""
+    from retouch.data.split import split
+
+    for written, count in split(path, share, by, seed).items():
+        typer.echo(f"{written}: {count} items")
 
 
 @data_app.command("synth")

@@ -19,7 +19,7 @@ from retouch.imaging import paste_back
 from retouch.observe import Stopwatch
 from retouch.observe.grids import grid
 from retouch.rewards.compose import RewardTable
-from retouch.rollout import PendingBatch, items_of, ode_plan, sample, settle, to_uint8
+from retouch.rollout import PendingBatch, items_of, ode_plan, sample, settle, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example, Score
 
 
@@ -79,7 +79,7 @@ def evaluate(
         with clock.part("rollout"):
             final = sample(model, network, plan, condition, seeds).final
         with clock.part("vae"):
-            images = to_uint8(model.decode(final))
+            images = without_strip(to_uint8(model.decode(final)), batch)
         raw += list(images.numpy())
         items = items_of(batch, images, [e.id for e in batch])
         if rewards.entries:

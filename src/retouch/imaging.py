@@ -104,6 +104,42 @@ def mask_box(mask: Image.Image | Pixels) -> Box:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
+def halves(box: Box) -> tuple[Box, Box]:
+    """The box cut in the middle of its longer side: left and right, or top and bottom.
+
+    Raises:
+        ImageProblem: one pixel, which has no halves.
+    """
+    left, top, right, bottom = box
+    if max(right - left, bottom - top) < 2:
+        raise ImageProblem("the masked area is one pixel: it has no halves")
+    if right - left >= bottom - top:
+        middle = (left + right) // 2
+        return (left, top, middle, bottom), (middle, top, right, bottom)
+    middle = (top + bottom) // 2
+    return (left, top, right, middle), (left, middle, right, bottom)
+
+
+def into_strip(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The whole picture as large as a strip holds it, in its middle, on white."""
+    scale = min(height / image.height, width / image.width)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    strip = Image.new("RGB", (width, height), (255, 255, 255))
+    strip.paste(image.resize(size, Image.Resampling.LANCZOS), ((width - size[0]) // 2, (height - size[1]) // 2))
+    return strip
+
+
+def stack_above(strip: Image.Image | None, image: Image.Image) -> Image.Image:
+    """`image` with a strip of its width above it; a mask ("L") gets an area that is kept."""
+    if strip is None:
+        return image
+    page = Image.new(image.mode, (image.width, strip.height + image.height))
+    if image.mode != "L":
+        page.paste(strip)
+    page.paste(image, (0, strip.height))
+    return page
+
+
 def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float = 0.0) -> Pixels:
     """`generated` inside the mask, `source` outside, per pixel.
 

@@ -34,6 +34,7 @@ class Example:
         metadata: further fields of the item; `text` is the text to write.
         win, lose: RGB pictures of which the first is preferred; pairs of offline DPO.
         size: (height, width) in pixels to draw at where there is no source.
+        strip: RGB, as wide as the source: what the model sees above it, and nobody else (in-context reference).
     """
 
     id: int
@@ -46,6 +47,7 @@ class Example:
     win: Image | None = None
     lose: Image | None = None
     size: tuple[int, int] | None = None
+    strip: Image | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from retouch.adapters.export import FORMATS, Base, export
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
-from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
+from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection
 from retouch.config.errors import nearest
 from retouch.config.families import FACTS
 from retouch.config.rules import needed_pictures, takes_references
@@ -35,7 +35,7 @@ from retouch.models.loading import DTYPES, component_path
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
 from retouch.rewards.compose import RewardTable
-from retouch.rollout import ode_plan, sample, to_uint8
+from retouch.rollout import ode_plan, sample, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example
 
 
@@ -107,7 +107,7 @@ class Loaded:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
-        initial_adapter(config.model.train)
+        initial_adapter(config.model.train, config.model.family)
         self.model: DiffusionModel = load_model(config.model, self.engine.device)
         self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
@@ -147,7 +147,7 @@ def sample_to_folder(trained: Trained, request: SampleRequest, out: Path) -> lis
         for k in range(request.count):
             seed = derive_seed("sample", request.seed, example.id, k)
             final = sample(loaded.model, loaded.network, plan, condition, [seed]).final
-            image = Image.fromarray(to_uint8(loaded.model.decode(final))[0].numpy())
+            image = Image.fromarray(without_strip(to_uint8(loaded.model.decode(final)), [example])[0].numpy())
             path = out / f"{example.id:05d}-{k}.png"
             into_source(item, image, notes, section, request.feather).save(path)
             written.append(path)
@@ -158,7 +158,7 @@ def into_source(
     item: ItemFiles, image: Image.Image, notes: dict[str, Any], section: DataSection, feather: float
 ) -> Image.Image:
     """Put a generated crop back to where it was cut from, at the size of the source, inside the mask only."""
-    if item.source_path is None or item.mask_path is None:
+    if item.source_path is None or item.mask_path is None or not isinstance(section, PictureSection):
         return image
     source = to_rgb(open_image(item.source_path))
     mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.invert_mask)
@@ -192,12 +192,14 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         raise ConfigError(f"--image needs {'' if edits else '--mask and '}--text (or --prompt)")
     if request.text is not None and not request.text.strip():
         raise ConfigError("--text: empty; say what the mask shall read")
-    section = config.data.model_copy(update=update)
-    template = config.data.prompt_template if isinstance(config.data, SelfBenchData) else DEFAULT_TEMPLATE
+    section = ManifestData(path="").model_copy(
+        update={**_shared(config.data, ManifestData), "reference": "given", **update}
+    )
+    template = getattr(config.data, "prompt_template", DEFAULT_TEMPLATE)
     prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
-    if config.model.train.kind == "ip_adapter" and request.reference is None:
+    if takes_references(config, scored=False) and request.reference is None:
         raise ConfigError(
-            "--image needs --reference: the run trained a style adapter; give the picture to take it from"
+            "--image needs --reference: the run trained with style pictures (an adapter or reference_strip); give one"
         )
     _takes_references(config, request.reference, scored=False)
     item = ItemFiles(0, prompt, request.image, request.mask, request.reference)
@@ -393,9 +395,17 @@ def _fits(size: tuple[int, int], model: DiffusionModel) -> None:
 
 def _like(config: RunConfig, path: Path) -> Any:
     """A data section for `path` that reads as the run's evaluation data (or training data) does."""
-    section = data_at(path, config.data.size)
     model = config.evaluation.data or config.data
-    same = {
-        name: getattr(model, name) for name in type(section).model_fields if name != "path" and hasattr(model, name)
-    }
+    section = data_at(path, config.data.size)
+    same = _shared(model, type(section))
+    same |= {"reference": "mask_box"} if same.get("reference") == "half_box" else {}  # which is to train on
     return section.model_copy(update={k: v for k, v in same.items() if k not in ("format", "limit")})
+
+
+def _shared(model: DataSection, kind: type[DataSection]) -> dict[str, Any]:
+    """What a section says that one of another format can say, too."""
+    return {
+        name: getattr(model, name)
+        for name in kind.model_fields
+        if name not in ("path", "format", "limit", "image_root", "list_file") and hasattr(model, name)
+    }

@@ -38,6 +38,41 @@ def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:
     assert parse_run(printed["config"]) == parse_run(BASE, ["rollout.group_size=4"])
 
 
+ADAPTER = "model.train={kind: ip_adapter, image_encoder: tiny, weights: kv}"
+
+
+def test_memory_is_counted_on_request() -> None:
+    before = retouch("check", TINY, ADAPTER).out
+    outcome = retouch("check", TINY, ADAPTER, "--memory", "--world-size", 2)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "memory" not in before
+    table = [
+        line.split("  ")
+        for line in outcome.out.splitlines()[outcome.out.splitlines().index(before.splitlines()[-1]) + 1 :]
+    ]
+    names = [next(part for part in line if part).strip() for line in table]
+    assert names == [
+        *("memory of a process, counted", "style adapter, trained", "gradients", "optimizer", "snapshot reference"),
+        *("exchange of gradients", "style adapter, frozen", "network, frozen", "vae"),
+        *("text encoder", "text encoder 2", "image encoder", "on the device"),
+    ]
+    report = json.loads(retouch("check", TINY, ADAPTER, "--memory", "--json").out)["memory"]
+    trained = 6 * 2 * 128 * 64  # keys and values of six blocks
+    assert report["parts"][0] == {
+        "what": "style adapter, trained",
+        "weights": trained,
+        "bytes": 4 * trained,
+        "waits": False,
+    }
+    assert report["device_bytes"] == sum(part["bytes"] for part in report["parts"] if not part["waits"])
+
+
+def test_memory_of_a_model_that_is_not_there() -> None:
+    outcome = retouch("check", TINY, "--memory", "model.path=./nowhere")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: model.path: ./nowhere: no such folder; give")
+
+
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [

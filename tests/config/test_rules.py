@@ -36,6 +36,8 @@ BOUNDS = [
     ("model.max_sequence_length", "0", "0", "input should be greater than or equal to 1"),
     ("model.max_sequence_length", "513", "513", "input should be less than or equal to 512"),
     ("data.fit", "pad", "'pad'", "input should be 'crop' or 'stretch'"),
+    ("data.reference", "crop", "'crop'", "input should be 'given', 'mask_box' or 'half_box'"),
+    ("data.reference_strip", "0", "0", POSITIVE),
     ("data.target", "file", "'file'", "input should be 'auto', 'source' or 'none'"),
     ("data.max_bad_items", "-1", "-1", NOT_NEGATIVE),
     ("data.limit", "0", "0", POSITIVE),
@@ -335,6 +337,38 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             "data.resolution: given (64, 100); flux_fill needs multiples of 8; set [64, 96]",
         ),
         (
+            ("data.reference=mask_box",),
+            (
+                "data.reference: given 'mask_box', but nothing looks at a reference: set model.train.kind=ip_adapter, "
+                "a style reward or a reference_strip, or leave it out"
+            ),
+        ),
+        (
+            ("data.reference=half_box", "rewards={style: {}}"),
+            (
+                "data.reference: given 'half_box', where half of a text is repainted, so that no reward can read it; "
+                "name such pairs under warmup_data (SFT: data, beside evaluation.data), and set mask_box here"
+            ),
+        ),
+        (
+            ("data.reference_strip=12",),
+            "data.reference_strip: given 12; flux_fill needs multiples of 8; set 16",
+        ),
+        (
+            ("data.reference_strip=16", "evaluation.data={format: manifest, path: x, resolution: 64}"),
+            (
+                "evaluation.data.reference_strip: given None, but data.reference_strip is 16; a model is trained and "
+                "used with one: set both alike"
+            ),
+        ),
+        (
+            ("data={format: prompts, path: x.txt, resolution: 64}",),
+            (
+                "data.format: given 'prompts', which has no pictures, but the run needs mask, source of every example; "
+                "set format=manifest, or train what needs none (model.family=qwen_image with full weights or LoRA)"
+            ),
+        ),
+        (
             ("model.path=someone/FLUX", "data.resolution=500"),
             "data.resolution: given 500; flux_fill needs multiples of 16; set 496",
         ),
@@ -369,6 +403,20 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ("rewards.ocr={url: auto, detect: false}",),
         ("rewards.ocr={url: 'http://a:1', weight: 2, paste_back: false}",),
         ("data.resolution=[8, 16]",),
+        ("data.reference=mask_box", "rewards={style: {}}"),
+        ("data.reference=mask_box", "data.reference_strip=16"),
+        (
+            "data={format: self_bench, path: x, resolution: 64, reference: half_box}",
+            "algorithm={name: sft}",
+            "model.train={kind: ip_adapter}",
+            "evaluation.data={format: cross_bench, path: x, resolution: 64}",
+        ),
+        (
+            "warmup_data={format: self_bench, path: x, resolution: 64, reference: half_box}",
+            "algorithm.warmup_steps=1",
+            "model.train={kind: ip_adapter}",
+        ),
+        ("model={family: qwen_image}", "data={format: prompts, path: x.txt, resolution: 64}"),
         ("model.path=someone/FLUX", "data.resolution=[512, 768]"),
     ],
     ids=" ".join,

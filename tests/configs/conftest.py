@@ -79,6 +79,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         overrides += ["rewards={style: {image_encoder: tiny, gate: 0}}"]
     overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "rollout.batch_size_per_device=4"]
+    if sections["evaluation.data"]:
+        overrides += ["evaluation.allow_overlap=true"]  # all sections read the same few signs here
     if "num_steps" in published.get("evaluation", {}):
         overrides += ["evaluation.num_steps=4"]
     if algorithm["name"] == "sft":

@@ -11,11 +11,23 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from retouch.adapters.trainee import make_trainable
-from retouch.config import RunConfig, load_run, parse_run
+from retouch.config import ConfigError, RunConfig, derive, load_run, parse_run
 from retouch.config.model_sections import Model
-from retouch.doctor.memory import checkpoint_bytes, count_weights, device_bytes, kept_checkpoints
+from retouch.config.schema import EmaConfig
+from retouch.doctor.memory import (
+    Counted,
+    checkpoint_bytes,
+    count_weights,
+    device_bytes,
+    host_bytes,
+    kept_checkpoints,
+    memory_parts,
+    report_memory,
+)
 from retouch.doctor.model import PIPELINES, PROCESSORS, Found, find_model
+from retouch.doctor.networks import build_networks
 from retouch.engine.checkpoint import complete_checkpoints
+from retouch.image_encoder import TINY
 from retouch.models import FAMILIES, load_model
 from retouch.models.loading import ModelFilesError, tiny_path
 from tests.tiny_models import tiny_model
@@ -80,50 +92,179 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert find_model(model).problems == [f"no transformer/{shards[0].name}"]
 
 
+TRAINED: list[dict[str, Any]] = [
+    {"kind": "full"},
+    {"kind": "lora", "rank": 3},
+    {"kind": "lora", "targets": ["to_q"]},
+    *({"kind": "ip_adapter", "image_encoder": "tiny", "weights": w, "tokens": 5} for w in ("all", "kv")),
+    {"kind": "ip_adapter", "image_encoder": "tiny", "weights": "kv_lora", "rank": 3},
+    {"kind": "ip_adapter", "image_encoder": "tiny", "weights": "no_last_layer", "query_former": True},
+]
+
+
+def counted_of(run: RunConfig, found: Found | None = None) -> Counted:
+    counted = count_weights(run, build_networks(run.model, found or find_model(run.model)))
+    assert counted is not None
+    return counted
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "train", [{"kind": "full"}, {"kind": "lora", "rank": 3}, {"kind": "lora", "targets": ["to_q"]}], ids=str
-)
+@pytest.mark.parametrize("train", TRAINED, ids=str)
 def test_weights_are_counted_as_the_run_has_them(family: str, train: dict[str, Any]) -> None:
+    if family == "sd_inpaint" and "no_last_layer" in train.values():
+        pytest.skip("its projection is one layer")
     run = run_of(family, train, offload_text_encoders=False)
     model: Any = load_model(run.model)
     parts = {model.vae, *(encoder.model for encoder in model.text.encoders.values())}  # one may serve twice
+    parts |= {model.image_encoder.model} if model.image_encoder else set()
     before = sum(p.numel() for p in model.network.parameters())
     make_trainable(model.network, run.model.train, model.spec)
-    counted = count_weights(run, find_model(run.model))
-    assert counted is not None
+    counted = counted_of(run)
+    every = sum(p.numel() for p in model.network.parameters())
     assert counted.trained == sum(p.numel() for p in model.network.parameters() if p.requires_grad)
     assert counted.frozen == (0 if train["kind"] == "full" else before)
-    assert counted.others == sum(p.numel() for part in parts for p in part.parameters())
-    assert (counted.host, counted.whole) == (0, True)
-    offloaded = count_weights(run_of(family, train), find_model(run.model))
-    assert offloaded is not None
-    assert offloaded.others == sum(p.numel() for p in model.vae.parameters())
-    assert offloaded.others + offloaded.host == counted.others
+    assert counted.trained + counted.frozen + counted.adapter == every
+    assert sum(counted.others.values()) == sum(p.numel() for part in parts for p in part.parameters())
+    assert counted.whole
+    assert counted.waiting == ({"image_encoder"} if train["kind"] == "ip_adapter" else set())
+    offloaded = counted_of(run_of(family, train))
+    assert offloaded.others == counted.others
+    waiting = {name for name in counted.others if name.startswith("text_")}
+    assert offloaded.waiting == counted.waiting | waiting
 
 
-@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint"])
-def test_a_style_adapter_is_not_counted_as_its_network(family: str) -> None:
-    run = run_of(family, {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4})
-    assert count_weights(run, find_model(run.model)) is None
+FLUX, SIGLIP = 11_902_391_360, 1152
+TOKEN = 4096 * (2 * SIGLIP + 1)  # the last layer of a head makes 4096 numbers of 2304 and a bias
+FIRST = 2 * SIGLIP * (SIGLIP + 1) + 2 * 4096  # the first layer, and the norm
+KV = 57 * 2 * 3072 * 4096
+FORMER_LAST = 32 * TOKEN
+FORMER = 128 * 4096 + 2 * SIGLIP * (SIGLIP + 1) + 4 * 4096 * (4096 + 1) + 4 * 4096  # beside its last layer
+
+
+@pytest.mark.parametrize(
+    ("train", "trained", "frozen"),
+    [
+        ({"weights": "all"}, FIRST + 128 * TOKEN + KV, 0),
+        ({"weights": "all", "query_former": True}, FIRST + 128 * TOKEN + KV + FORMER + FORMER_LAST, 0),
+        ({"weights": "all", "tokens": 16}, FIRST + 16 * TOKEN + KV, 0),
+        ({"weights": "no_last_layer"}, FIRST + KV, 128 * TOKEN),
+        ({"weights": "no_last_layer", "query_former": True}, FIRST + KV + FORMER, 128 * TOKEN + FORMER_LAST),
+        ({"weights": "kv"}, KV, FIRST + 128 * TOKEN),
+        ({"weights": "kv", "tokens": 16}, KV, FIRST + 16 * TOKEN),
+        ({"weights": "kv_lora", "rank": 32}, 57 * 2 * 32 * (3072 + 4096), FIRST + 128 * TOKEN + KV),
+    ],
+    ids=str,
+)
+def test_the_style_adapter_of_the_released_network_by_hand(train: dict[str, Any], trained: int, frozen: int) -> None:
+    """Of the four kinds, from the sizes of the layers: 2.65 B, 3.02 B, 1.44 B, 1.51 B, 1.43 B and 26 M are trained."""
+    default = {"kind": "ip_adapter", **train}
+    run = run_of("flux_fill", default, dtype="bf16", path="black-forest-labs/FLUX.1-Fill-dev")
+    data = run.data.model_copy(update={"resolution": 512})
+    run = run.model_copy(update={"data": data, "ema": None})
+    counted = counted_of(run, Found(missing="elsewhere"))
+    assert (counted.trained, counted.adapter, counted.frozen) == (trained, frozen, FLUX)
+    assert not counted.whole
+    # fp32 weights, gradients and two moments; frozen ones in bf16
+    assert device_bytes(run, counted) == 16 * trained + 2 * (frozen + FLUX)
+    averaged = run.model_copy(update={"ema": EmaConfig()})
+    assert device_bytes(averaged, counted) == 20 * trained + 2 * (frozen + FLUX)
+    held = parse_run({**run.model_dump(mode="json"), "algorithm": {"name": "nft", "kl_weight": 0.1}})
+    assert device_bytes(held, counted) == 24 * trained + 2 * (frozen + FLUX)  # the old policy, and the reference
+    assert device_bytes(run, counted, world_size=2) == 20 * trained + 2 * (frozen + FLUX)
+
+
+def test_the_parts_are_the_whole() -> None:
+    run = run_of("flux_fill", {"kind": "ip_adapter", "image_encoder": "tiny", "weights": "kv"})
+    run = run.model_copy(update={"ema": EmaConfig()})
+    counted = counted_of(run)
+    parts = memory_parts(run, counted, 2)
+    assert [part.what for part in parts] == [
+        *("style adapter, trained", "gradients", "optimizer", "ema", "exchange of gradients"),
+        *("style adapter, frozen", "network, frozen", "vae", "text_encoder", "text_encoder_2", "image_encoder"),
+    ]
+    assert sum(p.bytes for p in parts) == device_bytes(run, counted, 2) + host_bytes(run, counted)
+    state = sum(p.bytes for p in parts if p.weights == counted.trained)
+    assert state == (derive(run).state_bytes_per_weight + 4) * counted.trained
+    assert [p.what for p in parts if p.waits] == ["text_encoder", "text_encoder_2", "image_encoder"]
+
+
+def test_scales_for_another_number_of_blocks_are_seen() -> None:
+    run = run_of("flux_fill", {"kind": "ip_adapter", "image_encoder": "tiny", "scale": [1.0, 0.5]})
+    with pytest.raises(ConfigError, match=r"given 2 factors; the network has 6 blocks: give one for each"):
+        counted_of(run)
 
 
 def test_the_released_network_is_counted_without_its_files() -> None:
     run = run_of("sd_inpaint", {"kind": "lora", "rank": 32}, dtype="bf16")
-    counted = count_weights(run, Found(missing="elsewhere"))
-    assert counted is not None
+    counted = counted_of(run, Found(missing="elsewhere"))
     assert (counted.trained, counted.frozen, counted.whole) == (6_377_472, 859_535_364, False)
     # fp32 weights, gradients and two moments of the adapters; bf16 network
     assert device_bytes(run, counted) == 16 * 6_377_472 + 2 * 859_535_364
     assert device_bytes(run, counted, world_size=2) == 20 * 6_377_472 + 2 * 859_535_364  # and the exchange of gradients
-    assert count_weights(run, Found(problems=["no folder"])) is None
+    assert count_weights(run, build_networks(run.model, Found(problems=["no folder"]))) is None
+    adapter = run_of("sd_inpaint", {"kind": "ip_adapter", "image_encoder": "some/encoder"})
+    assert count_weights(adapter, build_networks(adapter.model, Found(missing="elsewhere"))) is None
+
+
+def test_check_memory_downloads_configs_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a hub id, stood in for by the tiny base; it counts what the folder itself does."""
+    asked: list[str] = []
+
+    def fetch(hub_id: str, file: str) -> str:
+        asked.append(f"{hub_id}/{file}")
+        base = {"some/model": tiny_path("flux_fill"), "some/encoder": TINY}[hub_id]
+        (tmp_path / hub_id / file).parent.mkdir(parents=True, exist_ok=True)
+        return str(shutil.copy(base / file, tmp_path / hub_id / file))
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    here = run_of("flux_fill", {"kind": "ip_adapter", "image_encoder": "tiny"}, path="tiny")
+    train: dict[str, Any] = {"kind": "ip_adapter", "image_encoder": "some/encoder"}
+    there = run_of("flux_fill", train).model_dump(mode="json")
+    there["model"]["path"], there["data"]["resolution"] = "some/model", 512
+    report = report_memory(parse_run(there))
+    assert asked == [
+        *(f"some/model/{part}/config.json" for part in PIPELINES["flux_fill"][1]),
+        "some/encoder/config.json",
+    ]
+    assert report["complete"] and report == report_memory(here)
+
+
+def test_a_hub_id_whose_configs_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(hub_id: str, file: str) -> str:
+        raise OSError("401 Client Error: it is gated.\nmore")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    run = run_of("flux_fill", {"kind": "lora"}).model_dump(mode="json")
+    run["data"]["resolution"], run["model"]["path"] = 512, "some/model"
+    with pytest.raises(
+        ConfigError, match=r"some/model: its transformer/config.json cannot be had: 401 Client Error: it"
+    ):
+        report_memory(parse_run(run))
+    run["model"]["path"] = "black-forest-labs/FLUX.1-Fill-dev"  # its network is known
+    report = report_memory(parse_run(run))
+    assert not report["complete"]
+    assert report["parts"][-1] == {"what": "network, frozen", "weights": FLUX, "bytes": 4 * FLUX, "waits": False}
+
+
+@pytest.mark.parametrize("weights", ["all", "no_last_layer", "kv", "kv_lora"])
+def test_files_of_an_adapter_are_as_large_as_counted(weights: str, tmp_path: Path) -> None:
+    train = {"kind": "ip_adapter", "image_encoder": "tiny", "weights": weights}
+    run = run_of("flux_fill", train, dtype="bf16")
+    model = load_model(run.model)
+    trainee = make_trainable(model.network, run.model.train, model.spec)
+    trainee.save({n: p for n, p in model.network.named_parameters() if p.requires_grad}, tmp_path)
+    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    counted = counted_of(run)
+    optimizer = 8 * counted.trained
+    assert checkpoint_bytes(run, counted) - optimizer == pytest.approx(written, rel=0.02)
+    averaged = run.model_copy(update={"ema": EmaConfig()})
+    assert checkpoint_bytes(averaged, counted) - optimizer == pytest.approx(2 * written, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_checkpoint_is_as_large_as_counted(kind: str, finished: Callable[[str], Path]) -> None:
     run = load_run(finished(kind) / "config.yaml")
-    counted = count_weights(run, find_model(run.model))
-    assert counted is not None
+    counted = counted_of(run)
     newest = complete_checkpoints(finished(kind) / "checkpoints")[-1]
     written = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     # headers and the state of each parameter: tenths of the small adapter, hundredths of the network

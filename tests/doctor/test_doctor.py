@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
-from retouch.config import load_run
+from retouch.adapters.trainee import make_trainable
+from retouch.config import load_run, parse_run
 from retouch.doctor.machine import Gpu, Gpus, find_gpus
 from retouch.doctor.rewards import needed_extras
+from retouch.image_encoder import TINY
+from retouch.models import load_model
 from retouch.models.loading import tiny_path
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome
@@ -242,6 +246,99 @@ def test_a_network_of_another_class(run_yaml: Callable[..., Path], model: Path) 
         "model",
         f"{model}: text_encoder_2/ is a CLIPTextModel, T5EncoderModel is needed; copy the model anew",
     )
+
+
+# --- the style adapter ---
+
+ADAPTER: dict[str, Any] = {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4}
+
+
+def adapter_run(run_yaml: Callable[..., Path], signs: Path, **train: Any) -> Path:
+    data = {"format": "self_bench", "path": str(signs / "targets"), "resolution": [32, 64]}
+    return run_yaml(model__train={**ADAPTER, **train}, data=data)
+
+
+def saved_adapter(folder: Path, family: str = "flux_fill", path: str = "tiny", **train: Any) -> Path:
+    section = {"family": family, "path": path, "dtype": "fp32", "train": {**ADAPTER, **train}}
+    run = parse_run(
+        {
+            "name": "t",
+            "model": section,
+            "data": {"format": "self_bench", "path": "x", "resolution": [32, 64]},
+            "algorithm": {"name": "sft"},
+        }
+    )
+    model = load_model(run.model)
+    trainee = make_trainable(model.network, run.model.train, model.spec)
+    trainee.save({n: p for n, p in model.network.named_parameters() if p.requires_grad}, folder)
+    return folder / "ip-adapter.safetensors"
+
+
+def test_an_adapter_that_can_be_trained(run_yaml: Callable[..., Path], signs: Path, tmp_path: Path) -> None:
+    path = saved_adapter(tmp_path / "adapter")
+    found = {line["what"]: line for line in lines(adapter_run(run_yaml, signs, initial_adapter=str(path)))}
+    assert {line["status"] for line in found.values()} == {"ok"}
+    assert found["initial adapter"]["says"] == f"{path}: whole, {SIZES}"
+    assert found["image encoder"]["says"].endswith("a SiglipVisionModel, its files complete, vectors of width 64")
+    assert " frozen weights of the network, " in found["memory"]["says"]  # everything was counted
+
+
+SIZES = "4 tokens by mlp from vectors of width 64 for 6 blocks"
+
+
+def test_an_initial_adapter_that_does_not_fit(run_yaml: Callable[..., Path], signs: Path, tmp_path: Path) -> None:
+    path = saved_adapter(tmp_path / "adapter")
+    sd = saved_adapter(tmp_path / "sd", "sd_inpaint")
+    bin_of_sd = tmp_path / "sd/ip-adapter.bin"  # which does not say whose it is
+    former = saved_adapter(tmp_path / "former", query_former=True)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(path.read_bytes()[:-8])
+    less = tmp_path / "less.bin"
+    nested = torch.load(path.with_suffix(".bin"), weights_only=True)
+    del nested["ip_adapter"]["5.to_k_ip.weight"], nested["ip_adapter"]["5.to_v_ip.weight"]
+    torch.save(nested, less)
+    start = "model.train.initial_adapter: "
+    for train, message in (
+        ({"initial_adapter": str(tmp_path / "nowhere.bin")}, f"{start}{tmp_path}/nowhere.bin: no such adapter file"),
+        ({"initial_adapter": str(cut)}, f"{start}{cut}: damaged"),
+        ({"initial_adapter": str(sd)}, f"{start}{sd} is of sd_inpaint, but model.family is flux_fill"),
+        ({"initial_adapter": str(bin_of_sd)}, f"{start}{bin_of_sd} has 4 tokens by linear from"),
+        ({"initial_adapter": str(former)}, f"{start}{former} has {SIZES.replace('mlp', 'mlp+query_former')}; set"),
+        ({"initial_adapter": str(path), "tokens": 8}, f"{start}{path} has {SIZES}; set model.train.tokens=4"),
+        ({"initial_adapter": str(less)}, f"{start}{less} has 4 tokens by mlp from vectors of width 64 for 5 blocks of"),
+    ):
+        what, says = only("fix", adapter_run(run_yaml, signs, **train))
+        assert (what, says[: len(message)]) == ("initial adapter", message)
+
+
+def test_an_image_encoder_that_cannot_be_used(run_yaml: Callable[..., Path], signs: Path, tmp_path: Path) -> None:
+    start = "model.train.image_encoder: "
+
+    def fault(folder: Path) -> str:
+        found = {line["what"]: line for line in lines(adapter_run(run_yaml, signs, image_encoder=str(folder)))}
+        assert {what for what, line in found.items() if line["status"] == "fix"} == {"image encoder"}
+        return found["image encoder"]["says"]
+
+    assert fault(tmp_path / "nowhere/at/all") == (
+        f"{start}{tmp_path}/nowhere/at/all: no such folder; give a folder or a hub id"
+    )
+    assert fault(tiny_path("flux_fill") / "text_encoder_2") == (
+        f"{start}{tiny_path('flux_fill')}/text_encoder_2 is a t5 model; give a SigLIP or a CLIP; copy it anew, or set "
+        "another"
+    )
+    folder = Path(shutil.copytree(TINY, tmp_path / "encoder"))
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    name = sorted(tensors)[0]
+    save_file({k: t for k, t in tensors.items() if k != name}, weights)
+    assert "among its weights; copy it anew" in fault(folder)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "bytes, " in fault(folder) and "are expected; copy it anew" in fault(folder)
+    weights.unlink()
+    assert fault(folder) == f"{start}encoder/ has no model.safetensors; copy it anew, or set another"
+    found = {line["what"]: line for line in lines(adapter_run(run_yaml, signs, image_encoder="some/encoder"))}
+    assert found["image encoder"]["status"] == "warning"
+    assert found["memory"]["says"] == "not counted: the config of the image encoder some/encoder is not known"
 
 
 # --- data ---

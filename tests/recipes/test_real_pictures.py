@@ -42,6 +42,7 @@ def train_and_repaint(data: Path, work: Path) -> None:
         *("train", DEMO, "name=photos", f"logging.dir={work}", "logging.rollout_images_every=1"),
         *(f"data.path={data}", "data.target=auto", "data.resolution=[64, 128]", "warmup_data=null"),
         f"evaluation.data={{format: self_bench, path: {data}, resolution: [64, 128]}}",
+        "evaluation.allow_overlap=true",
         *("rollout.group_size=4", "rollout.global_groups_per_batch=1", "rollout.batch_size_per_device=4"),
         *("optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=1"),
         *("algorithm.warmup_steps=4", "training.max_steps=8", "training.eval_every=0"),

@@ -20,11 +20,13 @@ from retouch.adapters.formats import (
     NAME,
     AdapterFile,
     AdapterFileError,
+    AdapterShape,
     Head,
     read_adapter,
     write_bin,
     write_safetensors,
 )
+from retouch.adapters.hosts import host_of
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
 from retouch.config.errors import ConfigError
@@ -47,14 +49,12 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
         ConfigError: an initial adapter that is not whole, or of other sizes than the run file says.
     """
     assert spec.reference_width is not None, "the family loads the image encoder of model.train"
-    given = initial_adapter(train)
-    facts = ADAPTERS[spec.family]
-    head: Head = facts.head if not train.query_former else "mlp+query_former"
-    tokens = train.tokens or facts.tokens
+    given = initial_adapter(train, spec.family)
+    wanted = wanted_shape(network, train, spec.family, spec.reference_width)
     if given is not None:
-        _same_sizes(given, head, spec.reference_width, tokens, train.initial_adapter or "")
+        require_shape(given, wanted, train.initial_adapter or "")
     network.requires_grad_(False)
-    adapter = new_adapter(network, head, spec.reference_width, tokens, seed)
+    adapter = new_adapter(network, wanted.head, wanted.width, wanted.tokens, seed)
     if given is not None:
         adapter.load(given.tensors)
     adapter.set_scale(train.scale)
@@ -66,22 +66,40 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
     if train.weights == "kv_lora":
         add_lora(network, train.rank, train.alpha, tuple(sorted({_module_suffix(n) for n in _kv(adapter.names)})))
         factor = train.alpha / train.rank
-    about = {"family": spec.family, "image_encoder": train.image_encoder or facts.image_encoder}
+    about = {"family": spec.family, "image_encoder": train.image_encoder or ADAPTERS[spec.family].image_encoder}
     return IpAdapterWeights(adapter, train.weights, factor, about)
 
 
-def initial_adapter(train: Train) -> AdapterFile | None:
+def initial_adapter(train: Train, family: str) -> AdapterFile | None:
     """The file that training starts from; None where it starts from none.
 
     Raises:
-        ConfigError: no such file, or no whole adapter in it.
+        ConfigError: no such file, no whole adapter in it, or one that says it is of another family.
     """
     if train.kind != "ip_adapter" or train.initial_adapter is None:
         return None
     try:
-        return read_adapter(Path(train.initial_adapter).expanduser())
+        file = read_adapter(Path(train.initial_adapter).expanduser())
     except AdapterFileError as error:
         raise ConfigError(f"model.train.initial_adapter: {error}") from None
+    of = file.metadata.get("family", family)
+    if of != family:
+        raise ConfigError(
+            f"model.train.initial_adapter: {train.initial_adapter} is of {of}, but model.family is {family}; give an "
+            f"adapter of {family}, or set model.family={of}"
+        )
+    return file
+
+
+def wanted_shape(network: Any, train: TrainIpAdapter, family: str, width: int) -> AdapterShape:
+    """Of the adapter that `model.train` asks for in a network, which may be on the meta device.
+
+    Args:
+        width: of the vectors that the image encoder makes.
+    """
+    facts, host = ADAPTERS[family], host_of(network)
+    head: Head = "mlp+query_former" if train.query_former else facts.head
+    return AdapterShape(head, width, train.tokens or facts.tokens, host.token_width(), host.inner())
 
 
 def is_trained(key: str, weights: str) -> bool:
@@ -187,15 +205,29 @@ def _close(a: Tensor, b: Tensor, *, exact: bool) -> bool:
     return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def _same_sizes(file: AdapterFile, head: Head, width: int, tokens: int, path: str) -> None:
+def require_shape(file: AdapterFile, wanted: AdapterShape, path: str) -> None:
+    """Refuse an initial adapter of other sizes.
+
+    Raises:
+        ConfigError: which option of `model.train` to set, or that the file is for another network.
+    """
     where = f"model.train.initial_adapter: {path} has {describe(file)}"
-    if file.shape.head != head:
-        if file.shape.head == "mlp+query_former":
+    own = file.shape
+    if own.head != wanted.head:
+        if own.head == "mlp+query_former" and wanted.head == "mlp":
             raise ConfigError(f"{where}; set model.train.query_former=true: without it half of its style is lost")
-        raise ConfigError(f"{where}, but model.train asks for {head}; set model.train.query_former=false")
-    if file.shape.tokens != tokens:
-        raise ConfigError(f"{where}; set model.train.tokens={file.shape.tokens}")
-    if file.shape.width != width:
+        if wanted.head == "mlp+query_former" and own.head == "mlp":
+            raise ConfigError(f"{where}, but model.train asks for {wanted.head}; set model.train.query_former=false")
+        raise ConfigError(f"{where}, but the network takes {wanted.head}; give an adapter of this family")
+    if (own.inner, own.token_width) != (wanted.inner, wanted.token_width):
         raise ConfigError(
-            f"{where}, but model.train.image_encoder makes vectors of width {width}; set the one it is for"
+            f"{where} of width {own.inner[0]} with tokens of width {own.token_width}, but the network has "
+            f"{len(wanted.inner)} blocks of width {wanted.inner[0]} and takes tokens of width {wanted.token_width}; "
+            "give an adapter for this model"
+        )
+    if own.tokens != wanted.tokens:
+        raise ConfigError(f"{where}; set model.train.tokens={own.tokens}")
+    if own.width != wanted.width:
+        raise ConfigError(
+            f"{where}, but model.train.image_encoder makes vectors of width {wanted.width}; set the one it is for"
         )

@@ -81,17 +81,19 @@ class AdapterFacts:
         head: how a reference becomes tokens; see retouch.adapters.formats.
         tokens: how many.
         image_encoder: hub id of the encoder of references.
+        width: of the vectors that this encoder makes.
     """
 
     head: Literal["mlp", "linear"]
     tokens: int
     image_encoder: str
+    width: int
 
 
 ADAPTERS = {
-    "flux_fill": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
-    "sd_inpaint": AdapterFacts("linear", 4, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
-    "qwen_image": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384"),
+    "flux_fill": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384", 1152),
+    "sd_inpaint": AdapterFacts("linear", 4, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", 1024),
+    "qwen_image": AdapterFacts("mlp", 128, "google/siglip-so400m-patch14-384", 1152),
 }
 
 TINY_SIZE_MULTIPLE = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from retouch.config.algorithm_sections import AdvantageConfig, DpoConfig, GrpoConfig, SftConfig
+from retouch.config.data_sections import Data, PictureSection
 from retouch.config.families import (
     ADAPTERS,
     EDIT_CHAT_TOKENS,
@@ -28,6 +29,7 @@ def check(run: RunConfig) -> None:
     _steps(run)
     _sampling(run)
     _objective(run)
+    _references(run)
     _sizes(run)
     _weights(run)
 
@@ -53,9 +55,21 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
 
 
 def takes_references(run: RunConfig, *, scored: bool) -> bool:
-    """Whether anything looks at a reference: a style adapter or, where images are scored, a style reward."""
+    """Whether anything looks at a reference: a style adapter, a strip above the picture or, where images are scored, a
+    style reward."""
     judged = scored and any(entry.scorer == "style" for entry in run.rewards.values())
-    return run.model.train.kind == "ip_adapter" or judged
+    return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged
+
+
+def reference_strip(run: RunConfig) -> int | None:
+    """Height in pixels of the strip of in-context references; the same in all sections."""
+    return run.data.reference_strip if isinstance(run.data, PictureSection) else None
+
+
+def data_sections(run: RunConfig) -> dict[str, Data]:
+    """The sections of a run that name examples, by key."""
+    named = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
+    return {name: section for name, section in named.items() if section is not None}
 
 
 def _takes_given_pairs(algorithm: object) -> bool:
@@ -305,11 +319,54 @@ def _objective(run: RunConfig) -> None:
                 )
 
 
+def _references(run: RunConfig) -> None:
+    """Where references come from, and that something looks at them; no format without the pictures that are needed."""
+    for name, data in data_sections(run).items():
+        if not isinstance(data, PictureSection):
+            needs = needed_pictures(run, training=name == "data")
+            if needs:
+                raise ValueError(
+                    f"{name}.format: given {data.format!r}, which has no pictures, but the run needs "
+                    f"{', '.join(sorted(needs))} of every example; set format=manifest, or train what needs none "
+                    "(model.family=qwen_image with full weights or LoRA)"
+                )
+            continue
+        if data.reference_strip != reference_strip(run):
+            raise ValueError(
+                f"{name}.reference_strip: given {data.reference_strip}, but data.reference_strip is "
+                f"{reference_strip(run)}; a model is trained and used with one: set both alike"
+            )
+        if data.reference == "given":
+            continue
+        if not takes_references(run, scored=True):
+            raise ValueError(
+                f"{name}.reference: given {data.reference!r}, but nothing looks at a reference: set "
+                "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
+            )
+        if data.reference == "half_box" and not _supervises_alone(run, name):
+            raise ValueError(
+                f"{name}.reference: given 'half_box', where half of a text is repainted, so that no reward can read "
+                "it; name such pairs under warmup_data (SFT: data, beside evaluation.data), and set mask_box here"
+            )
+
+
+def _supervises_alone(run: RunConfig, section: str) -> bool:
+    """Whether supervised steps, and nothing that is scored, see the examples of a section."""
+    if section == "data":
+        return isinstance(run.algorithm, SftConfig) and run.evaluation.data is not None
+    return section == "warmup_data"
+
+
 def _sizes(run: RunConfig) -> None:
     multiple = TINY_SIZE_MULTIPLE if run.model.path == "tiny" else FACTS[run.model.family].size_multiple
-    sections = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
-    for name, data in sections.items():
-        if data and any(side % multiple for side in data.size):
+    for name, data in data_sections(run).items():
+        strip = data.reference_strip if isinstance(data, PictureSection) else None
+        if strip is not None and strip % multiple:
+            raise ValueError(
+                f"{name}.reference_strip: given {strip}; {run.model.family} needs multiples of {multiple}; set "
+                f"{max(multiple, round(strip / multiple) * multiple)}"
+            )
+        if any(side % multiple for side in data.size):
             nearest = [max(multiple, round(side / multiple) * multiple) for side in data.size]
             raise ValueError(
                 f"{name}.resolution: given {data.resolution}; {run.model.family} needs multiples of {multiple}; "

@@ -121,6 +121,9 @@ class EvaluationConfig(Section):
 
     data: Data | None = None
     """Held-out examples; null falls back to the first training examples, and says so."""
+    allow_overlap: bool = False
+    """Evaluate although data or warmup_data holds some of the same pictures (by the bytes of the files); false refuses
+    the run."""
     num_examples: PositiveInt = 64
     """The first so many of the data."""
     images_per_example: PositiveInt = 1

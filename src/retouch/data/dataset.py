@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
-from retouch.imaging import ImageProblem, fit_size, mask_box, open_image, read_mask, resize, to_rgb
+from retouch.config.data_sections import PictureSection
+from retouch.imaging import (
+    ImageProblem,
+    fit_size,
+    halves,
+    into_strip,
+    mask_box,
+    open_image,
+    read_mask,
+    resize,
+    to_rgb,
+)
 from retouch.types import Example
 
 if TYPE_CHECKING:
@@ -25,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 FORMATS = {
     "self_bench": "retouch.data.formats.self_bench",
+    "cross_bench": "retouch.data.formats.cross_bench",
     "manifest": "retouch.data.formats.manifest",
+    "prompts": "retouch.data.formats.prompts",
 }
 """Format name of the run file -> module with `list_items(config) -> list[ItemFiles | ItemError]`."""
 
@@ -46,6 +59,7 @@ class ItemFiles:
     Attributes:
         target: where the ground truth comes from: "file" is `target_path`; "source" the source itself; "none" there is
             none; "auto" a full-size reference, else the source.
+        reference_mask_path: of the item that a reference belongs to; one of the mask's size is cut to its box.
     """
 
     id: int
@@ -57,6 +71,7 @@ class ItemFiles:
     win_path: Path | None = None
     lose_path: Path | None = None
     target: TargetRole = "none"
+    reference_mask_path: Path | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -159,7 +174,11 @@ def check_item(item: ItemFiles, config: DataSection, needs: Collection[str] = ()
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
     keys = {"source": "image_path"}  # of a manifest
-    missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
+    picture = isinstance(config, PictureSection)
+    cut = picture and config.reference != "given" and item.source_path and item.mask_path  # the reference is made
+    there = {"reference"} if cut else set[str]()
+    lacking = [name for name in needs if getattr(item, f"{name}_path") is None and name not in there]
+    missing = [keys.get(name, f"{name}_path") for name in lacking]
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
     try:
@@ -177,6 +196,9 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
         ImageProblem: a file that is missing, unreadable or of the wrong size.
     """
     height, width = config.size
+    if not isinstance(config, PictureSection):
+        example = Example(item.id, item.prompt, metadata=item.metadata, size=config.size)
+        return example, {"mask_channel": None, "scaled": (width, height), "window": (0, 0, width, height)}
     source = to_rgb(open_image(item.source_path)) if item.source_path else None
     reference = to_rgb(open_image(item.reference_path)) if item.reference_path else None
     target = to_rgb(open_image(item.target_path)) if item.target_path else None
@@ -197,6 +219,15 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
             # full-size ground truth; its mask box is the style crop
             target = reference if item.target == "auto" else source
             reference = reference.crop(mask_box(mask)) if mask is not None else None
+    if reference is not None and item.reference_mask_path is not None and item.reference_mask_path.is_file():
+        other, _ = read_mask(open_image(item.reference_mask_path), str(item.reference_mask_path))
+        reference = reference.crop(mask_box(other)) if other.size == reference.size else reference
+    shown = target or source
+    if mask is not None and shown is not None:
+        if config.reference == "half_box":
+            reference, mask = _half(shown, mask, second=item.id % 2 == 1, name=str(item.mask_path))
+        elif config.reference == "mask_box" and reference is None:
+            reference = shown.crop(mask_box(mask))
     box = mask_box(mask) if mask is not None else None
     scaled, window = (width, height), (0, 0, width, height)
     if first is not None:
@@ -221,8 +252,27 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
                 raise ImageProblem(
                     f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
                 )
-    example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size)
+    strip = None
+    if config.reference_strip is not None and source is not None and reference is not None:
+        strip = into_strip(reference, config.reference_strip, width)
+    example = Example(
+        item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size, strip
+    )
     return example, {"mask_channel": channel, "scaled": scaled, "window": window}
+
+
+def _half(shown: Image.Image, mask: Image.Image, *, second: bool, name: str) -> tuple[Image.Image, Image.Image]:
+    """One half of the mask's box as the reference, and the mask with the other half alone.
+
+    Raises:
+        ImageProblem: a mask that has no two halves.
+    """
+    seen, written = halves(mask_box(mask))[:: -1 if second else 1]
+    rest = Image.new("L", mask.size, 0)
+    rest.paste(mask.crop(written), written[:2])
+    if not mask_area(rest):
+        raise ImageProblem(f"{name}: one half of the mask's box holds no masked pixel; set data.reference=mask_box")
+    return shown.crop(seen), rest
 
 
 def mask_area(mask: Image.Image) -> int:

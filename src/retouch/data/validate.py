@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from retouch.config import load_run
-from retouch.config.data_sections import ManifestData, SelfBenchData
-from retouch.config.rules import needed_pictures
+from retouch.config.data_sections import CrossBenchData, ManifestData, PromptsData, SelfBenchData
+from retouch.config.rules import data_sections, needed_pictures
 from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
+from retouch.data.formats.manifest import json_entries
 
 if TYPE_CHECKING:
     from retouch.config.data_sections import Data
@@ -34,9 +35,9 @@ def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
     """
     if path.suffix in (".yaml", ".yml"):
         run = load_run(path)
-        sections = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
+        sections = data_sections(run)
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}
-        return [f for name, data in sections.items() if data for f in validate_section(name, data, needs[name])]
+        return [f for name, data in sections.items() for f in validate_section(name, data, needs[name])]
     return validate_section("data", data_at(path, size))
 
 
@@ -47,10 +48,20 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
         DataError: neither a folder nor a manifest.
     """
     if path.is_dir():
-        return SelfBenchData(path=str(path), resolution=size)
+        crosses = (path / "cross_bench.txt").is_file() and not (path / "self_bench.txt").is_file()
+        return (CrossBenchData if crosses else SelfBenchData)(path=str(path), resolution=size)
     if path.suffix in (".json", ".jsonl"):
-        return ManifestData(path=str(path), resolution=size)
-    raise DataError(f"{path}: give a self_bench folder, a .json or .jsonl manifest, or a run file")
+        return (PromptsData if _has_no_pictures(path) else ManifestData)(path=str(path), resolution=size)
+    if path.suffix == ".txt":
+        return PromptsData(path=str(path), resolution=size)
+    raise DataError(f"{path}: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file")
+
+
+def _has_no_pictures(path: Path) -> bool:
+    """Whether a JSON file lists prompts alone: no entry of it names a picture."""
+    entries = json_entries(path) if path.is_file() else []
+    objects = [cast("dict[str, Any]", entry) for entry in entries if isinstance(entry, dict)]
+    return bool(objects) and all("prompt" in o and "image_path" not in o for o in objects)
 
 
 def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> list[Finding]:

@@ -1,7 +1,7 @@
 """What this machine can run, and what keeps it from running a given file: `retouch doctor`.
 
-Nothing is trained and no network is built from weights; what a check needs and cannot import is said once, by the line
-about the extra that brings it.
+Nothing is trained, and networks are built without their weights; what a check needs and cannot import is said once, by
+the line about the extra that brings it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retouch.config.schema import RunConfig
+from retouch.doctor.adapter import adapter_lines
 from retouch.doctor.data import data_lines, start_lines
 from retouch.doctor.line import Line
 from retouch.doctor.machine import disk_here, extra_lines, find_gpus, gpu_lines, machine_line
 from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
 from retouch.doctor.model import find_model, model_lines
+from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras, reward_lines
 
 __all__ = ["Line", "diagnose", "table"]
@@ -26,12 +28,14 @@ def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
     if run is None:
         return [*lines, *gpu_lines(gpus, world_size), disk_here()]
     found = find_model(run.model)
+    networks = build_networks(run.model, found)
     return [
         *lines,
-        *gpu_lines(gpus, world_size, network_weights(run, found)),
+        *gpu_lines(gpus, world_size, network_weights(run, networks)),
         *model_lines(run.model, found),
-        memory_line(run, found, gpus, world_size),
-        checkpoint_line(run, found),
+        *adapter_lines(run.model, networks),
+        memory_line(run, networks, gpus, world_size),
+        checkpoint_line(run, networks),
         *data_lines(run, world_size),
         *start_lines(run),
         *reward_lines(run),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.data_sections import Data
-from retouch.config.rules import needed_pictures
+from retouch.config.rules import data_sections, needed_pictures
 from retouch.data.dataset import DataError, Dataset, list_items, load_dataset
 from retouch.doctor.line import Line
 
@@ -16,10 +16,7 @@ from retouch.doctor.line import Line
 def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
     """Every section as the run would read it, and whether it holds what the run asks of it."""
     read: dict[str, Dataset] = {}
-    sections = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
-    for name, section in sections.items():
-        if section is None:
-            continue
+    for name, section in data_sections(run).items():
         try:
             read[name] = _load(run, name, section)
         except (DataError, ConfigError, OSError) as error:
@@ -30,6 +27,8 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
         yield Line("warning", "evaluation.data", "none: the run evaluates on training examples; set evaluation.data")
     if "data" in read:
         yield from _enough(run, world_size, read["data"], read.get("warmup_data", read["data"]))
+    if "data" in read and "evaluation.data" in read:
+        yield from _held_out(run, read)
 
 
 def _load(run: RunConfig, name: str, section: Data) -> Dataset:
@@ -58,6 +57,17 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
         enough_groups(run, derive(run, world_size), data)
     except ConfigError as error:
         yield Line("fix", "examples", str(error))
+
+
+def _held_out(run: RunConfig, read: dict[str, Dataset]) -> Iterator[Line]:
+    try:
+        from retouch.build import is_held_out
+    except ImportError:
+        return
+    try:
+        is_held_out(run, read["evaluation.data"], *(data for name, data in read.items() if name != "evaluation.data"))
+    except ConfigError as error:
+        yield Line("fix", "evaluation.data", str(error))
 
 
 def start_lines(run: RunConfig) -> Iterator[Line]:

@@ -7,21 +7,34 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from retouch.config import derive
 from retouch.config.derived import snapshots
-from retouch.config.model_sections import TrainIpAdapter, TrainLora
+from retouch.config.errors import ConfigError
+from retouch.config.model_sections import TrainFull, TrainIpAdapter, TrainLora
 from retouch.config.schema import RunConfig
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
-from retouch.doctor.model import PIPELINES, Found, Shapes
+from retouch.doctor.model import PIPELINES, Shapes, find_model
+from retouch.doctor.networks import Networks, asked_adapter, build_networks, encoder_name
+
+if TYPE_CHECKING:
+    from retouch.adapters.formats import AdapterShape
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _TIGHT = 0.9
 """Share of the memory that the counted part may take before the rest, which is not counted, is unlikely to fit."""
+
+
+_LESS = {
+    "full": "model.train.kind=lora, ema=null",
+    "lora": "a smaller model.train.rank, model.dtype=bf16",
+    "ip_adapter": "model.train.tokens=16, model.train.weights=kv_lora, ema=null, model.dtype=bf16",
+}
+"""By what is trained, what to set where memory does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -30,44 +43,83 @@ class Counted:
 
     Attributes:
         frozen: of the network beside what is trained.
-        host: of text encoders that wait on the CPU.
-        whole: False where only the network's size is known.
+        adapter: frozen ones of a style adapter.
+        saved: weights in a file of a style adapter in fp32: trained ones, and those that LoRA is merged into.
+        saved_frozen: the others in it.
+        others: frozen networks beside it, by name.
+        waiting: names of those that are on the device only while they encode.
+        whole: False where only some of the networks are known.
     """
 
     trained: int
     frozen: int
-    others: int
-    host: int
-    whole: bool
+    adapter: int = 0
+    saved: int = 0
+    saved_frozen: int = 0
+    others: Mapping[str, int] = field(default_factory=dict[str, int])
+    waiting: frozenset[str] = frozenset()
+    whole: bool = True
 
 
-def count_weights(run: RunConfig, found: Found) -> Counted | None:
-    """From the files; from the released network where they are not here; None where neither tells, and for a style
-    adapter, whose weights are not in the files of the network."""
-    if isinstance(run.model.train, TrainIpAdapter):
+@dataclass(frozen=True)
+class Part:
+    """What holds memory: `waits`, where it is on the CPU while it is not used."""
+
+    what: str
+    weights: int
+    bytes: int
+    waits: bool = False
+
+
+def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
+    """By the networks on the meta device; None where the trained one, or the adapter, is not known.
+
+    Raises:
+        ConfigError: options of a style adapter that do not fit the network.
+    """
+    name, *_ = PIPELINES[run.model.family][1]
+    if name not in networks.parts:
         return None
-    network, *_ = PIPELINES[run.model.family][1]
-    shapes = found.weights.get(network) or (_released(run.model.family) if found.missing else None)
-    if shapes is None:
-        return None
-    sizes = {name: number(found.weights[name]) for name in found.weights if name != network}
-    text = sum(count for name, count in sizes.items() if name.startswith("text_"))
+    shapes = shapes_of(networks.parts[name])
+    others = {part: number(shapes_of(made)) for part, made in networks.parts.items() if part != name}
     stays = not (run.model.offload_text_encoders or run.model.free_text_encoders)
+    waiting = {part for part in others if part.startswith("text_") and not stays}
     train = run.model.train
-    lora = isinstance(train, TrainLora)
-    return Counted(
-        trained=lora_weights(run, shapes) if lora else number(shapes),
-        frozen=number(shapes) if lora else 0,
-        others=sum(sizes.values()) - (0 if stays else text),
-        host=0 if stays else text,
-        whole=len(sizes) == len(PIPELINES[run.model.family][1]) - 1,
-    )
+    if networks.encoder is not None:
+        others["image_encoder"] = number(shapes_of(networks.encoder))
+        waiting.add("image_encoder")
+    about: Any = {"others": others, "waiting": frozenset(waiting), "whole": networks.whole}
+    if isinstance(train, TrainFull):
+        return Counted(number(shapes), 0, **about)
+    if isinstance(train, TrainLora):
+        return Counted(lora_weights(run, shapes), number(shapes), **about)
+    shape = asked_adapter(run.model, networks)
+    return None if shape is None else Counted(frozen=number(shapes), **adapter_weights(train, shape), **about)
 
 
-def network_weights(run: RunConfig, found: Found) -> int | None:
+def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int]:
+    """`trained`, `adapter` (frozen), `saved` and `saved_frozen` weights of a style adapter."""
+    from retouch.adapters.train_ip_adapter import is_trained
+
+    sizes = {key: math.prod(size) for key, size in shape.tensors().items()}
+    whole = sum(sizes.values())
+    if train.weights == "kv_lora":
+        blocks = {key: size for key, size in shape.tensors().items() if key.startswith("ip_adapter.")}
+        factors, merged = train.rank * sum(sum(size) for size in blocks.values()), number(blocks)
+        return {"trained": factors, "adapter": whole, "saved": merged, "saved_frozen": whole - merged}
+    trained = sum(count for key, count in sizes.items() if is_trained(key, train.weights))
+    return {"trained": trained, "adapter": whole - trained, "saved": trained, "saved_frozen": whole - trained}
+
+
+def network_weights(run: RunConfig, networks: Networks) -> int | None:
     """Weights of the network, where they can be counted."""
     network, *_ = PIPELINES[run.model.family][1]
-    return number(found.weights[network]) if network in found.weights else None
+    return number(shapes_of(networks.parts[network])) if network in networks.parts else None
+
+
+def shapes_of(network: Any) -> Shapes:
+    """Weight name -> shape."""
+    return {name: tuple(weight.shape) for name, weight in network.named_parameters()}
 
 
 def number(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -94,57 +146,109 @@ def _family_targets(family: str) -> Sequence[str]:
     return importlib.import_module(FAMILIES[family].partition(":")[0]).LORA_TARGETS
 
 
-def _released(family: str) -> Shapes | None:
-    """Shapes of the released network, without weights; None without torch."""
-    try:
-        import torch
-
-        from retouch.models import family_class
-
-        with torch.device("meta"):
-            network = family_class(family).released_network()
-    except ImportError:
-        return None
-    return {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
+    """What a process holds before any activation: state of what is trained (on several processes with the buckets in
+    which gradients travel) in fp32, and frozen weights in the precision of the run file."""
+    trained, small = weights.trained, _BYTES[run.model.dtype]
+    what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
+    state = {f"{what}, trained": 4, "gradients": 4, "optimizer": 8}
+    state |= {f"snapshot {name}" if name != "ema" else "ema": 4 for name in sorted(snapshots(run))}
+    state |= {"exchange of gradients": 4} if world_size > 1 else {}
+    frozen = {"style adapter, frozen": weights.adapter, "network, frozen": weights.frozen, **weights.others}
+    return [
+        *(Part(name, trained, size * trained) for name, size in state.items()),
+        *(Part(name, n, small * n, name in weights.waiting) for name, n in frozen.items() if n),
+    ]
 
 
 def device_bytes(run: RunConfig, weights: Counted, world_size: int = 1) -> int:
-    """What a process holds on its device before any activation: state of what is trained, frozen weights, and on
-    several processes the buckets in which gradients travel."""
-    state = derive(run, world_size).state_bytes_per_weight + (4 if world_size > 1 else 0)
-    return state * weights.trained + _BYTES[run.model.dtype] * (weights.frozen + weights.others)
+    """What a process holds on its device before any activation."""
+    return sum(part.bytes for part in memory_parts(run, weights, world_size) if not part.waits)
+
+
+def host_bytes(run: RunConfig, weights: Counted) -> int:
+    """What a process holds on the CPU, where it has a device."""
+    return sum(part.bytes for part in memory_parts(run, weights) if part.waits)
 
 
 def checkpoint_bytes(run: RunConfig, weights: Counted) -> int:
-    """A checkpoint: weights, two moments and each snapshot, in fp32."""
-    return 4 * (3 + len(snapshots(run))) * weights.trained
+    """A checkpoint: weights, two moments and each snapshot, in fp32; a style adapter is in two files, whole, its frozen
+    part as small as in memory."""
+    kept = snapshots(run)
+    weights_and_ema = 1 + ("ema" in kept)
+    one = 4 * weights.trained
+    if run.model.train.kind == "ip_adapter":
+        factors = one if run.model.train.weights == "kv_lora" else 0
+        one = factors + 2 * (4 * weights.saved + _BYTES[run.model.dtype] * weights.saved_frozen)
+    return 4 * (2 + len(kept - {"ema"})) * weights.trained + weights_and_ema * one
 
 
-def memory_line(run: RunConfig, found: Found, gpus: Gpus, world_size: int) -> Line:
-    """The counted part against the smallest device, or against the machine's memory where there is no GPU."""
-    weights = count_weights(run, found)
+def report_memory(run: RunConfig, world_size: int = 1) -> dict[str, Any]:
+    """What `retouch check --memory` adds: `device_bytes`, `host_bytes`, and the `parts` they are made of.
+
+    Raises:
+        ConfigError: no such model, or one whose configs cannot be had.
+    """
+    found = find_model(run.model)
+    if found.folder is None and found.problems:
+        raise ConfigError(found.problems[0])
+    networks = build_networks(run.model, found, download=True)
+    weights = count_weights(run, networks)
     if weights is None:
-        unknown = (
-            "weights of a style adapter" if run.model.train.kind == "ip_adapter" else "shapes of the network's weights"
+        raise ConfigError(
+            "--memory: not counted: "
+            + (found.missing if found.missing and not networks.parts else _unknown(run, networks))
         )
-        return Line("warning", "memory", f"not counted: the {unknown} are not known")
+    return {
+        "device_bytes": device_bytes(run, weights, world_size),
+        "host_bytes": host_bytes(run, weights),
+        "complete": weights.whole,
+        "parts": [asdict(part) for part in memory_parts(run, weights, world_size)],
+    }
+
+
+def memory_table(report: Mapping[str, Any]) -> list[str]:
+    """The report in lines."""
+    lines = [f"  {'memory of a process, counted':32} {'weights':>16} {'bytes':>10}"]
+    for part in report["parts"]:
+        waits = "  on the CPU while it waits" if part["waits"] else ""
+        lines.append(f"    {part['what'].replace('_', ' '):30} {part['weights']:16,} {size(part['bytes']):>10}{waits}")
+    unknown = "" if report["complete"] else "; text encoders, VAE or image encoder are not here to be counted"
+    lines.append(f"    {'on the device':47} {size(report['device_bytes']):>10}  activations come on top{unknown}")
+    return lines
+
+
+def _unknown(run: RunConfig, networks: Networks) -> str:
+    if run.model.train.kind == "ip_adapter" and networks.reference_width is None:
+        return f"the config of the image encoder {encoder_name(run.model)} is not known"
+    return "the shapes of the network's weights are not known"
+
+
+def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int) -> Line:
+    """The counted part against the smallest device, or against the machine's memory where there is no GPU."""
+    try:
+        weights = count_weights(run, networks)
+    except ConfigError as error:
+        return Line("fix", "memory", str(error))
+    if weights is None:
+        return Line("warning", "memory", f"not counted: {_unknown(run, networks)}")
     if not weights.trained:
         return Line("fix", "memory", "model.train.targets match no weight of the network; leave targets out")
     need = device_bytes(run, weights, world_size)
     if gpus.usable:
         has, free, where = min(g.memory for g in gpus.usable), min(g.free for g in gpus.usable), "a GPU"
     else:
-        need = world_size * (need + _BYTES[run.model.dtype] * weights.host)
+        need = world_size * (need + host_bytes(run, weights))
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free, where = has, "this machine"
-    parts = "" if weights.whole else " (the network alone; text encoders and VAE are not here to be counted)"
+    parts = "" if weights.whole else " (text encoders, VAE or image encoder are not here to be counted)"
+    frozen = weights.frozen + weights.adapter
     counted = (
-        f"{size(need)} counted for {weights.trained:,} trained and {weights.frozen:,} frozen weights of the network"
+        f"{size(need)} counted for {weights.trained:,} trained and {frozen:,} frozen weights of the network"
         f"{parts}, {size(has)} in {where}; activations come on top"
     )
     if need > has:
-        full = run.model.train.kind == "full"
-        less = "model.train.kind=lora, ema=null" if full else "a smaller model.train.rank, model.dtype=bf16"
+        less = _LESS[run.model.train.kind]
         return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")
     if need > free:
         return Line("fix", "memory", f"{counted}; only {size(free)} is free: end what holds the rest (nvidia-smi)")
@@ -157,14 +261,17 @@ def memory_line(run: RunConfig, found: Found, gpus: Gpus, world_size: int) -> Li
     return Line("ok", "memory", counted)
 
 
-def checkpoint_line(run: RunConfig, found: Found) -> Line:
+def checkpoint_line(run: RunConfig, networks: Networks) -> Line:
     """Free disk where the run directory will be, against the checkpoints that will lie there."""
     place = Path(run.logging.dir).expanduser().absolute()
     exists = next(parent for parent in (place, *place.parents) if parent.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK):
         return Line("fix", "disk", f"{place}: {exists} is no folder that can be written to; set logging.dir")
     free = shutil.disk_usage(exists).free
-    weights = count_weights(run, found)
+    try:
+        weights = count_weights(run, networks)
+    except ConfigError:  # the line above says it
+        weights = None
     if weights is None:
         return Line("ok", "disk", f"{size(free)} free in {exists}; the size of a checkpoint is not known")
     one, kept = checkpoint_bytes(run, weights), kept_checkpoints(run)

@@ -70,7 +70,7 @@ class Found:
     missing: str | None = None
 
 
-class _Damaged(ValueError):
+class Damaged(ValueError):
     """A file of the model that cannot be what it should."""
 
 
@@ -96,7 +96,7 @@ def find_model(model: Model) -> Found:
     for name, expected in networks.items():
         try:
             shapes = _network(folder / name, expected)
-        except _Damaged as error:
+        except Damaged as error:
             problems.append(str(error))
         else:
             weights |= {name: shapes} if shapes else {}
@@ -119,14 +119,26 @@ def _network(folder: Path, expected: str) -> Shapes:
     """Shapes of its weights; empty where they are in files that only torch reads.
 
     Raises:
-        _Damaged: no such folder, a network of another class, or weights that are not all there.
+        Damaged: no such folder, a network of another class, or weights that are not all there.
     """
     config = _json(folder / "config.json")
     found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
     if found != expected:
-        raise _Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
+        raise Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
     # diffusers writes _class_name, transformers does not
-    stem, pickled = ("diffusion_pytorch_model",) * 2 if "_class_name" in config else ("model", "pytorch_model")
+    return weights_of(folder, *(("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS))
+
+
+STEMS = ("model", "pytorch_model")
+"""File names of transformers' weights: safetensors, and pickled."""
+
+
+def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:
+    """Shapes of the weights in a folder, by the headers of its files; empty where only torch reads them.
+
+    Raises:
+        Damaged: no weights, or not all of them.
+    """
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file():
         return _header(folder / f"{stem}.safetensors")
@@ -137,22 +149,22 @@ def _network(folder: Path, expected: str) -> Shapes:
         }
         lacking = sorted(placed.keys() - shapes.keys())
         if lacking:
-            raise _Damaged(f"{folder.name}/: {lacking[0]} is in none of the files that its index names")
+            raise Damaged(f"{folder.name}/: {lacking[0]} is in none of the files that its index names")
         return shapes
     if (folder / f"{pickled}.bin").is_file() or (folder / f"{pickled}.bin.index.json").is_file():
         return {}
-    raise _Damaged(f"{folder.name}/ has no {stem}.safetensors")
+    raise Damaged(f"{folder.name}/ has no {stem}.safetensors")
 
 
 def _header(file: Path) -> Shapes:
     """Shapes in a safetensors file, whose length must be what its header says.
 
     Raises:
-        _Damaged: it is not there, or cut off.
+        Damaged: it is not there, or cut off.
     """
     where = f"{file.parent.name}/{file.name}"
     if not file.is_file():
-        raise _Damaged(f"no {where}")
+        raise Damaged(f"no {where}")
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -161,9 +173,9 @@ def _header(file: Path) -> Shapes:
         whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise _Damaged(f"{where} is no safetensors file, or only the start of one") from None
+        raise Damaged(f"{where} is no safetensors file, or only the start of one") from None
     if file.stat().st_size != whole:
-        raise _Damaged(f"{where} has {file.stat().st_size} bytes, {whole} are expected")
+        raise Damaged(f"{where} has {file.stat().st_size} bytes, {whole} are expected")
     return shapes
 
 
@@ -172,7 +184,7 @@ def _tokenizer(folder: Path, encoder: str) -> Iterator[str]:
     name = encoder.replace("text_encoder", "tokenizer")
     try:
         kind = str(_json(folder / name / "tokenizer_config.json").get("tokenizer_class", ""))
-    except _Damaged as error:
+    except Damaged as error:
         yield str(error)
         return
     vocabularies = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -187,15 +199,15 @@ def _processor(folder: Path) -> list[str]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Raises: _Damaged: it is not there, or holds no JSON object."""
+    """Raises: Damaged: it is not there, or holds no JSON object."""
     try:
         value: object = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
-        raise _Damaged(f"no {file.parent.name}/{file.name}") from None
+        raise Damaged(f"no {file.parent.name}/{file.name}") from None
     except ValueError:
-        raise _Damaged(f"{file.parent.name}/{file.name} is not valid JSON") from None
+        raise Damaged(f"{file.parent.name}/{file.name} is not valid JSON") from None
     if not isinstance(value, dict):
-        raise _Damaged(f"{file.parent.name}/{file.name} holds no JSON object")
+        raise Damaged(f"{file.parent.name}/{file.name} holds no JSON object")
     return cast("dict[str, Any]", value)
 
 

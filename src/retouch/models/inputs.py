@@ -11,6 +11,7 @@ from torch import Tensor
 
 from retouch.config.families import ADAPTERS
 from retouch.image_encoder import ImageEncoder
+from retouch.imaging import stack_above
 from retouch.models.loading import DTYPES
 from retouch.types import Example, ModelSpec
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sources [B, 3, H, W] in [-1, 1] and masks [B, 1, H, W] in {0, 1}, 1 = repaint, of examples of one size.
+    """Sources [B, 3, H, W] in [-1, 1] and masks [B, 1, H, W] in {0, 1}, 1 = repaint, of examples of one size; with the
+    strip of an in-context reference above them, where examples have one.
 
     Raises:
         ValueError: an example without source or mask, or a size that the family cannot take.
@@ -68,10 +70,11 @@ def reference_inputs(
 def _image_tensor(image: Any, example: Example, family: str) -> Tensor:
     if image is None:
         raise ValueError(f"example {example.id} has no source image; {family} repaints one")
-    return torch.from_numpy(np.asarray(image.convert("RGB"), np.float32)).permute(2, 0, 1) / 127.5 - 1
+    pixels = np.asarray(stack_above(example.strip, image.convert("RGB")), np.float32)
+    return torch.from_numpy(pixels).permute(2, 0, 1) / 127.5 - 1
 
 
 def _mask_tensor(mask: Any, example: Example, family: str) -> Tensor:
     if mask is None:
         raise ValueError(f"example {example.id} has no mask; {family} repaints inside one")
-    return torch.from_numpy((np.asarray(mask) >= 128).astype(np.float32))[None]
+    return torch.from_numpy((np.asarray(stack_above(example.strip, mask)) >= 128).astype(np.float32))[None]

@@ -30,6 +30,7 @@ from retouch.rollout import (
     sample,
     settle,
     to_uint8,
+    without_strip,
 )
 from retouch.types import Scores, Trajectory
 
@@ -150,7 +151,7 @@ def roll_out(session: Session, data: EncodedData, algorithm: RlConfig, slots: Se
     with run.clock.part("rollout"):
         trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=guard)
     with run.clock.part("vae"):
-        images = to_uint8(run.model.decode(trajectory.final))
+        images = without_strip(to_uint8(run.model.decode(trajectory.final)), examples)
     items = items_of(examples, images, [e.id for e in examples])
     return Rollouts(list(slots), seeds, [trajectory], [PendingBatch(items, run.rewards.submit(items))], [])
 

@@ -4,7 +4,7 @@ from retouch.rollout.draw import Drawing, draw, drawing_on, freeze
 from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.plan import StepPlan, make_plan, ode_plan
 from retouch.rollout.sampler import latent_noise, noise_for, sample, to_uint8
-from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle
+from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle, without_strip
 from retouch.rollout.transition import denoising_error, latent_region, objective_region, transition
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "settle",
     "to_uint8",
     "transition",
+    "without_strip",
 ]

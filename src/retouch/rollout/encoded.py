@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from retouch.data import Dataset
+from retouch.imaging import stack_above
 from retouch.observe import Stopwatch
 from retouch.types import Condition, DiffusionModel, Example
 
@@ -103,6 +104,7 @@ class EncodedData:
         picture = getattr(example, role)
         if picture is None:
             raise ValueError(f"example {example.id} has no {role} picture")
+        picture = stack_above(example.strip, picture)
         pixels = torch.from_numpy(np.asarray(picture, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
         return self.model.encode_images(pixels).cpu()
 

@@ -46,6 +46,13 @@ class PendingBatch:
     scores: PendingScores
 
 
+def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
+    """Pictures [B, H, W, 3] without the strip of the in-context reference above them, which all examples have or
+    none."""
+    strip = examples[0].strip
+    return images if strip is None else images[:, strip.height :]
+
+
 def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[int]) -> list[RewardItem]:
     """What scorers see of rollouts: the picture, and of its example everything but the target."""
     return [

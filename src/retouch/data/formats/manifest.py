@@ -27,14 +27,28 @@ def list_items(config: ManifestData) -> list[ItemFiles | ItemError]:
     if not path.is_file():
         raise DataError(f"data.path: {path}: no such manifest (a .json or .jsonl file)")
     root = Path(config.image_root).expanduser() if config.image_root else path.parent
-    return [_item(entry, position, root) for position, entry in enumerate(_entries(path))]
+    return [_item(entry, position, root) for position, entry in enumerate(json_entries(path))]
 
 
-def _entries(path: Path) -> list[Any]:
+def read_text(path: Path) -> str:
+    """A text file.
+
+    Raises:
+        DataError: not UTF-8.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+
+
+def json_entries(path: Path) -> list[Any]:
+    """A JSON list, or JSONL with an object a line.
+
+    Raises:
+        DataError: not UTF-8, or not JSON.
+    """
+    text = read_text(path)
     try:
         if text.lstrip().startswith("["):
             return cast("list[Any]", json.loads(text))

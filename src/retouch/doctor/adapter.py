@@ -1,0 +1,70 @@
+"""The image encoder and the initial adapter of a style adapter: complete, of the right class and sizes?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from retouch.config.errors import ConfigError
+from retouch.config.model_sections import Model
+from retouch.doctor.line import Line
+from retouch.doctor.model import STEMS, Damaged, weights_of
+from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, encoder_name, meta_encoder
+
+
+def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
+    """Nothing without a style adapter, or without torch."""
+    name = encoder_name(model)
+    if name is None:
+        return
+    try:
+        yield _encoder_line(name)
+    except ImportError:
+        return
+    initial = model.train.initial_adapter if model.train.kind == "ip_adapter" else None
+    if initial is not None:
+        yield _initial_line(model, networks, initial)
+
+
+def _encoder_line(name: str) -> Line:
+    what, folder = "image encoder", encoder_folder(name)
+    if folder is None:
+        return Line("warning", what, f"{name} is not on this machine; the run downloads it")
+    if not folder.is_dir():
+        return Line("fix", what, f"model.train.image_encoder: {name}: no such folder; give a folder or a hub id")
+    try:
+        encoder, width = meta_encoder(folder)
+        _complete(folder, set(encoder.state_dict()))
+    except (ConfigError, Damaged, OSError, ValueError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Line("fix", what, f"model.train.image_encoder: {reason}; copy it anew, or set another")
+    return Line("ok", what, f"{folder}: a {type(encoder).__name__}, its files complete, vectors of width {width}")
+
+
+def _complete(folder: Path, names: set[str]) -> None:
+    """Every weight is in the files; those of a whole SigLIP or CLIP have the vision part's name before theirs.
+
+    Raises:
+        Damaged: one is not.
+    """
+    shapes = weights_of(folder, *STEMS)
+    there = {name.removeprefix("vision_model.") for name in shapes}
+    lacking = sorted(name for name in names if name.removeprefix("vision_model.") not in there)
+    if shapes and lacking:
+        raise Damaged(f"{folder} has no {lacking[0]} among its weights")
+
+
+def _initial_line(model: Model, networks: Networks, path: str) -> Line:
+    from retouch.adapters.train_ip_adapter import describe, initial_adapter, require_shape
+
+    what = "initial adapter"
+    try:
+        given = initial_adapter(model.train, model.family)
+        assert given is not None
+        wanted = asked_adapter(model, networks)
+        if wanted is not None:
+            require_shape(given, wanted, path)
+    except ConfigError as error:
+        return Line("fix", what, str(error))
+    unknown = "" if wanted is not None else "; whether it fits is not known without the model"
+    return Line("ok", what, f"{path}: whole, {describe(given)}{unknown}")

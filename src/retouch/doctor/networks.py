@@ -1,0 +1,193 @@
+"""The networks of a run without their weights: built on the meta device from configs alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retouch.config.errors import ConfigError
+from retouch.config.families import ADAPTERS
+from retouch.config.model_sections import Model, TrainIpAdapter
+from retouch.doctor.model import PIPELINES, Found
+
+if TYPE_CHECKING:
+    from retouch.adapters.formats import AdapterShape
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What of a run could be built.
+
+    Attributes:
+        parts: component -> network on the meta device; one whose config is not here is left out.
+        encoder: of references, for a style adapter.
+        reference_width: of the vectors that it makes; also where only the released one is known by its name.
+        whole: whether nothing was left out.
+    """
+
+    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+    encoder: Any = None
+    reference_width: int | None = None
+    whole: bool = False
+
+
+def build_networks(model: Model, found: Found, *, download: bool = False) -> Networks:
+    """Build what configs tell of; the trained network of a hub id that is not here at its released size.
+
+    Args:
+        download: get the configs (and nothing else) of a hub id that is not on this machine.
+
+    Raises:
+        ModelFilesError: `download`, and a config that is damaged.
+        ConfigError: `download`, and one of a hub id that is neither to be had nor known.
+    """
+    try:
+        from retouch.models import family_class
+        from retouch.models.loading import ModelFilesError
+        from retouch.models.meta import component_on_meta, on_meta
+    except ImportError:  # no torch: the extra's line says so
+        return Networks()
+    if found.problems and found.folder is None:
+        return Networks()
+    kinds = PIPELINES[model.family][1]
+    folder = found.folder or (_fetch(model, list(kinds)) if download else None)
+    parts: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        if folder is None:
+            break
+        try:
+            parts[name] = component_on_meta(folder / name, kind)
+        except ModelFilesError:  # the model's line says so
+            if download:
+                raise
+    network = next(iter(kinds))
+    if folder is None and found.missing:
+        parts[network] = on_meta(family_class(model.family).released_network)
+    # where one cannot be had, waiting for the other is in vain
+    encoder, width = _encoder(model, download=download and folder is not None)
+    needed = len(kinds) + (model.train.kind == "ip_adapter")
+    return Networks(parts, encoder, width, len(parts) + (encoder is not None) == needed)
+
+
+def asked_adapter(model: Model, networks: Networks) -> AdapterShape | None:
+    """Sizes of the style adapter that `model.train` asks for; None where the network or the encoder is not known.
+
+    Raises:
+        ConfigError: not as many factors of `scale` as blocks.
+    """
+    from retouch.adapters.train_ip_adapter import wanted_shape
+
+    train = model.train
+    network = networks.parts.get(next(iter(PIPELINES[model.family][1])))
+    if not isinstance(train, TrainIpAdapter) or network is None or networks.reference_width is None:
+        return None
+    shape = wanted_shape(network, train, model.family, networks.reference_width)
+    if isinstance(train.scale, list) and len(train.scale) != len(shape.inner):
+        raise ConfigError(
+            f"model.train.scale: given {len(train.scale)} factors; the network has {len(shape.inner)} blocks: give one "
+            "for each, or one number for all"
+        )
+    return shape
+
+
+def encoder_name(model: Model) -> str | None:
+    """What `model.train.image_encoder` means; None without a style adapter."""
+    train = model.train
+    return (train.image_encoder or ADAPTERS[model.family].image_encoder) if train.kind == "ip_adapter" else None
+
+
+def encoder_folder(name: str) -> Path | None:
+    """Where an image encoder lies on this machine: a folder, the one of the package, or the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from retouch.image_encoder import TINY
+
+    folder = TINY if name == "tiny" else Path(name).expanduser()
+    if folder.is_dir() or name.count("/") != 1:
+        return folder
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def encoder_class(folder: Path) -> tuple[Any, str]:
+    """Class of an image encoder, and which of its outputs is the vector.
+
+    Raises:
+        ConfigError: no config, or a model of another kind.
+    """
+    from retouch.image_encoder import KINDS
+
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        raise ConfigError(f"{folder} has no config.json of a model") from None
+    if kind not in KINDS:
+        raise ConfigError(f"{folder} is a {kind} model; give a SigLIP or a CLIP")
+    return KINDS[kind]
+
+
+def meta_encoder(folder: Path) -> tuple[Any, int]:
+    """An image encoder on the meta device, and the width of its vectors.
+
+    Raises:
+        ConfigError: no config, or a model of another kind.
+    """
+    from retouch.models.meta import on_meta
+
+    kind, output = encoder_class(folder)
+    config = kind.config_class.from_pretrained(folder)
+    width = config.projection_dim if output == "image_embeds" else config.hidden_size
+    return on_meta(lambda: kind(config)), int(width)
+
+
+def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
+    name = encoder_name(model)
+    if name is None:
+        return None, None
+    folder = encoder_folder(name)
+    if folder is None and download:
+        folder = _fetched(name, "config.json", name == ADAPTERS[model.family].image_encoder)
+    try:
+        return meta_encoder(folder) if folder else (None, _known_width(model, name))
+    except ConfigError:  # a line of its own says what is wrong with it
+        return None, _known_width(model, name)
+
+
+def _known_width(model: Model, name: str) -> int | None:
+    facts = ADAPTERS[model.family]
+    return facts.width if name == facts.image_encoder else None
+
+
+def _fetch(model: Model, names: Sequence[str]) -> Path | None:
+    """The configs of a hub id; None where they cannot be had, but its trained network is known.
+
+    Raises:
+        ConfigError: they cannot be had.
+    """
+    known = model.path == type(model).model_fields["path"].default
+    top = None
+    for name in names:
+        top = _fetched(model.path, f"{name}/config.json", known)
+        if top is None:
+            return None
+    return top
+
+
+def _fetched(hub_id: str, file: str, known: bool) -> Path | None:
+    """Top folder of the snapshot that a small file of a hub id was put into."""
+    import huggingface_hub
+
+    try:
+        path = Path(huggingface_hub.hf_hub_download(hub_id, file))
+    except (OSError, ValueError) as error:
+        if known:
+            return None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+        raise ConfigError(
+            f"{hub_id}: its {file} cannot be had: {reason}; check the id and the network (gated ones need HF_TOKEN), "
+            "or give a folder"
+        ) from None
+    return path.parents[file.count("/")]

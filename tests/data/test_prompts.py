@@ -1,0 +1,70 @@
+"""Prompts without pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retouch.config.data_sections import PromptsData
+from retouch.data import DataError, load_dataset
+from retouch.data.validate import data_at
+from tests.command_line import retouch
+
+
+def test_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes("\ufeffa cat\r\n\r\n  a sign that says 'ÄÖ'  \n".encode())
+    found = load_dataset(PromptsData(path=str(path), resolution=(32, 64)))
+    assert [(e.id, e.prompt, e.size) for e in found] == [(0, "a cat", (32, 64)), (2, "a sign that says 'ÄÖ'", (32, 64))]
+    assert [(e.source, e.mask, e.target, e.reference) for e in found] == [(None,) * 4] * 2
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_objects_with_a_text_and_metadata(suffix: str, tmp_path: Path) -> None:
+    entries = [{"prompt": "a sign", "text": "MOON", "level": 3}, {"prompt": "a cat", "id": 7}]
+    path = tmp_path / f"p.{suffix}"
+    path.write_text(json.dumps(entries) if suffix == "json" else "\n".join(map(json.dumps, entries)), encoding="utf-8")
+    found = load_dataset(PromptsData(path=str(path)))
+    assert [(e.id, e.prompt, dict(e.metadata)) for e in found] == [
+        (0, "a sign", {"text": "MOON", "level": 3}),
+        (7, "a cat", {}),
+    ]
+    assert data_at(path, (64, 64)).format == "prompts"
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        (3, "3 is not an object"),
+        ({"text": "A"}, "prompt missing or empty; each entry needs one"),
+        ({"prompt": " "}, "prompt missing or empty; each entry needs one"),
+        ({"prompt": "a", "text": 5}, "text is 5; it must be a string"),
+        ({"prompt": "a", "id": "x"}, "id is 'x'; it must be an integer"),
+    ],
+)
+def test_an_entry_that_is_none(entry: object, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(entry), encoding="utf-8")
+    config = PromptsData(path=str(tmp_path / "p.jsonl"), max_bad_items=0)
+    with pytest.raises(DataError, match=f"entry 0: {problem}".replace("?", ".")):
+        load_dataset(config)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file of prompts"):
+        load_dataset(PromptsData(path=str(tmp_path / "nowhere.txt")))
+    (tmp_path / "p.txt").write_bytes(b"Gr\xfc\xdfe")
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_dataset(PromptsData(path=str(tmp_path / "p.txt")))
+    (tmp_path / "p.jsonl").write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1: not valid JSON"):
+        load_dataset(PromptsData(path=str(tmp_path / "p.jsonl")))
+
+
+def test_validate_tells_prompts_from_a_manifest(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a cat\n", encoding="utf-8")
+    outcome = retouch("data", "validate", tmp_path / "p.txt")
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 items can be used")
+    (tmp_path / "m.jsonl").write_text('{"prompt": "a"}\n{"image_path": "x.png", "prompt": "b"}\n', encoding="utf-8")
+    assert data_at(tmp_path / "m.jsonl", (64, 64)).format == "manifest"

@@ -1,0 +1,177 @@
+"""Where references come from: files, the mask's box, half of it, other items; and the strip above the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.config.data_sections import CrossBenchData, ManifestData
+from retouch.data import DataError, ItemError, ItemFiles, load_dataset
+from retouch.data.dataset import check_item, list_items
+from retouch.data.validate import data_at
+from retouch.imaging import ImageProblem, halves, into_strip, mask_box, stack_above
+from tests.command_line import retouch
+
+from .conftest import HOLE, SIZE, Bench, box_mask, picture, pixels
+
+LEFT, RIGHT = (8, 4, 24, 20), (24, 4, 40, 20)
+"""Halves of HOLE."""
+
+
+# --- the mask's box ---
+
+
+def test_the_mask_box_of_the_source_where_no_reference_is_given(bench: Bench) -> None:
+    bench.add(1).add(2, ref=picture((5, 6), blue=9)).list(["1-A", "2-B"])
+    first, second = load_dataset(bench.config(reference="mask_box"))
+    assert pixels(first.reference) == pixels(picture(blue=1).crop(HOLE))
+    assert pixels(second.reference) == pixels(picture((5, 6), blue=9))  # its own
+    assert load_dataset(bench.config())[0].reference is None
+
+
+def test_the_target_shows_the_text_where_the_source_does_not(bench: Bench, tmp_path: Path) -> None:
+    bench.add(1)
+    picture(blue=70).save(tmp_path / "target.png")
+    entry = {
+        "image_path": "test1_source.png",
+        "mask_path": "test1_mask.png",
+        "target_path": "target.png",
+        "prompt": "p",
+    }
+    (tmp_path / "m.json").write_text(json.dumps([entry]), encoding="utf-8")
+    config = ManifestData(path=str(tmp_path / "m.json"), resolution=(SIZE[1], SIZE[0]), reference="mask_box")
+    assert pixels(load_dataset(config)[0].reference) == pixels(picture(blue=70).crop(HOLE))
+
+
+def test_a_run_that_needs_references_takes_the_mask_box(bench: Bench) -> None:
+    bench.add(1).list(["1-A"])
+    needs = {"source", "mask", "reference"}
+    assert len(load_dataset(bench.config(reference="mask_box"), needs=needs)) == 1
+    (item,) = list_items(bench.config())
+    assert isinstance(item, ItemFiles)
+    assert str(check_item(item, bench.config(), needs)) == "item 1: reference_path missing, which the run needs"
+    bare = ItemFiles(3, "p", source_path=item.source_path)  # there is no box without a mask
+    assert "mask_path, reference_path missing" in str(check_item(bare, bench.config(reference="mask_box"), needs))
+
+
+# --- half of it ---
+
+
+@pytest.mark.parametrize(("number", "seen", "written"), [(2, LEFT, RIGHT), (1, RIGHT, LEFT)])
+def test_half_of_the_box_is_the_reference_and_the_other_is_written(
+    number: int, seen: tuple[int, int, int, int], written: tuple[int, int, int, int], bench: Bench
+) -> None:
+    bench.add(number, ref=picture((5, 6))).list([f"{number}-AB"])
+    example = load_dataset(bench.config(reference="half_box"))[0]
+    assert pixels(example.reference) == pixels(picture(blue=number).crop(seen))
+    assert pixels(example.mask) == pixels(box_mask(box=written))
+    assert pixels(example.target) == pixels(picture(blue=number))
+
+
+def test_halves_are_cut_across_the_longer_side() -> None:
+    assert halves((0, 0, 10, 4)) == ((0, 0, 5, 4), (5, 0, 10, 4))
+    assert halves((2, 1, 5, 10)) == ((2, 1, 5, 5), (2, 5, 5, 10))
+    with pytest.raises(ImageProblem, match="no halves"):
+        halves((3, 3, 4, 4))
+
+
+def test_the_other_half_may_have_holes_but_must_not_be_empty(bench: Bench) -> None:
+    ring = box_mask()
+    ring.paste(0, (12, 8, 36, 16))
+    bench.add(2, mask=ring).list(["2-A"])
+    example = load_dataset(bench.config(reference="half_box"))[0]
+    expected = np.asarray(ring).copy()
+    expected[:, :24] = 0
+    assert np.array_equal(np.asarray(example.mask), expected)
+    corner = Image.new("L", SIZE, 0)
+    corner.paste(255, (0, 0, 20, 2))
+    corner.putpixel((0, 10), 255)
+    corner.putpixel((9, 20), 255)
+    bench.add(4, mask=corner).list(["4-A"])
+    tall = load_dataset(bench.config(reference="half_box"))
+    assert mask_box(tall[0].mask) == (0, 10, 10, 21)  # type: ignore[arg-type]
+
+
+# --- references of other items ---
+
+
+def cross(bench: Bench, lines: list[str], **options: object) -> CrossBenchData:
+    (bench.folder / "cross_bench.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    given: dict[str, object] = {"path": str(bench.folder), "resolution": (SIZE[1], SIZE[0]), **options}
+    return CrossBenchData.model_validate(given)
+
+
+def test_an_item_for_each_reference_of_a_line(bench: Bench) -> None:
+    for number in (1, 2):
+        bench.add(number, ref=picture(blue=number).crop(HOLE))
+    bench.add(3, ref=picture(blue=33))  # a full-size one: its mask's box is the style
+    found = load_dataset(cross(bench, ["1-2,3-well-known, yes", "", "3-1-B"]))
+    assert [(e.id, e.prompt, dict(e.metadata)) for e in found] == [
+        (0, "The text is 'well-known, yes'.", {"text": "well-known, yes", "item": 1, "reference_item": 2}),
+        (1, "The text is 'well-known, yes'.", {"text": "well-known, yes", "item": 1, "reference_item": 3}),
+        (2, "The text is 'B'.", {"text": "B", "item": 3, "reference_item": 1}),
+    ]
+    assert [pixels(e.source) for e in found] == [pixels(picture(blue=n)) for n in (1, 1, 3)]
+    assert [pixels(e.reference) for e in found] == [pixels(picture(blue=n).crop(HOLE)) for n in (2, 33, 1)]
+    assert [e.target for e in found] == [None] * 3
+
+
+@pytest.mark.parametrize("line", ["1-A", "1-x-A", "1-2,-A", "x-2-A", "1"])
+def test_a_malformed_cross_line_is_an_error_of_its_own(line: str, bench: Bench) -> None:
+    listed = list_items(cross(bench, ["1-2-A", line]))
+    assert str(listed[1]) == f"cross_bench.txt line 2: {line!r} is not {{number}}-{{reference[,reference]}}-{{text}}"
+    assert isinstance(listed[0], ItemFiles)
+
+
+def test_cross_lists_without_text_or_pictures(bench: Bench) -> None:
+    assert str(list_items(cross(bench, ["12-3- "]))[0]) == (
+        "cross_bench.txt line 1: the text of item 12 is empty; write what the mask shall say"
+    )
+    config = cross(bench.add(1), ["1-2-A"])
+    (item,) = list_items(config)
+    assert not isinstance(item, ItemError)
+    assert str(check_item(item, config)) == f"item 0: {bench.folder}/test2_ref.png: no such file"
+    with pytest.raises(DataError, match=r"has no other\.txt; each of its lines is"):
+        list_items(config.model_copy(update={"list_file": "other.txt"}))
+
+
+def test_the_commands_know_a_cross_benchmark(bench: Bench) -> None:
+    bench.add(1).add(2, ref=picture((8, 8)))
+    cross(bench, ["1-2-A"])
+    assert data_at(bench.folder, (32, 48)).format == "cross_bench"
+    outcome = retouch("data", "validate", bench.folder, "--resolution", "32x48")
+    assert (outcome.code, "ok: source, mask, reference; mask in luminance" in outcome.out) == (0, True)
+    bench.list(["1-A"])
+    assert data_at(bench.folder, (32, 48)).format == "self_bench"
+
+
+# --- the strip ---
+
+
+def test_the_strip_holds_the_whole_reference(bench: Bench) -> None:
+    red = Image.new("RGB", (10, 20), (255, 0, 0))
+    strip = into_strip(red, 8, 48)
+    assert strip.size == (48, 8)
+    values = np.asarray(strip)
+    assert (values[:, 22:26] == (255, 0, 0)).all()  # 4 x 8 in the middle
+    assert (values[:, :22] == 255).all() and (values[:, 26:] == 255).all()
+    assert into_strip(Image.new("RGB", (400, 10)), 8, 48).size == (48, 8)
+    bench.add(1, ref=red).list(["1-A"])
+    example = load_dataset(bench.config(reference_strip=8))[0]
+    assert pixels(example.strip) == pixels(strip)
+    assert pixels(example.source) == pixels(picture(blue=1))
+    assert load_dataset(bench.config())[0].strip is None
+
+
+def test_stacking_keeps_the_strip_and_repaints_below() -> None:
+    strip = Image.new("RGB", (SIZE[0], 8), (1, 2, 3))
+    page, mask = stack_above(strip, picture()), stack_above(strip, box_mask())
+    assert page.size == mask.size == (48, 40)
+    assert pixels(page.crop((0, 8, 48, 40))) == pixels(picture())
+    assert pixels(page.crop((0, 0, 48, 8))) == pixels(strip)
+    assert mask_box(mask) == (8, 12, 40, 28)
+    assert stack_above(None, page) is page
