@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 import yaml
 
 from retouch.evaluate import Evaluation
+from retouch.models.qwen_image import QwenImage
 from retouch.rewards import judge
+from retouch.types import Condition, Example
 from retouch.use import comparison_table
 from tests.command_line import retouch
 from tests.data.protocols import mmmg_rows, write_complex_edit, write_mmmg
@@ -58,6 +61,18 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "base.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def draws_from_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image without a look at the source, which it would repaint inside a mask that edits do not have."""
+    encode = QwenImage.encode
+
+    def encode_prompts(self: QwenImage, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        return encode(self, [replace(example, source=None) for example in examples], guidance_scale)
+
+    monkeypatch.setattr(QwenImage, "encode", encode_prompts)
+
+
+@pytest.mark.usefixtures("draws_from_the_prompt")
 def test_complex_edit_is_evaluated_by_part_and_complexity(tmp_path: Path) -> None:
     """The three parts of the reward, each by complexity; the judge sees the source as the run resized it."""
     data = {"format": "complex_edit", "path": str(write_complex_edit(tmp_path / "edits")), "complexity": "1,8"}
