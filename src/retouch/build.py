@@ -164,3 +164,10 @@ def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
             f"batches_per_epoch), but data has {len(data)}; lower them, or add data"
         )
+    first = -(-len(data) // data.stages)
+    if derived.global_groups_per_epoch > first:
+        raise ConfigError(
+            f"data.curriculum: given {data.stages}, whose first stage has {first} examples, but an epoch takes "
+            f"{derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
+            "rollout.global_groups_per_batch x batches_per_epoch"
+        )

@@ -39,6 +39,8 @@ READ_ELSEWHERE = {
     "CrossBenchData.resolution": "through the property DataSection.size",
     "ManifestData.resolution": "through the property DataSection.size",
     "PromptsData.resolution": "through the property DataSection.size",
+    "ComplexEditData.resolution": "through the property DataSection.size",
+    "MmmgData.resolution": "through the property DataSection.size",
     "RolloutConfig.step_rule": "through rules.step_rule, which fills in the default of the family",
 }
 """Option -> why no attribute access outside the schema shows it. Keep it short."""
@@ -125,7 +127,14 @@ def test_the_exceptions_are_still_needed() -> None:
     assert {leaf.owner for leaf in LEAVES if leaf.key in without} == READ_ELSEWHERE.keys()
 
 
-@pytest.mark.parametrize("entry", RewardEntry.__subclasses__(), ids=lambda entry: entry.__name__)
+ENTRIES = [kind for section in RewardEntry.__subclasses__() for kind in section.__subclasses__() or [section]]
+
+
+def test_every_scorer_has_an_entry() -> None:
+    assert {entry.model_fields["scorer"].default for entry in ENTRIES} == SCORERS.keys()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_scorer_options_are_the_arguments_of_the_scorer(entry: type[RewardEntry]) -> None:
     module, _, name = SCORERS[entry.model_fields["scorer"].default].partition(":")
     scorer: Any = getattr(importlib.import_module(module), name)

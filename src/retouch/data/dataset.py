@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
-from retouch.config.data_sections import PictureSection
+from retouch.config.data_sections import PictureSection, ProtocolData
 from retouch.imaging import (
     ImageProblem,
+    PackedPicture,
     fit_size,
     halves,
     into_strip,
@@ -39,6 +40,8 @@ FORMATS = {
     "cross_bench": "retouch.data.formats.cross_bench",
     "manifest": "retouch.data.formats.manifest",
     "prompts": "retouch.data.formats.prompts",
+    "complex_edit": "retouch.data.formats.complex_edit",
+    "mmmg": "retouch.data.formats.mmmg",
 }
 """Format name of the run file -> module with `list_items(config) -> list[ItemFiles | ItemError]`."""
 
@@ -60,11 +63,12 @@ class ItemFiles:
         target: where the ground truth comes from: "file" is `target_path`; "source" the source itself; "none" there is
             none; "auto" a full-size reference, else the source.
         reference_mask_path: of the item that a reference belongs to; one of the mask's size is cut to its box.
+        difficulty: what a curriculum sorts by.
     """
 
     id: int
     prompt: str
-    source_path: Path | None = None
+    source_path: Path | PackedPicture | None = None
     mask_path: Path | None = None
     reference_path: Path | None = None
     target_path: Path | None = None
@@ -73,6 +77,7 @@ class ItemFiles:
     target: TargetRole = "none"
     reference_mask_path: Path | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    difficulty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,16 @@ class Dataset(Sequence[Example]):
     def prompts(self) -> list[str]:
         """Every prompt once, in order."""
         return list(dict.fromkeys(item.prompt for item in self.items))
+
+    @property
+    def difficulties(self) -> list[float]:
+        """Of every example, by position."""
+        return [item.difficulty for item in self.items]
+
+    @property
+    def stages(self) -> int:
+        """Of the curriculum; 1: there is none."""
+        return self.config.curriculum if isinstance(self.config, ProtocolData) else 1
 
 
 def load_dataset(config: Data, purpose: str = "data", needs: Collection[str] = ()) -> Dataset:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from retouch.config.data_sections import ManifestData, PromptsData, SelfBenchData
 from retouch.data.dataset import DataError, ItemError, ItemFiles, list_items
 from retouch.data.formats.manifest import json_entries, read_text
-from retouch.data.overlap import digest, pictures_of
+from retouch.data.overlap import digest, files, pictures_of
 from retouch.data.sampler import derive_seed
 from retouch.data.validate import data_at
 from retouch.imaging import normalize_text
@@ -75,7 +75,7 @@ def sides(keys: Sequence[Sequence[Hashable]], share: float, seed: int) -> list[b
 
 
 def _keys(item: ItemFiles, by: str) -> list[str]:
-    pictures = pictures_of(item)
+    pictures = files(pictures_of(item))
     if by == "picture" and pictures:
         return [digest(path) for path in pictures]
     text = item.metadata.get("text") if by == "text" else None
@@ -98,7 +98,7 @@ def _listed(path: Path) -> tuple[Path, list[str], list[ItemFiles]]:
     listed = list_items(section)
     items = [item for item in listed if isinstance(item, ItemFiles)]
     broken = [str(item) for item in listed if isinstance(item, ItemError)]
-    broken += [f"item {i.id}: {p}: no such file" for i in items for p in pictures_of(i) if not p.is_file()]
+    broken += [f"item {i.id}: {p}: no such file" for i in items for p in files(pictures_of(i)) if not p.is_file()]
     if broken:
         raise DataError(
             f"{path}: {broken[0]} (and {len(broken) - 1} more problems); `retouch data validate` lists them"
