@@ -83,7 +83,7 @@ def evaluate(
         raw += list(images.numpy())
         items = items_of(batch, images, [e.id for e in batch])
         if rewards.entries:
-            pending.append(PendingBatch(items, rewards.submit(items)))
+            pending.append(PendingBatch(items, rewards.submit(items, training=False)))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
     rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]

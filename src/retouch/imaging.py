@@ -104,6 +104,13 @@ def mask_box(mask: Image.Image | Pixels) -> Box:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
+def widen(box: Box, margin: float, width: int, height: int) -> Box:
+    """The box grown by `margin` of its sides each way, inside the picture."""
+    left, top, right, bottom = box
+    dx, dy = round((right - left) * margin), round((bottom - top) * margin)
+    return max(0, left - dx), max(0, top - dy), min(width, right + dx), min(height, bottom + dy)
+
+
 def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float = 0.0) -> Pixels:
     """`generated` inside the mask, `source` outside, per pixel.
 

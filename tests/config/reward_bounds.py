@@ -8,6 +8,13 @@ AT_MOST_1 = "input should be less than or equal to 1"
 
 REWARD_BOUNDS = [
     ("reward_client.max_run_failure_rate", "1.1", "1.1", AT_MOST_1),
+    ("reward_client.logged_wait_s", "-1", "-1", NOT_NEGATIVE),
+    ("rewards.ocr.role", "silver", "'silver'", "input should be 'train' or 'gold'"),
+    ("rewards.ocr.crop", "hole", "'hole'", "input should be 'none' or 'mask_box'"),
+    ("rewards.ocr.box_margin", "1.5", "1.5", AT_MOST_1),
+    ("rewards.ocr.box_min_side", "0", "0", POSITIVE),
+    ("rewards.ocr.transform", "rank", "'rank'", "input should be 'none' or 'win_rate'"),
+    ("rewards.ocr.noise", "-0.1", "-0.1", NOT_NEGATIVE),
     ("reward_client.balance", "random", "'random'", "input should be 'least_outstanding' or 'round_robin'"),
     ("reward_client.requests_per_server", "0", "0", POSITIVE),
     ("reward_client.hedge_after_s", "0", "0", POSITIVE),

@@ -19,8 +19,29 @@ class RewardEntry(Section):
     or the endpoints file that `retouch reward serve` wrote."""
     weight: float = 1.0
     """Of this reward in the combined score."""
+    role: Literal["train", "gold"] = "train"
+    """"gold" is scored in evaluations alone and never trained on: it shows whether a run
+    learns, or only pleases its other rewards."""
     paste_back: bool = True
     """Score the source with only the mask repainted, as a user would use it, not the raw generation."""
+    crop: Literal["none", "mask_box"] = "none"
+    """"mask_box" shows the scorer only the box around the mask, of image, source and mask."""
+    box_margin: Unit = 0.0
+    """Widens the box of `crop` by this share of its sides."""
+    box_min_side: PositiveInt = 224
+    """Pixels that the sides of the box of `crop` have at least, as far as the picture has them."""
+    gated_by: Text | None = None
+    """Name of another reward, as far as which this one counts: its value times that of the gate, held to [0, 1]. A
+    failure of the gate is one of this reward."""
+    gate_threshold: float | None = None
+    """Instead of the product: this reward counts in full from this value of its gate on, and not at all below."""
+    gate_floor: float = 0.0
+    """What the value falls to where the gate is shut; set it for rewards that are not above 0."""
+    transform: Literal["none", "win_rate"] = "none"
+    """"win_rate" trains on the share of the group's other images that an image beats, ties half, not on the value."""
+    noise: NonNegative = 0.0
+    """How far two scores of the same picture differ (`retouch reward probe` measures it): a group whose standard
+    deviation is not above it has no advantage in this reward, and for win_rate values as near as this are a tie."""
 
     @field_validator("url", mode="wrap")
     @classmethod
@@ -38,14 +59,18 @@ class RewardEntry(Section):
         if self.url in (None, "auto"):
             return self
         # by value, not by what was written: a dumped run writes every default
-        own = sorted(type(self).model_fields.keys() - RewardEntry.model_fields.keys())
-        changed = [name for name in own if getattr(self, name) != type(self).model_fields[name].default]
+        changed = [n for n in sorted(self.own_options()) if getattr(self, n) != type(self).model_fields[n].default]
         if changed:
             raise ValueError(
                 f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
                 f"scores it; drop {changed[0]} here and start the server with it"
             )
         return self
+
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """Names of the options that are the scorer's, not of every entry."""
+        return [name for name in cls.model_fields if name not in RewardEntry.model_fields]
 
 
 class OcrReward(RewardEntry):
@@ -215,6 +240,8 @@ class RewardClientConfig(Section):
     """Deadline of one request, retries included."""
     outage_wait_s: NonNegative = 300.0
     """How long to wait for servers that stopped answering before the run stops, resumable (exit 3)."""
+    logged_wait_s: NonNegative = 5.0
+    """How long rewards of weight 0, which are only logged, may take once the others of an epoch are in."""
     max_failure_rate: Unit = 0.2
     """More failed rewards than this share of a rollout batch stop the run, resumable (exit 3)."""
     max_run_failure_rate: Unit = 1.0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retouch.build import Run
 from retouch.config.algorithm_sections import GrpoConfig, RlConfig
-from retouch.core.advantages import comparable_rows, zero_std_rows
+from retouch.core.advantages import comparable_rows, win_rates, zero_std_rows
 from retouch.data import Slot, derive_seed, rank_slots
 from retouch.observe.grids import grid
 from retouch.recipes.session import Session
@@ -66,6 +66,8 @@ class RewardRows:
         index: [N] int64 within the group.
         valid: [N] bool; false for padding and rows on which a reward with a weight failed.
         padding: [N] bool.
+        noise: [R] standard deviation of each reward on one picture; none where None.
+        relative: [R] bool: rewards that train by their win rate in the group; none where None.
     """
 
     names: list[str]
@@ -75,6 +77,8 @@ class RewardRows:
     index: Tensor
     valid: Tensor
     padding: Tensor
+    noise: Tensor | None = None
+    relative: Tensor | None = None
 
     @property
     def counted(self) -> Tensor:
@@ -83,14 +87,38 @@ class RewardRows:
 
     @property
     def combined(self) -> Tensor:
-        """[N] weighted sums; 0 where not valid."""
-        return (torch.where(self.valid[:, None] & self.counted, self.values, 0.0) * self.weights).sum(1)
+        """[N] weighted sums of the values; 0 where not valid."""
+        return self._weighted(self.values)
+
+    def signals(self, combine: str) -> list[tuple[Tensor, Tensor, float]]:
+        """What becomes advantages: ([N] signal, its weight, its noise) of each counted reward, or of their weighted sum
+        where that is what is normalised, or all there is.
+
+        The signal is the value, or the win rate among the valid rows of the group, in which its noise is a tie. Noises
+        of a sum are taken as independent.
+        """
+        count = len(self.names)
+        noise = [0.0] * count if self.noise is None else self.noise.tolist()
+        relative = [False] * count if self.relative is None else self.relative.tolist()
+        columns = self.values.clone()
+        for i in range(count):
+            if relative[i]:
+                columns[:, i] = win_rates(self.values[:, i], self.position, self.valid, noise[i])
+                noise[i] = 0.0
+        counted = self.counted.nonzero().flatten().tolist()
+        if combine == "sum_then_normalize" or len(counted) == 1:
+            total = math.hypot(*(float(self.weights[i]) * noise[i] for i in counted))
+            return [(self._weighted(columns), torch.ones((), dtype=torch.float64), total)]
+        return [(columns[:, i], self.weights[i], noise[i]) for i in counted]
 
     def flat(self, combine: str) -> Tensor:
         """[N] bool: valid rows of groups without a signal: each reward (or their sum, if that is what is normalised) is
-        the same for all of the group."""
-        columns = [self.combined] if combine == "sum_then_normalize" else list(self.values[:, self.counted].T)
-        return torch.stack([zero_std_rows(c, self.position, self.valid) for c in columns]).all(0)
+        the same for all of the group, or differs by its noise."""
+        columns = self.signals(combine)
+        return torch.stack([zero_std_rows(c, self.position, self.valid, noise=n) for c, _, n in columns]).all(0)
+
+    def _weighted(self, columns: Tensor) -> Tensor:
+        return (torch.where(self.valid[:, None] & self.counted, columns, 0.0) * self.weights).sum(1)
 
     def of_rank(self, rank: int, world_size: int) -> slice:
         n = len(self.valid) // world_size
@@ -157,7 +185,7 @@ def roll_out(session: Session, data: EncodedData, algorithm: RlConfig, slots: Se
 
 def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
     """Rewards of every rank's rows, the same on every rank."""
-    names = list(run.rewards.entries)
+    names = run.rewards.trained
     local = [[v for s in rollouts.scores for v in s.values(name)] for name in names]
     counted = [column for name, column in zip(names, local, strict=True) if run.rewards.weights[name]]
     failed = torch.tensor([any(column[i] is None for column in counted) for i in range(len(rollouts.slots))])
@@ -167,7 +195,10 @@ def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
     index = torch.tensor([s.index for s in rollouts.slots])
     gathered = [run.engine.gather(t).cpu() for t in (values, position, index, ~(failed | padding), padding)]
     weights = torch.tensor([run.rewards.weights[name] for name in names], dtype=torch.float64)
-    return RewardRows(names, gathered[0], weights, *gathered[1:])
+    entries = [run.rewards.entries[name] for name in names]
+    noise = torch.tensor([entry.noise for entry in entries], dtype=torch.float64)
+    relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
+    return RewardRows(names, gathered[0], weights, *gathered[1:], noise=noise, relative=relative)
 
 
 def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from retouch.config.errors import ConfigError
-from retouch.imaging import Box, mask_box, normalize_text, text_similarity
+from retouch.imaging import mask_box, normalize_text, text_similarity, widen
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec, text_to_read
 from retouch.types import Failure, Outcome, Score
 
@@ -140,13 +140,6 @@ def crop_for(item: RewardItem, margin: float) -> Pixels:
         return item.image
     left, top, right, bottom = widen(mask_box(item.mask), margin, item.image.shape[1], item.image.shape[0])
     return item.image[top:bottom, left:right]
-
-
-def widen(box: Box, margin: float, width: int, height: int) -> Box:
-    """The box grown by `margin` of its sides each way, inside the picture."""
-    left, top, right, bottom = box
-    dx, dy = round((right - left) * margin), round((bottom - top) * margin)
-    return max(0, left - dx), max(0, top - dy), min(width, right + dx), min(height, bottom + dy)
 
 
 def _bgr(pixels: Pixels) -> Pixels:
