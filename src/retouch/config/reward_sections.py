@@ -255,5 +255,12 @@ class RewardClientConfig(Section):
     """Under way at once; more wait here, for whichever server is free first."""
     hedge_after_s: Positive | None = None
     """Ask a second server, too, when the first has not answered after so long; null never does."""
+    probe_every: Annotated[int, Field(ge=0)] = 0
+    """Epochs between probes: the same two pictures are scored again, and must score what they did when the run began.
+    0 never does; a judge that is paid is paid for these, too."""
+    probe_tolerance: NonNegative = 1e-3
+    """By how much a probe may differ (absolute up to scores of 1, relative above)."""
+    on_drift: Literal["warn", "stop"] = "warn"
+    """What follows where it differs by more: a line in the log, or the end of the run, resumable (exit 3)."""
     cache: bool = False
     """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice."""

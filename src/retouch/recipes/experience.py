@@ -121,6 +121,7 @@ def rewarded_groups(
     fail) are followed by new ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476); the same decision on
     every rank."""
     run, config, epoch = session.run, session.run.config, session.progress.epoch
+    session.probe_rewards()
     wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
     chosen = epoch_examples(len(run.data), wanted, config.seed, epoch)
     rollouts = sample_and_score(session, data, algorithm, chosen, policy)

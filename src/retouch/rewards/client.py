@@ -200,6 +200,8 @@ class RewardClient:
         self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
         self._budget = RetryBudget()
         self._freed = asyncio.Event()
+        # whoever waits for a server is woken by every answer: thousands of them would do nothing else
+        self._turns = asyncio.Semaphore(2 * self.options.most * len(self.urls))
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reward-client")
         self._thread.start()
@@ -317,12 +319,21 @@ class RewardClient:
     async def _score_chunks(self, items: list[RewardItem]) -> Columns:
         size = self.options.batch_size
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
-        replies = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
+        asked = time.monotonic()
+
+        async def in_turn(chunk: list[RewardItem]) -> Columns:
+            async with self._turns:
+                return await self._score_chunk(chunk, asked)
+
+        replies = await asyncio.gather(*(in_turn(chunk) for chunk in chunks))
         return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
 
-    async def _score_chunk(self, items: list[RewardItem]) -> Columns:
-        """One request with its retries; ids on the wire are positions, so that callers may repeat theirs."""
-        asked = time.monotonic()
+    async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
+        """One request with its retries; ids on the wire are positions, so that callers may repeat theirs.
+
+        Args:
+            asked: when its caller began to wait.
+        """
         deadline: float | None = None
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
         request_id, failed = uuid.uuid4().hex, list[Server]()

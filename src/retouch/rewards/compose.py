@@ -120,6 +120,7 @@ class RewardTable:
         self._server: LocalServer | None = None
         self._cache = ScoreCache(self.log_dir / "rewards.sqlite") if client.cache else None
         self.asked = self.failed = 0
+        self.golden: dict[str, list[float]] = {}
         self._backends: dict[Place, RewardBackend] = {}
 
     def start(self) -> None:
@@ -148,11 +149,29 @@ class RewardTable:
             self._compare_servers()
         return problems
 
-    def count(self, asked: int, failed: int) -> float:
-        """Note rewards that were asked for and those that failed -> share of all so far that failed."""
-        self.asked += asked
-        self.failed += failed
-        return self.failed / max(1, self.asked)
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on counting, as JSON values."""
+        return {"asked": self.asked, "failed": self.failed, "golden": self.golden}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        self.asked, self.failed = int(state["asked"]), int(state["failed"])
+        self.golden = {name: list(values) for name, values in state["golden"].items()}
+
+    def probe(self) -> dict[str, dict[str, list[float | None]]]:
+        """Scores of the golden pictures now, past every cache -> reward -> where -> values, None where they failed. The
+        first ones of a run stay in `golden`."""
+        items = golden_items()
+        found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
+        for backend in self._backends.values():
+            told = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
+            for where, columns in told.items():
+                for name, column in columns.items():
+                    values = [o.value if isinstance(o, Score) else None for o in column]
+                    found[name][where or "this process"] = values
+                    if None not in values:
+                        self.golden.setdefault(name, [v for v in values if v is not None])
+        return found
 
     def statistics(self) -> dict[str, float]:
         """What the clients counted so far; latencies of the newest requests in seconds."""

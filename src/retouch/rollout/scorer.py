@@ -92,12 +92,13 @@ def settle(
             f"{len(failures)} of {total} rewards failed, over reward_client.max_failure_rate "
             f"{config.max_failure_rate}: {summary(failures)}"
         )
-    run_rate = table.count(total, len(failures))
-    if table.asked >= _RUN_REWARDS and run_rate > config.max_run_failure_rate:
+    asked, failed = table.asked + total, table.failed + len(failures)
+    if asked >= _RUN_REWARDS and failed > config.max_run_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{table.failed} of the {table.asked} rewards so far failed, over reward_client.max_run_failure_rate "
+            f"{failed} of the {asked} rewards so far failed, over reward_client.max_run_failure_rate "
             f"{config.max_run_failure_rate}: {summary(failures)}"
         )
+    table.asked, table.failed = asked, failed  # a batch that stops the run is asked for again
     return scores
 
 
