@@ -176,7 +176,8 @@ def test_a_scorer_with_two_sets_of_options(monkeypatch: pytest.MonkeyPatch) -> N
     one.close()
     assert made == [("ocr", scorer_options(entry)) for entry in entries.values()]
     assert made[0][1] == {
-        "score": "ned", "case_sensitive": True, "crop_margin": 0.0, "detect": False, "threads": 0
+        "score": "ned", "case_sensitive": True, "crop_margin": 0.0, "detect": False, "threads": 0,
+        "engine": "rapidocr",
     }  # fmt: skip
 
 

@@ -87,6 +87,8 @@ class OcrReward(RewardEntry):
     """Find the lines in the crop first; false reads the crop as one line: faster, for crops as large as their word."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the recogniser; 0 takes all."""
+    engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    """What reads. PaddleOCR 3 or newer is installed by hand, and downloads its models."""
 
 
 class PreservationReward(RewardEntry):
@@ -219,16 +221,99 @@ class StyleReward(RewardEntry):
     """CPU threads of the recogniser; 0 takes all."""
 
 
+class VlmReward(RewardEntry):
+    """A Qwen2.5-VL or Qwen3-VL on this machine as the judge, in [0, 1]: one forward, no text."""
+
+    scorer: Literal["vlm"] = "vlm"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: Text = "Qwen/Qwen2.5-VL-7B-Instruct"
+    """Hub id or folder."""
+    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    """{prompt} stands for the item's prompt."""
+    mode: Literal["digits", "yes"] = "digits"
+    """The expectation over the probabilities of the digits 0 to 5, over 5; or the probability of yes beside no."""
+    min_mass: Unit = 0.5
+    """Probability that the score tokens must have together; below it the answer was something else, a failure."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of the weights."""
+    max_pixels: PositiveInt = 1003520
+    """Larger pictures are scaled down to so many."""
+    images_per_forward: PositiveInt = 8
+    """As it says; changes memory and speed, not results."""
+
+    @model_validator(mode="after")
+    def _asks_for_the_prompt(self) -> VlmReward:
+        if "{prompt}" not in self.question:
+            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        return self
+
+
+class HpsV2Reward(RewardEntry):
+    """Human Preference Score v2.1 (arXiv 2306.09341), about .15 to .35; from an environment with imscore."""
+
+    scorer: Literal["hpsv2"] = "hpsv2"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "RE-N-Y/hpsv21"
+    """A hub id or folder in imscore's layout."""
+    images_per_forward: PositiveInt = 16
+    """As it says; changes memory and speed, not results."""
+
+
+class ImageRewardReward(RewardEntry):
+    """ImageReward (arXiv 2304.05977), about -2 to 2; from an environment with imscore."""
+
+    scorer: Literal["imagereward"] = "imagereward"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "RE-N-Y/ImageReward"
+    """A hub id or folder in imscore's layout."""
+    images_per_forward: PositiveInt = 16
+    """As it says; changes memory and speed, not results."""
+
+
+class AestheticReward(RewardEntry):
+    """The LAION aesthetic predictor, about 1 to 10, whatever the prompt; from an environment with imscore."""
+
+    scorer: Literal["aesthetic"] = "aesthetic"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "RE-N-Y/laion-aesthetic"
+    """A hub id or folder in imscore's layout."""
+    images_per_forward: PositiveInt = 16
+    """As it says; changes memory and speed, not results."""
+
+
+class MaskCompositeReward(RewardEntry):
+    """Share of the mask x how its box fits the prompt + share of the rest x (1 + seam), in [0, 1]."""
+
+    scorer: Literal["mask_composite"] = "mask_composite"  # pyright: ignore[reportIncompatibleVariableOverride]
+    paste_back: bool = False
+    """True judges the hard edge that pasting makes."""
+    judge: Literal["clip", "hpsv2"] = "clip"
+    """What the box of the mask is judged by."""
+    path: str = ""
+    """Of the judge's model; empty takes its default."""
+    low: float = 0.15
+    """Value of the judge that counts as 0."""
+    high: float = 0.35
+    """Value of the judge that counts as 1."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> MaskCompositeReward:
+        if self.high <= self.low:
+            raise ValueError(f"high: given {self.high:g}, but low is {self.low:g}; set high above it")
+        return self
+
+
 Reward = Annotated[
-    ClipReward
+    AestheticReward
+    | ClipReward
     | FnReward
+    | HpsV2Reward
+    | ImageRewardReward
     | JpegSizeReward
+    | MaskCompositeReward
     | OcrReward
     | OpenAIJudgeReward
     | PickScoreReward
     | PreservationReward
     | SeamReward
-    | StyleReward,
+    | StyleReward
+    | VlmReward,
     Field(discriminator="scorer"),
 ]
 
