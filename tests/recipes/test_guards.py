@@ -61,6 +61,20 @@ def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> Non
     assert [r["step"] for r in of_kind(records, "event") if r["event"] == "alarm"] == [4]
 
 
+def test_the_mass_of_a_judge_is_logged(config: Config, scripted: Use) -> None:
+    """The mean over the images that it scored; a failure has none."""
+    masses = itertools.cycle([0.6, 0.8, None, 0.7])
+
+    def judge(item: RewardItem) -> Outcome:
+        mass = next(masses)
+        return Failure("low_mass", "no") if mass is None else Score(mass, {"mass": mass})
+
+    scripted(judge)
+    client = {"max_failure_rate": 0.5}
+    _, records = train(config(reward_client=client, training__max_steps=1, evaluation__num_examples=4))
+    assert of_kind(records, "rollout")[0]["judge_mass/preservation"] == pytest.approx(0.7)
+
+
 def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripted: Use) -> None:
     """The run stops at step 2, which was to be evaluated, and goes on with that evaluation; what it counted stays."""
     held_out = itertools.count()

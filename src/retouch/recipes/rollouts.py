@@ -31,7 +31,7 @@ from retouch.rollout import (
     settle,
     to_uint8,
 )
-from retouch.types import Scores, Trajectory
+from retouch.types import Score, Scores, Trajectory
 
 
 @dataclass
@@ -223,11 +223,25 @@ def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:
     return statistics
 
 
+def judge_masses(run: Run, rollouts: Rollouts) -> dict[str, float]:
+    """Mean probability that judges gave their score tokens, over all ranks, of the rewards that say it."""
+    names = run.rewards.trained
+    found = torch.zeros(len(names), 2, dtype=torch.float64)
+    for scores in rollouts.scores:
+        for i, name in enumerate(names):
+            for outcome in scores.outcomes[name]:
+                if isinstance(outcome, Score) and isinstance(outcome.detail.get("mass"), float):
+                    found[i] += torch.tensor([outcome.detail["mass"], 1.0], dtype=torch.float64)
+    totals = run.engine.sum(found).cpu().tolist()
+    return {f"judge_mass/{n}": mass / count for n, (mass, count) in zip(names, totals, strict=True) if count}
+
+
 def log_rollouts(session: Session, algorithm: RlConfig, rollouts: Rollouts, rewards: RewardRows) -> None:
     """Statistics, and now and then a picture of the groups."""
     run, epoch, step = session.run, session.progress.epoch, session.progress.step + 1
     told = run.rewards.statistics()  # differs from run to run, as times do
-    run.dir.log("rollout", step, {"epoch": epoch, **reward_statistics(rewards, algorithm.combine)}, told or None)
+    statistics = {**reward_statistics(rewards, algorithm.combine), **judge_masses(run, rollouts)}
+    run.dir.log("rollout", step, {"epoch": epoch, **statistics}, told or None)
     every = run.config.logging.rollout_images_every
     if every and epoch % every == 0:
         run.dir.save_image(step, "rollouts", rollout_grid(rollouts, run.config.rollout.group_size))

@@ -374,8 +374,7 @@ class RewardClient:
                 return None
             server, wait = self._balancer.choose(now, failed)
             if server is not None:
-                server.under_way += 1
-                server.asked_at = now
+                server.sent(now)
                 return server
             self._freed.clear()
             with suppress(TimeoutError):
@@ -401,8 +400,7 @@ class RewardClient:
         other = None if first.done() else self._balancer.choose(time.monotonic(), [server])[0]
         if other is None or other is server or not self._budget.take(time.monotonic()):
             return await first
-        other.under_way += 1
-        other.asked_at = time.monotonic()
+        other.sent(time.monotonic())
         self.statistics.hedges += 1
         second = asyncio.create_task(self._attempt(other, items, request_id, deadline))
         tasks = {first, second}
@@ -431,7 +429,7 @@ class RewardClient:
             self._freed.set()
         now = time.monotonic()
         if not isinstance(reply, _Refusal):
-            server.answered(now - started)
+            server.answered(now - started, now)
             self._progress = now
         elif reply.failure.code == "overloaded" or reply.retry_after_s:
             server.held(now, reply.retry_after_s)
