@@ -49,7 +49,8 @@ def test_batches_do_not_change_the_result(loaded: Loaded, examples: Dataset) -> 
         for a, b in zip(whole.images, other.images, strict=True):
             assert np.abs(a.astype(int) - b.astype(int)).max() <= 1
         for measure, value in whole.means().items():
-            assert other.means()[measure] == pytest.approx(value, abs=1e-4)
+            rounding = 0.02 * value if measure.startswith("picture.") else 1e-4  # a level more or less, as JPEG
+            assert other.means()[measure] == pytest.approx(value, abs=rounding)
 
 
 def test_an_image_depends_on_its_example_and_index_alone(loaded: Loaded, examples: Dataset) -> None:

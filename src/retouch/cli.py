@@ -241,13 +241,48 @@ def reward_score(
     source: Annotated[Path | None, typer.Option(help="Picture before repainting.")] = None,
     url: Annotated[str | None, typer.Option(help="Server or endpoints file; default: this process.")] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that the server may take to be ready.")] = 0.0,
+    reference: Annotated[Path | None, typer.Option(help="Picture whose style is asked for.")] = None,
+    options: Annotated[str, typer.Option(help="JSON of the scorer's options, where it runs here.")] = "{}",
 ) -> None:
     """Score one picture and print the outcome as JSON."""
     from retouch.rewards.score_one import score_one
 
-    outcome, failed = score_one(reward, image, prompt, mask, source, url, wait)
+    given = _json_object(options, "--options")
+    outcome, failed = score_one(reward, image, prompt, mask, source, url, wait, reference, given)
     typer.echo(json.dumps(outcome, indent=2, ensure_ascii=False))
     if failed:
+        raise typer.Exit(1)
+
+
+@reward_app.command("probe")
+def reward_probe(
+    reward: Annotated[str, typer.Option(help="Scorer name.")],
+    image: Annotated[Path, typer.Option(help="Picture to score.")],
+    prompt: Annotated[str, typer.Option(help="Its prompt; text to read stands in quotes.")],
+    mask: Annotated[Path | None, typer.Option(help="Mask, white where repainted.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Picture before repainting.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="Picture whose style is asked for.")] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="JSONL of pictures with prompt and label, to measure agreement.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Times that the picture is scored.")] = 10,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures that are scored together.")] = 8,
+    url: Annotated[str | None, typer.Option(help="Server or endpoints file; default: this process.")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds that the server may take to be ready.")] = 0.0,
+    options: Annotated[str, typer.Option(help="JSON of the scorer's options, where it runs here.")] = "{}",
+) -> None:
+    """Measure a scorer: latency, repeatability, whether a batch changes scores, agreement with labels."""
+    from retouch.rewards.probe import agreement, probe, read_labels
+    from retouch.rewards.score_one import asking, item_of
+
+    item = item_of(image, prompt, mask, source, reference)
+    labelled = read_labels(labels) if labels else None
+    with asking(reward, url, wait, _json_object(options, "--options")) as ask:
+        found = probe(ask, item, repeats, batch)
+        if labelled:
+            found["agreement"] = agreement(ask, labelled, batch)
+    typer.echo(json.dumps({"reward": reward, **found}, indent=2, ensure_ascii=False))
+    if found["failures"]:
         raise typer.Exit(1)
 
 
@@ -409,6 +444,16 @@ def _logging(verbose: bool) -> None:
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S", markup=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def _json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value: object = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{option}: given {text}; write it as {{"option": value}}')
+    return dict(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _size(text: str) -> tuple[int, int]:

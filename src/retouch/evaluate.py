@@ -19,6 +19,7 @@ from retouch.glyphs import glyph_correlation
 from retouch.imaging import paste_back
 from retouch.observe import Stopwatch
 from retouch.observe.grids import grid
+from retouch.observe.guards import PREFIX, nearest_distances, picture_statistics, region_of
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import PendingBatch, items_of, ode_plan, sample, settle, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example, Score
@@ -75,8 +76,9 @@ def evaluate(
 ) -> Evaluation:
     """Sample every example with seeds that depend on nothing but the example, and score.
 
-    The measures: each reward, its numeric details (`ocr.ned`, `ocr.exact`), `outside_l1` (drift of the raw generation
-    outside the mask, in [0, 1]) and `glyph_correlation` where the example has a text.
+    The measures: each reward, gold ones too, its numeric details (`ocr.ned`, `ocr.exact`), `outside_l1` (drift of the
+    raw generation outside the mask, in [0, 1]), `glyph_correlation` where the example has a text, and statistics of
+    what was generated (`picture.*`, see `observe.guards`).
     """
     plan_of: dict[tuple[int, int], Any] = {}
     work = [(example, k) for example in examples for k in range(images_per_example)]
@@ -97,7 +99,7 @@ def evaluate(
         raw += list(images.numpy())
         items = items_of(batch, images, [e.id for e in batch])
         if rewards.entries:
-            pending.append(PendingBatch(items, rewards.submit(items)))
+            pending.append(PendingBatch(items, rewards.submit(items, training=False)))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
     rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]
@@ -105,7 +107,17 @@ def evaluate(
     for name, column in outcomes.items():
         for row, outcome in zip(rows, column, strict=True):
             row.update(_measures(name, outcome))
-    return Evaluation(rows, [_pasted(example, image) for (example, _), image in zip(work, raw, strict=True)])
+    images = [_pasted(example, image) for (example, _), image in zip(work, raw, strict=True)]
+    generated = [
+        region_of(image, None if example.mask is None else np.asarray(example.mask))
+        for (example, _), image in zip(work, images, strict=True)
+    ]
+    for row, picture in zip(rows, generated, strict=True):
+        row.update(picture_statistics(picture))
+    if len(generated) > 1:
+        for row, distance in zip(rows, nearest_distances(generated), strict=True):
+            row[f"{PREFIX}nearest"] = distance
+    return Evaluation(rows, images)
 
 
 def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation], count: int) -> Image:

@@ -160,6 +160,13 @@ def stack_above(strip: Image.Image | None, image: Image.Image) -> Image.Image:
     return page
 
 
+def widen(box: Box, margin: float, width: int, height: int) -> Box:
+    """The box grown by `margin` of its sides each way, inside the picture."""
+    left, top, right, bottom = box
+    dx, dy = round((right - left) * margin), round((bottom - top) * margin)
+    return max(0, left - dx), max(0, top - dy), min(width, right + dx), min(height, bottom + dy)
+
+
 def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float = 0.0) -> Pixels:
     """`generated` inside the mask, `source` outside, per pixel.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retouch.core.advantages import comparable_rows, group_advantages, zero_std_rows
+from retouch.core.advantages import comparable_rows, group_advantages, win_rates, zero_std_rows
 
 REWARDS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 9, 9])
@@ -86,6 +86,36 @@ def test_zero_std_rows() -> None:
     valid = torch.tensor([True, True, True, True, False, True])
     assert zero_std_rows(rewards, ids, valid).tolist() == [True, True, False, False, False, True]
     assert group_advantages(rewards, ids, valid)[:2].tolist() == [0.0, 0.0]
+
+
+def test_a_spread_within_the_noise_gives_no_advantage() -> None:
+    """The std of the first group is .1, that of the second .2, of the batch .35."""
+    rewards = torch.tensor([0.0, 0.2, 0.5, 0.9], dtype=torch.float64)
+    every = torch.ones(4).bool()
+    found = group_advantages(rewards, GROUPS, noise=0.15)
+    assert found[:2].tolist() == [0.0, 0.0] and found[2:].tolist() == pytest.approx([-1, 1], abs=1e-3)
+    assert zero_std_rows(rewards, GROUPS, every, noise=0.15).tolist() == [True, True, False, False]
+    whole = group_advantages(rewards, GROUPS, baseline="batch", scale="batch", noise=0.15)
+    assert whole.abs().min() > 0
+    assert group_advantages(rewards, GROUPS, baseline="batch", scale="batch", noise=0.4).tolist() == [0.0] * 4
+
+
+def test_win_rates_by_hand() -> None:
+    """A failure is beaten by nobody and beats nobody; who is alone has won half."""
+    rewards = torch.tensor([3.0, 1.0, float("nan"), 3.0, 0.0, 7.0, 7.05])
+    ids = torch.tensor([4, 4, 4, 4, 9, 2, 2])
+    valid = torch.tensor([True, True, False, True, True, True, True])
+    assert win_rates(rewards, ids, valid).tolist() == [0.75, 0.0, 0.5, 0.75, 0.5, 0.0, 1.0]
+    assert win_rates(rewards, ids, valid, noise=0.1)[5:].tolist() == [0.5, 0.5]
+
+
+def test_win_rates_are_those_without_the_failed_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, ids = torch.randn(40, generator=generator), torch.arange(40) % 5
+    valid = torch.rand(40, generator=generator) > 0.2
+    found = win_rates(rewards, ids, valid)[valid]
+    rest = win_rates(rewards[valid], ids[valid], torch.ones(int(valid.sum())).bool())
+    assert torch.equal(found, rest) and 0 < int(valid.sum()) < 40
 
 
 def test_empty_batch() -> None:

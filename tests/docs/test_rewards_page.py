@@ -44,5 +44,5 @@ def shape(value: Any) -> Any:
 
 
 def test_every_scorer_and_failure_code_is_on_the_page() -> None:
-    named = set(re.findall(r"^\| `([a-z_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"^\| `([a-z0-9_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert named >= {*SCORERS, *FAILURE_CODES}

@@ -43,6 +43,27 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+COMPOSITIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "weighted": {},
+    "gated": {"a": {"gated_by": "b"}},
+    "gate only": {"a": {"gated_by": "b"}, "b": {"weight": 0.0}},
+    "win rates": {"a": {"transform": "win_rate"}, "b": {"transform": "win_rate", "noise": 1e-4}},
+    "above the noise": {"a": {"noise": 1e-4}},
+}
+"""What `a` and `b` are besides their weights."""
+
+COMBINED = [
+    pytest.param(
+        algorithm,
+        composition,
+        id=f"{name}-{how}",
+        marks=[] if how == "weighted" or (name, how) in (("grpo", "gated"), ("dpo", "win rates")) else pytest.mark.slow,
+    )
+    for name, algorithm in ALGORITHMS.items()
+    for how, composition in COMPOSITIONS.items()
+]
+
+
 @pytest.fixture
 def gradients(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The whole gradient of every optimizer step, before it is clipped."""
@@ -82,15 +103,22 @@ def two_rewards(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -
     monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(next(rules)))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "composition"), COMBINED)
 def test_the_gradient_with_failed_rows_is_that_without_them(
-    algorithm: dict[str, Any], config: Config, gradients: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    algorithm: dict[str, Any],
+    composition: dict[str, dict[str, Any]],
+    config: Config,
+    gradients: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two rewards, one of which fails for 1 of 20 images; the KL is on. A 0 in place of the failure gives another
     gradient."""
     shape = {
         "algorithm": algorithm,
-        "rewards": {"a": {"scorer": "preservation"}, "b": {"scorer": "preservation", "weight": 0.5}},
+        "rewards": {
+            "a": {"scorer": "preservation", **composition.get("a", {})},
+            "b": {"scorer": "preservation", "weight": 0.5, **composition.get("b", {})},
+        },
         "rollout__group_size": 10,
         "rollout__batch_size_per_device": 1,  # every image alone: the same bits whichever others there are
         "rollout__num_steps": 2,

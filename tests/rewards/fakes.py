@@ -229,7 +229,11 @@ class FakeServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
+                length = int(self.headers["Content-Length"])
+                body = self.rfile.read(length)
+                if len(body) < length:  # the caller hung up half-way
+                    self.close_connection = True
+                    return
                 with lock:
                     asked = Asked(dict(self.headers), manifest_of(self.headers["Content-Type"], body))
                     fake.asked.append(asked)

@@ -104,14 +104,13 @@ def makespan(balance: Balance, seconds: list[float], requests: int, most: int = 
             server, _ = balancer.choose(now)
             if server is None:
                 break
-            server.under_way += 1
-            server.asked_at = now
+            server.sent(now)
             left -= 1
             free[server] = max(now, free[server]) + cost[server]
             heapq.heappush(events, (free[server], left, server, now))
         now, _, server, sent = heapq.heappop(events)
         server.under_way -= 1
-        server.answered(now - sent)
+        server.answered(now - sent, now)
     return now
 
 
@@ -123,6 +122,23 @@ def test_one_slow_server_of_four_costs_little() -> None:
     assert makespan("round_robin", seconds, 88) <= 1.7 * ideal  # no more than `most` wait at the slow one
     assert makespan("round_robin", seconds, 88, most=88) == 88.0 > 3 * ideal
     assert makespan("least_outstanding", [1.0] * 4, 88) == 22.0
+
+
+def test_a_fast_server_that_hangs_does_not_keep_work_from_a_slow_one() -> None:
+    """It took .1 s, the other 5 s: work waits for it until it has been silent for longer than the other would take."""
+    balancer = Balancer(["http://fast", "http://slow"], "least_outstanding", 4)
+    fast, slow = balancer.servers
+    for server, seconds in ((fast, 0.1), (slow, 5.0)):
+        server.sent(0.0)
+        server.answered(seconds, 5.0)
+        server.under_way = 0
+    for _ in range(4):
+        assert balancer.choose(10.0)[0] is fast
+        fast.sent(10.0)
+    assert balancer.choose(10.5) == (None, 1.0)
+    assert balancer.choose(11.1)[0] is slow  # five times 1.1 s
+    fast.answered(1.2, 11.2)
+    assert balancer.choose(11.3)[0] is None
 
 
 def test_round_robin_takes_the_servers_in_turn() -> None:
@@ -187,7 +203,7 @@ def test_the_breaker_half_opens_for_one_request() -> None:
     server.failed(11.0)
     assert balancer.choose(11.9)[0] is None  # twice as long
     server.under_way = 0
-    server.answered(0.1)
+    server.answered(0.1, 11.9)
     assert balancer.choose(11.9)[0] is server
 
 

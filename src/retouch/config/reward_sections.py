@@ -19,8 +19,29 @@ class RewardEntry(Section):
     or the endpoints file that `retouch reward serve` wrote."""
     weight: float = 1.0
     """Of this reward in the combined score."""
+    role: Literal["train", "gold"] = "train"
+    """"gold" is scored in evaluations alone and never trained on: it shows whether a run
+    learns, or only pleases its other rewards."""
     paste_back: bool = True
     """Score the source with only the mask repainted, as a user would use it, not the raw generation."""
+    crop: Literal["none", "mask_box"] = "none"
+    """"mask_box" shows the scorer only the box around the mask, of image, source and mask."""
+    box_margin: Unit = 0.0
+    """Widens the box of `crop` by this share of its sides."""
+    box_min_side: PositiveInt = 224
+    """Pixels that the sides of the box of `crop` have at least, as far as the picture has them."""
+    gated_by: Text | None = None
+    """Name of another reward, as far as which this one counts: its value times that of the gate, held to [0, 1]. A
+    failure of the gate is one of this reward."""
+    gate_threshold: float | None = None
+    """Instead of the product: this reward counts in full from this value of its gate on, and not at all below."""
+    gate_floor: float = 0.0
+    """What the value falls to where the gate is shut; set it for rewards that are not above 0."""
+    transform: Literal["none", "win_rate"] = "none"
+    """"win_rate" trains on the share of the group's other images that an image beats, ties half, not on the value."""
+    noise: NonNegative = 0.0
+    """How far two scores of the same picture differ (`retouch reward probe` measures it): a group whose standard
+    deviation is not above it has no advantage in this reward, and for win_rate values as near as this are a tie."""
 
     @field_validator("url", mode="wrap")
     @classmethod
@@ -38,14 +59,18 @@ class RewardEntry(Section):
         if self.url in (None, "auto"):
             return self
         # by value, not by what was written: a dumped run writes every default
-        own = sorted(type(self).model_fields.keys() - RewardEntry.model_fields.keys())
-        changed = [name for name in own if getattr(self, name) != type(self).model_fields[name].default]
+        changed = [n for n in sorted(self.own_options()) if getattr(self, n) != type(self).model_fields[n].default]
         if changed:
             raise ValueError(
                 f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
                 f"scores it; drop {changed[0]} here and start the server with it"
             )
         return self
+
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """Names of the options that are the scorer's, not of every entry."""
+        return [name for name in cls.model_fields if name not in RewardEntry.model_fields]
 
 
 class OcrReward(RewardEntry):
@@ -62,6 +87,8 @@ class OcrReward(RewardEntry):
     """Find the lines in the crop first; false reads the crop as one line: faster, for crops as large as their word."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the recogniser; 0 takes all."""
+    engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    """What reads. PaddleOCR 3 or newer is installed by hand, and downloads its models."""
 
 
 class PreservationReward(RewardEntry):
@@ -250,18 +277,101 @@ class StyleReward(RewardEntry):
     """CPU threads of the recogniser; 0 takes all."""
 
 
+class VlmReward(RewardEntry):
+    """A Qwen2.5-VL or Qwen3-VL on this machine as the judge, in [0, 1]: one forward, no text."""
+
+    scorer: Literal["vlm"] = "vlm"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: Text = "Qwen/Qwen2.5-VL-7B-Instruct"
+    """Hub id or folder."""
+    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    """{prompt} stands for the item's prompt."""
+    mode: Literal["digits", "yes"] = "digits"
+    """The expectation over the probabilities of the digits 0 to 5, over 5; or the probability of yes beside no."""
+    min_mass: Unit = 0.5
+    """Probability that the score tokens must have together; below it the answer was something else, a failure."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of the weights."""
+    max_pixels: PositiveInt = 1003520
+    """Larger pictures are scaled down to so many."""
+    images_per_forward: PositiveInt = 8
+    """As it says; changes memory and speed, not results."""
+
+    @model_validator(mode="after")
+    def _asks_for_the_prompt(self) -> VlmReward:
+        if "{prompt}" not in self.question:
+            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        return self
+
+
+class HpsV2Reward(RewardEntry):
+    """Human Preference Score v2.1 (arXiv 2306.09341), about .15 to .35; from an environment with imscore."""
+
+    scorer: Literal["hpsv2"] = "hpsv2"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "RE-N-Y/hpsv21"
+    """A hub id or folder in imscore's layout."""
+    images_per_forward: PositiveInt = 16
+    """As it says; changes memory and speed, not results."""
+
+
+class ImageRewardReward(RewardEntry):
+    """ImageReward (arXiv 2304.05977), about -2 to 2; from an environment with imscore."""
+
+    scorer: Literal["imagereward"] = "imagereward"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "RE-N-Y/ImageReward"
+    """A hub id or folder in imscore's layout."""
+    images_per_forward: PositiveInt = 16
+    """As it says; changes memory and speed, not results."""
+
+
+class AestheticReward(RewardEntry):
+    """The LAION aesthetic predictor, about 1 to 10, whatever the prompt; from an environment with imscore."""
+
+    scorer: Literal["aesthetic"] = "aesthetic"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = "RE-N-Y/laion-aesthetic"
+    """A hub id or folder in imscore's layout."""
+    images_per_forward: PositiveInt = 16
+    """As it says; changes memory and speed, not results."""
+
+
+class MaskCompositeReward(RewardEntry):
+    """Share of the mask x how its box fits the prompt + share of the rest x (1 + seam), in [0, 1]."""
+
+    scorer: Literal["mask_composite"] = "mask_composite"  # pyright: ignore[reportIncompatibleVariableOverride]
+    paste_back: bool = False
+    """True judges the hard edge that pasting makes."""
+    judge: Literal["clip", "hpsv2"] = "clip"
+    """What the box of the mask is judged by."""
+    path: str = ""
+    """Of the judge's model; empty takes its default."""
+    low: float = 0.15
+    """Value of the judge that counts as 0."""
+    high: float = 0.35
+    """Value of the judge that counts as 1."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> MaskCompositeReward:
+        if self.high <= self.low:
+            raise ValueError(f"high: given {self.high:g}, but low is {self.low:g}; set high above it")
+        return self
+
+
 Reward = Annotated[
-    ClipReward
+    AestheticReward
+    | ClipReward
     | ComplexEditReward
     | FnReward
+    | HpsV2Reward
+    | ImageRewardReward
     | JpegSizeReward
+    | MaskCompositeReward
     | MmmgReward
     | OcrReward
     | OpenAIJudgeReward
     | PickScoreReward
     | PreservationReward
     | SeamReward
-    | StyleReward,
+    | StyleReward
+    | VlmReward,
     Field(discriminator="scorer"),
 ]
 
@@ -273,6 +383,8 @@ class RewardClientConfig(Section):
     """Deadline of one request, retries included."""
     outage_wait_s: NonNegative = 300.0
     """How long to wait for servers that stopped answering before the run stops, resumable (exit 3)."""
+    logged_wait_s: NonNegative = 5.0
+    """How long rewards of weight 0, which are only logged, may take once the others of an epoch are in."""
     max_failure_rate: Unit = 0.2
     """More failed rewards than this share of a rollout batch stop the run, resumable (exit 3)."""
     max_run_failure_rate: Unit = 1.0
@@ -286,5 +398,12 @@ class RewardClientConfig(Section):
     """Under way at once; more wait here, for whichever server is free first."""
     hedge_after_s: Positive | None = None
     """Ask a second server, too, when the first has not answered after so long; null never does."""
+    probe_every: Annotated[int, Field(ge=0)] = 0
+    """Epochs between probes: the same two pictures are scored again, and must score what they did when the run began.
+    0 never does; a judge that is paid is paid for these, too."""
+    probe_tolerance: NonNegative = 1e-3
+    """By how much a probe may differ (absolute up to scores of 1, relative above)."""
+    on_drift: Literal["warn", "stop"] = "warn"
+    """What follows where it differs by more: a line in the log, or the end of the run, resumable (exit 3)."""
     cache: bool = False
     """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice."""

@@ -26,6 +26,7 @@ from retouch.config.families import (
     vision_tokens,
 )
 from retouch.config.model_sections import QwenImageEditModel, TrainIpAdapter
+from retouch.config.reward_rules import check_entries
 from retouch.config.schema import RunConfig
 
 
@@ -130,6 +131,7 @@ def _adapter(run: RunConfig) -> None:
 
 
 def _rewards(run: RunConfig) -> None:
+    check_entries(run)
     if not trains_on_rewards(run):
         return
     if not run.rewards:
@@ -137,7 +139,10 @@ def _rewards(run: RunConfig) -> None:
             f"rewards: none given, but algorithm.name is {run.algorithm.name!r}, which trains on rewards; "
             "set for example rewards: {ocr: {weight: 1.0}}"
         )
-    if not any(entry.weight for entry in run.rewards.values()):
+    trained = [entry for entry in run.rewards.values() if entry.role == "train"]
+    if not trained:
+        raise ValueError("rewards: every role is gold, so that there is nothing to raise; add one of role train")
+    if not any(entry.weight for entry in trained):
         raise ValueError("rewards: every weight is 0, so that there is nothing to raise; set one weight above 0")
 
 

@@ -132,6 +132,9 @@ class EvaluationConfig(Section):
     """Null is rollout.num_steps."""
     weights: Literal["ema", "raw"] = "raw"
     """Which weights are evaluated, everywhere in the run; "ema" needs the ema section."""
+    on_gold_fall: Literal["warn", "stop"] = "warn"
+    """What follows where rewards that are trained on rise while one of role gold falls: a line in the log, or the end
+    of the run, resumable (exit 3)."""
     grid_examples: Annotated[int, Field(ge=0)] = 8
     """Examples shown in the image grids."""
 

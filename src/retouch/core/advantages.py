@@ -19,6 +19,7 @@ def group_advantages(
     scale: Scale = "group",
     eps: float = 1e-4,
     clip: float = 5.0,
+    noise: float = 0.0,
 ) -> Tensor:
     """(reward - baseline) / (std + eps), clipped to ±clip -> [N].
 
@@ -30,6 +31,9 @@ def group_advantages(
         group_ids: [N] integers.
         valid: [N] bool; rows without a valid reward leave every mean and std and get advantage 0. With a group
             baseline so do rows of a group with fewer than two valid rewards (see `comparable_rows`).
+        noise: standard deviation of the reward on one picture, measured: what the baseline is taken over (the group or
+            the batch) has advantage 0 where its spread is not above it. Divided by its own std, noise alone would
+            train as hard as a signal.
 
     Raises:
         ValueError: wrong shapes, non-integer ids, or a valid reward that is not finite.
@@ -49,6 +53,8 @@ def group_advantages(
         centred = centred / (std[ids] + eps)
     elif scale == "batch":
         centred = centred / (batch_std + eps)
+    spread = std[ids] if baseline == "group" else batch_std
+    centred = torch.where(spread > noise, centred, torch.zeros_like(centred))
     return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(rewards.dtype)
 
 
@@ -61,15 +67,36 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
     return valid & (count[ids] >= 2)
 
 
-def zero_std_rows(rewards: Tensor, group_ids: Tensor, valid: Tensor, tolerance: float = 1e-6) -> Tensor:
-    """[N] bool: valid rows whose group has rewards all alike (within `tolerance`): no signal with a group baseline."""
+def win_rates(rewards: Tensor, group_ids: Tensor, valid: Tensor, noise: float = 0.0) -> Tensor:
+    """[N] float64: the share of the group's other valid rows that a row beats, a tie counting half; .5 for
+    a row without others, and for rows that are not valid.
+
+    Args:
+        noise: rewards that differ by no more are a tie.
+    """
+    ids, ok, r = _checked(rewards, group_ids, valid)
+    r = torch.where(ok, r, torch.zeros_like(r))
+    others = (ids[:, None] == ids) & ok[:, None] & ok
+    others.fill_diagonal_(False)
+    lead = r[:, None] - r
+    points = (lead > noise).double() + 0.5 * (lead.abs() <= noise).double()
+    count = others.sum(1)
+    return torch.where(count > 0, (points * others).sum(1) / count.clamp(min=1), torch.full_like(r, 0.5))
+
+
+def zero_std_rows(
+    rewards: Tensor, group_ids: Tensor, valid: Tensor, tolerance: float = 1e-6, noise: float = 0.0
+) -> Tensor:
+    """[N] bool: valid rows whose group has rewards all alike (within `tolerance`, or with a standard deviation of at
+    most `noise`): no signal with a group baseline."""
     ids, ok, r = _checked(rewards, group_ids, valid)
     groups = int(ids.max()) + 1 if len(ids) else 0
     low = torch.full((groups,), float("inf"), dtype=r.dtype, device=r.device)
     high = -low.clone()
     low = low.scatter_reduce(0, ids[ok], r[ok], "amin")
     high = high.scatter_reduce(0, ids[ok], r[ok], "amax")
-    return ok & (high[ids] - low[ids] <= tolerance)
+    _, std = _group_moments(torch.where(ok, r, torch.zeros_like(r)), ids, ok.to(r.dtype))
+    return ok & ((high[ids] - low[ids] <= tolerance) | (std[ids] <= noise))
 
 
 def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,8 +49,9 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str |
     """What keeps a reward from scoring."""
     with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
         try:
-            # a table does not wait for what has weight 0
-            table = RewardTable({name: entry.model_copy(update={"weight": 1.0})}, client, Path(folder))
+            # a table does not wait for what has weight 0, and its gate is not here
+            alone = entry.model_copy(update={"weight": 1.0, "role": "train", "gated_by": None})
+            table = RewardTable({name: alone}, client, Path(folder))
         except ConfigError as error:
             return str(error)
         try:

@@ -121,6 +121,7 @@ def rewarded_groups(
     fail) are followed by new ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476); the same decision on
     every rank."""
     run, config, epoch = session.run, session.run.config, session.progress.epoch
+    session.probe_rewards()
     wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
     difficulties, stages, epochs = run.data.difficulties, run.data.stages, run.derived.epochs
     chosen = curriculum_examples(difficulties, wanted, config.seed, epoch, epochs, stages)
@@ -153,11 +154,12 @@ def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tens
 
 def combined_advantages(rewards: RewardRows, combine: str, baseline: str, scale: str, clip: float) -> Tensor:
     """Of each reward, weighted, or of the weighted sum of the rewards -> [N]."""
-    keys, valid = rewards.position, rewards.valid
-    if combine == "sum_then_normalize" or int(rewards.counted.sum()) == 1:
-        return group_advantages(rewards.combined, keys, valid, baseline, scale, clip=clip)  # type: ignore[arg-type]
-    columns, weights = rewards.values[:, rewards.counted].T, rewards.weights[rewards.counted]
-    parts = [group_advantages(column, keys, valid, baseline, scale, clip=clip) for column in columns]  # type: ignore[arg-type]
+    signals = rewards.signals(combine)
+    parts = [
+        group_advantages(column, rewards.position, rewards.valid, baseline, scale, clip=clip, noise=noise)  # type: ignore[arg-type]
+        for column, _, noise in signals
+    ]
+    weights = torch.stack([weight for _, weight, _ in signals])
     return (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
 
 

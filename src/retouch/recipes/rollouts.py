@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retouch.build import Run
 from retouch.config.algorithm_sections import GrpoConfig, RlConfig
-from retouch.core.advantages import comparable_rows, zero_std_rows
+from retouch.core.advantages import comparable_rows, win_rates, zero_std_rows
 from retouch.data import Slot, derive_seed, rank_slots
 from retouch.observe.grids import grid
 from retouch.recipes.session import Session
@@ -32,7 +32,7 @@ from retouch.rollout import (
     to_uint8,
     without_strip,
 )
-from retouch.types import Scores, Trajectory
+from retouch.types import Score, Scores, Trajectory
 
 
 @dataclass
@@ -67,6 +67,8 @@ class RewardRows:
         index: [N] int64 within the group.
         valid: [N] bool; false for padding and rows on which a reward with a weight failed.
         padding: [N] bool.
+        noise: [R] standard deviation of each reward on one picture; none where None.
+        relative: [R] bool: rewards that train by their win rate in the group; none where None.
     """
 
     names: list[str]
@@ -76,6 +78,8 @@ class RewardRows:
     index: Tensor
     valid: Tensor
     padding: Tensor
+    noise: Tensor | None = None
+    relative: Tensor | None = None
 
     @property
     def counted(self) -> Tensor:
@@ -84,14 +88,38 @@ class RewardRows:
 
     @property
     def combined(self) -> Tensor:
-        """[N] weighted sums; 0 where not valid."""
-        return (torch.where(self.valid[:, None] & self.counted, self.values, 0.0) * self.weights).sum(1)
+        """[N] weighted sums of the values; 0 where not valid."""
+        return self._weighted(self.values)
+
+    def signals(self, combine: str) -> list[tuple[Tensor, Tensor, float]]:
+        """What becomes advantages: ([N] signal, its weight, its noise) of each counted reward, or of their weighted sum
+        where that is what is normalised, or all there is.
+
+        The signal is the value, or the win rate among the valid rows of the group, in which its noise is a tie. Noises
+        of a sum are taken as independent.
+        """
+        count = len(self.names)
+        noise = [0.0] * count if self.noise is None else self.noise.tolist()
+        relative = [False] * count if self.relative is None else self.relative.tolist()
+        columns = self.values.clone()
+        for i in range(count):
+            if relative[i]:
+                columns[:, i] = win_rates(self.values[:, i], self.position, self.valid, noise[i])
+                noise[i] = 0.0
+        counted = self.counted.nonzero().flatten().tolist()
+        if combine == "sum_then_normalize" or len(counted) == 1:
+            total = math.hypot(*(float(self.weights[i]) * noise[i] for i in counted))
+            return [(self._weighted(columns), torch.ones((), dtype=torch.float64), total)]
+        return [(columns[:, i], self.weights[i], noise[i]) for i in counted]
 
     def flat(self, combine: str) -> Tensor:
         """[N] bool: valid rows of groups without a signal: each reward (or their sum, if that is what is normalised) is
-        the same for all of the group."""
-        columns = [self.combined] if combine == "sum_then_normalize" else list(self.values[:, self.counted].T)
-        return torch.stack([zero_std_rows(c, self.position, self.valid) for c in columns]).all(0)
+        the same for all of the group, or differs by its noise."""
+        columns = self.signals(combine)
+        return torch.stack([zero_std_rows(c, self.position, self.valid, noise=n) for c, _, n in columns]).all(0)
+
+    def _weighted(self, columns: Tensor) -> Tensor:
+        return (torch.where(self.valid[:, None] & self.counted, columns, 0.0) * self.weights).sum(1)
 
     def of_rank(self, rank: int, world_size: int) -> slice:
         n = len(self.valid) // world_size
@@ -158,7 +186,7 @@ def roll_out(session: Session, data: EncodedData, algorithm: RlConfig, slots: Se
 
 def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
     """Rewards of every rank's rows, the same on every rank."""
-    names = list(run.rewards.entries)
+    names = run.rewards.trained
     local = [[v for s in rollouts.scores for v in s.values(name)] for name in names]
     counted = [column for name, column in zip(names, local, strict=True) if run.rewards.weights[name]]
     failed = torch.tensor([any(column[i] is None for column in counted) for i in range(len(rollouts.slots))])
@@ -168,7 +196,10 @@ def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
     index = torch.tensor([s.index for s in rollouts.slots])
     gathered = [run.engine.gather(t).cpu() for t in (values, position, index, ~(failed | padding), padding)]
     weights = torch.tensor([run.rewards.weights[name] for name in names], dtype=torch.float64)
-    return RewardRows(names, gathered[0], weights, *gathered[1:])
+    entries = [run.rewards.entries[name] for name in names]
+    noise = torch.tensor([entry.noise for entry in entries], dtype=torch.float64)
+    relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
+    return RewardRows(names, gathered[0], weights, *gathered[1:], noise=noise, relative=relative)
 
 
 def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:
@@ -193,11 +224,25 @@ def reward_statistics(rewards: RewardRows, combine: str) -> dict[str, float]:
     return statistics
 
 
+def judge_masses(run: Run, rollouts: Rollouts) -> dict[str, float]:
+    """Mean probability that judges gave their score tokens, over all ranks, of the rewards that say it."""
+    names = run.rewards.trained
+    found = torch.zeros(len(names), 2, dtype=torch.float64)
+    for scores in rollouts.scores:
+        for i, name in enumerate(names):
+            for outcome in scores.outcomes[name]:
+                if isinstance(outcome, Score) and isinstance(outcome.detail.get("mass"), float):
+                    found[i] += torch.tensor([outcome.detail["mass"], 1.0], dtype=torch.float64)
+    totals = run.engine.sum(found).cpu().tolist()
+    return {f"judge_mass/{n}": mass / count for n, (mass, count) in zip(names, totals, strict=True) if count}
+
+
 def log_rollouts(session: Session, algorithm: RlConfig, rollouts: Rollouts, rewards: RewardRows) -> None:
     """Statistics, and now and then a picture of the groups."""
     run, epoch, step = session.run, session.progress.epoch, session.progress.step + 1
     told = run.rewards.statistics()  # differs from run to run, as times do
-    run.dir.log("rollout", step, {"epoch": epoch, **reward_statistics(rewards, algorithm.combine)}, told or None)
+    statistics = {**reward_statistics(rewards, algorithm.combine), **judge_masses(run, rollouts)}
+    run.dir.log("rollout", step, {"epoch": epoch, **statistics}, told or None)
     every = run.config.logging.rollout_images_every
     if every and epoch % every == 0:
         run.dir.save_image(step, "rollouts", rollout_grid(rollouts, run.config.rollout.group_size))

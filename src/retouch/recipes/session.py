@@ -10,6 +10,7 @@ import logging
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
 from retouch.observe import Stopwatch
+from retouch.observe.guards import evaluation_alarms, kl_jumps, score_drifts
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example
@@ -80,6 +82,9 @@ class Session:
         self._left: Tensors | None = None
         self._started = time.monotonic()
         self._stop: str | None = None
+        self._alarm: str | None = None
+        self._owes_evaluation = False
+        self._kl: deque[float] = deque(maxlen=10)
         self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -111,6 +116,8 @@ class Session:
         self._bar.update(self._task, completed=self.progress.step)
         if self.progress.step == 0:
             self.evaluate("start")
+        elif self._owes_evaluation:
+            self.evaluate("step")  # servers were away when it was due
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -161,6 +168,7 @@ class Session:
             "train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, self.run.clock.split()
         )
         self._bar.update(self._task, completed=progress.step)
+        self._watch_kl(values)
         if evaluate_now and not last:
             self.evaluate("step")
         if save_now and not last:
@@ -174,6 +182,18 @@ class Session:
             Stopped: on a signal or when the time is up.
         """
         self._stop_if_asked(None, between_epochs=True)
+
+    def probe_rewards(self) -> None:
+        """Every `probe_every` epochs: do the scorers still score the same pictures alike?"""
+        client, rewards = self.config.reward_client, self.run.rewards
+        if not client.probe_every or self.progress.epoch % client.probe_every or not self.run.engine.is_main:
+            return
+        for name, servers in rewards.probe().items():
+            for where, values in servers.items():
+                before = rewards.golden.get(name, values)
+                alarm = score_drifts(f"{name} of {where}", before, values, client.probe_tolerance)
+                if alarm is not None:
+                    self._alert(alarm, stop=client.on_drift == "stop")
 
     def learning_rate(self, base: float, step: int, steps: int) -> float:
         """Of step `step` (from 0) of a phase of `steps`: ramp, then constant or down to 0."""
@@ -238,6 +258,7 @@ class Session:
         means = ", ".join(f"{name} {value:.3f}" for name, value in result.means().items())
         logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means)
         folder = run.dir.path / "evaluations"
+        self._judge(folder, result)
         save_evaluation(result, folder / f"step-{step:06d}", count * self.config.evaluation.images_per_example)
         if not count:
             return
@@ -249,6 +270,32 @@ class Session:
         run.dir.save_image(step, "evaluation", evaluation_grid(examples, {**columns, f"step {step}": result}, count))
 
     # --- inside ---
+
+    def _judge(self, folder: Path, result: Evaluation) -> None:
+        """Alarms on an evaluation, beside those before it in the same phase: a warm-up changes pictures on purpose."""
+        if self.progress.phase != "rl":
+            return
+        rewards, first = self.run.rewards, supervised_steps(self.config)
+        weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
+        gold = [name for name in rewards.entries if name not in rewards.trained]
+        past = [path for path in sorted(folder.glob("step-*")) if first <= int(path.name[5:]) < self.progress.step]
+        earlier = [read_metrics(path / "rows.jsonl") for path in past]
+        for alarm in evaluation_alarms(earlier, result.rows, weights, gold):
+            self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
+
+    def _watch_kl(self, values: Mapping[str, float]) -> None:
+        if "kl" in values:
+            self._kl.append(values["kl"])
+            alarm = kl_jumps(self._kl)
+            if alarm is not None:
+                self._alert(alarm, stop=False)
+                self._kl.clear()  # once for each jump
+
+    def _alert(self, alarm: str, *, stop: bool) -> None:
+        logger.warning("alarm: %s", alarm)
+        self.run.dir.log("event", self.progress.step, {"event": "alarm", "alarm": alarm})
+        if stop:
+            self._alarm = alarm
 
     def _resume_folder(self) -> Path | None:
         given, checkpoints = self.config.resume, self.run.checkpoints
@@ -266,15 +313,26 @@ class Session:
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
         self.run.dir.open(self.progress.step)
-        self._evaluated_at, self._saved_at = self.progress.step, self.progress.step
+        self._saved_at = self.progress.step
+        self._evaluated_at = state.get("evaluated_at", self.progress.step)
+        every = self.config.training.eval_every
+        self._owes_evaluation = bool(every) and self.progress.step % every == 0
+        if "rewards" in state:
+            self.run.rewards.restore(state["rewards"])
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
+        self._kl.extend(record["kl"] for record in records if record["kind"] == "train" and "kl" in record)
         over = self.progress.step >= self.config.training.max_steps
         self._finished = over and any(r.get("event") == "finished" for r in records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
             raise CheckpointError(f"{folder}: has no averaged weights, but the run file has an ema section")
 
     def _state(self) -> dict[str, Any]:
-        return {"progress": asdict(self.progress), "config": dump_run(self.config)}
+        return {
+            "progress": asdict(self.progress),
+            "config": dump_run(self.config),
+            "evaluated_at": self._evaluated_at,
+            "rewards": self.run.rewards.state(),
+        }
 
     def _save_between_epochs(self) -> None:
         if self._saved_at != self.progress.step and self.progress.position == 0:
@@ -284,15 +342,18 @@ class Session:
         limit = self.config.training.max_minutes
         # votes: a signal, or the end of the time, may have reached some processes only
         signalled = self.run.engine.any(self._stop is not None)
+        alarmed = self.run.engine.any(self._alarm is not None)
         late = self.run.engine.any(limit is not None and time.monotonic() - self._started > 60 * limit)
-        if not signalled and not late:
+        if not signalled and not late and not alarmed:
             return
         if self._saved_at != self.progress.step:
             self.save(None if between_epochs else rollouts, pinned=late)
         received = f"received {self._stop or 'a signal on another process'}"
         reason = received if signalled else f"training.max_minutes = {limit} reached"
+        if alarmed:
+            reason = self._alarm or "an alarm on the first process"
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
-        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if signalled else 0)
+        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if signalled or alarmed else 0)
 
     def _blend(self) -> None:
         ema, t = self.config.ema, self.progress.updates

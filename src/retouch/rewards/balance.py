@@ -30,6 +30,7 @@ class Server:
         under_way: requests sent and not answered.
         latency_s: running mean; None before the first answer.
         asked_at: when it was last sent a request; what it was long ago says nothing.
+        heard_at: when it last answered or, if it was idle before that, was asked: since then it is silent.
         failures: in a row.
         open_until: the breaker keeps requests away until then; after that one may try (half open).
         held_until: as Retry-After asked.
@@ -39,6 +40,7 @@ class Server:
     under_way: int = 0
     latency_s: float | None = None
     asked_at: float = 0.0
+    heard_at: float = 0.0
     failures: int = 0
     open_until: float = 0.0
     held_until: float = 0.0
@@ -50,9 +52,21 @@ class Server:
             return None
         return max(now, self.held_until, self.open_until if probing else now)
 
-    def answered(self, seconds: float) -> None:
+    def sent(self, now: float) -> None:
+        """It is asked."""
+        if not self.under_way:
+            self.heard_at = now
+        self.under_way += 1
+        self.asked_at = now
+
+    def silence(self, now: float) -> float:
+        """Seconds for which it has said nothing although it was asked."""
+        return now - self.heard_at if self.under_way else 0.0
+
+    def answered(self, seconds: float, now: float) -> None:
         """It scored a request."""
         self.failures = 0
+        self.heard_at = now
         self.latency_s = seconds if self.latency_s is None else (1 - SMOOTHING) * self.latency_s + SMOOTHING * seconds
 
     def failed(self, now: float) -> None:
@@ -106,7 +120,9 @@ class Balancer:
 
             def finish(server: Server) -> float:
                 stale = server.latency_s is None or now - server.asked_at > FORGET_S
-                return (server.under_way + 1) * (fastest if stale else server.latency_s or 0.0)
+                # one that hangs is as slow as it has been silent, whatever it was before
+                latency = max(fastest if stale else server.latency_s or 0.0, server.silence(now))
+                return (server.under_way + 1) * latency
 
             chosen = min(fresh or ready, key=finish)
             best = min((finish(s) for s in candidates if s not in avoid), default=0.0)

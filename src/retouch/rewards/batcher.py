@@ -1,7 +1,8 @@
 """Dynamic batching: items of many requests that ask for the same and have one shape are scored together. No torch.
 
 A batch goes as soon as it is full, or its oldest item has waited `max_wait_s`; while the worker is busy, items gather.
-Items whose deadline passed are answered, not scored.
+Items whose deadline passed are answered, not scored. Items that were with the worker when it ended are suspects: each
+is scored alone until it has been, and one that ends the worker again and again is not scored any more.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from retouch.rewards.cache import cache_key
 from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.rewards.worker import LATE, Work, Worker, WorkerLost
 from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
+
+STRIKES = 3
+"""Deaths of the worker over one item alone, after which it is quarantined."""
+
+_SUSPECTS = 4096
 
 Key = tuple[object, ...]
 """What items of one batch share: rewards, and the shape of every picture."""
@@ -60,6 +67,7 @@ class Batcher:
         self.max_wait_s = max_wait_s
         self._watch = watch
         self._lines: dict[Key, _Line] = {}
+        self._strikes: OrderedDict[bytes, int] = OrderedDict()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -67,6 +75,11 @@ class Batcher:
     def waiting(self) -> int:
         """Items not yet handed to the worker."""
         return sum(len(line.units) for line in self._lines.values())
+
+    @property
+    def quarantined(self) -> int:
+        """Items that are not scored any more."""
+        return sum(strikes >= STRIKES for strikes in self._strikes.values())
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -137,8 +150,18 @@ class Batcher:
                 continue
             if unit.deadline < now:
                 _answer(unit, dict.fromkeys(line.rewards, LATE))
-            else:
-                units.append(unit)
+                continue
+            strikes = self._strikes_of(line.rewards, unit)
+            if strikes is not None and strikes >= STRIKES:
+                message = f"the worker ended {strikes} times while it scored this item alone"
+                _answer(unit, dict.fromkeys(line.rewards, Failure("quarantined", message)))
+                continue
+            if strikes is not None and units:  # its turn comes, alone
+                line.units.appendleft(unit)
+                break
+            units.append(unit)
+            if strikes is not None:
+                break
         if not line.units:
             del self._lines[key]
         if not units:
@@ -150,15 +173,33 @@ class Batcher:
                 raise ValueError("another number of outcomes than of items")
         except WorkerLost as lost:
             logger.warning("%d items are not scored: %s", len(units), lost)
+            if lost.scoring:
+                self._suspect(line.rewards, units)
             failure = Failure("worker_lost", str(lost), retryable=True)
             outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
         except Exception as error:  # whatever it is, the line must go on
             logger.exception("%d items are not scored", len(units))
             failure = Failure("scorer_error", f"the batch raised {type(error).__name__}: {error}")
             outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+        else:
+            if self._strikes:
+                for unit in units:
+                    self._strikes.pop(_print_of(line.rewards, unit), None)
         self._watch(len(units), work)
         for i, unit in enumerate(units):
             _answer(unit, {name: outcomes[name][i] for name in line.rewards})
+
+    def _strikes_of(self, rewards: Sequence[str], unit: _Unit) -> int | None:
+        """Of a suspect; None of any other item."""
+        return self._strikes.get(_print_of(rewards, unit)) if self._strikes else None
+
+    def _suspect(self, rewards: Sequence[str], units: Sequence[_Unit]) -> None:
+        """The worker ended over these: a strike for one that was alone."""
+        for unit in units:
+            mark = _print_of(rewards, unit)
+            self._strikes[mark] = self._strikes.get(mark, 0) + (len(units) == 1)
+        while len(self._strikes) > _SUSPECTS:
+            self._strikes.popitem(last=False)
 
     def _answer_all(self, failure: Failure) -> None:
         for line in self._lines.values():
@@ -179,6 +220,10 @@ class Batcher:
 def _answer(unit: _Unit, outcomes: dict[str, Outcome]) -> None:
     if not unit.done.done():
         unit.done.set_result(outcomes)
+
+
+def _print_of(rewards: Sequence[str], unit: _Unit) -> bytes:
+    return cache_key(unit.item, ",".join(rewards), "")
 
 
 def key_of(rewards: Sequence[str], item: RewardItem) -> Key:

@@ -200,6 +200,8 @@ class RewardClient:
         self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
         self._budget = RetryBudget()
         self._freed = asyncio.Event()
+        # whoever waits for a server is woken by every answer: thousands of them would do nothing else
+        self._turns = asyncio.Semaphore(2 * self.options.most * len(self.urls))
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reward-client")
         self._thread.start()
@@ -317,12 +319,21 @@ class RewardClient:
     async def _score_chunks(self, items: list[RewardItem]) -> Columns:
         size = self.options.batch_size
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
-        replies = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
+        asked = time.monotonic()
+
+        async def in_turn(chunk: list[RewardItem]) -> Columns:
+            async with self._turns:
+                return await self._score_chunk(chunk, asked)
+
+        replies = await asyncio.gather(*(in_turn(chunk) for chunk in chunks))
         return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
 
-    async def _score_chunk(self, items: list[RewardItem]) -> Columns:
-        """One request with its retries; ids on the wire are positions, so that callers may repeat theirs."""
-        asked = time.monotonic()
+    async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
+        """One request with its retries; ids on the wire are positions, so that callers may repeat theirs.
+
+        Args:
+            asked: when its caller began to wait.
+        """
         deadline: float | None = None
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
         request_id, failed = uuid.uuid4().hex, list[Server]()
@@ -363,8 +374,7 @@ class RewardClient:
                 return None
             server, wait = self._balancer.choose(now, failed)
             if server is not None:
-                server.under_way += 1
-                server.asked_at = now
+                server.sent(now)
                 return server
             self._freed.clear()
             with suppress(TimeoutError):
@@ -390,8 +400,7 @@ class RewardClient:
         other = None if first.done() else self._balancer.choose(time.monotonic(), [server])[0]
         if other is None or other is server or not self._budget.take(time.monotonic()):
             return await first
-        other.under_way += 1
-        other.asked_at = time.monotonic()
+        other.sent(time.monotonic())
         self.statistics.hedges += 1
         second = asyncio.create_task(self._attempt(other, items, request_id, deadline))
         tasks = {first, second}
@@ -420,7 +429,7 @@ class RewardClient:
             self._freed.set()
         now = time.monotonic()
         if not isinstance(reply, _Refusal):
-            server.answered(now - started)
+            server.answered(now - started, now)
             self._progress = now
         elif reply.failure.code == "overloaded" or reply.retry_after_s:
             server.held(now, reply.retry_after_s)

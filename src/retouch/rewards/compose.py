@@ -1,7 +1,8 @@
 """The table of rewards of a run: every entry wherever it is scored, one `Scores` for a batch.
 
-Entries with one set of addresses share a client, so that their pictures travel once; entries with `url: auto` share one
-server on loopback; entries without a url share a thread of this process.
+Entries with one set of addresses that want the same view of the pictures share a client, so that pictures travel once;
+entries with `url: auto` share one server on loopback; entries without a url share a thread of this process. What does
+not count (weight 0, gold) is asked apart from what does, so that it delays nothing.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retouch.imaging import paste_back
 from retouch.rewards.cache import ScoreCache
 from retouch.rewards.client import ClientOptions, RewardClient
+from retouch.rewards.gates import Gate
 from retouch.rewards.launch import LocalServer, resolve_urls, reward_token
 from retouch.rewards.local import LocalRewards
-from retouch.rewards.protocol import RewardBackend, RewardItem, malformed
+from retouch.rewards.protocol import RewardBackend, RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.types import Outcome, Score, Scores
+from retouch.rewards.views import View, viewed
+from retouch.types import Failure, Outcome, Score, Scores
 
 if TYPE_CHECKING:
     from retouch.config.reward_sections import RewardClientConfig, RewardEntry
@@ -33,23 +35,67 @@ logger = logging.getLogger(__name__)
 OWN_PROCESS = ("process",)
 AUTO_SERVER = ("auto",)
 
-_ENTRY_FIELDS = {"url", "weight", "paste_back", "scorer"}
+
+@dataclass(frozen=True)
+class Place:
+    """Where entries are scored together, on one view of the pictures.
+
+    Attributes:
+        where: addresses, or OWN_PROCESS, or AUTO_SERVER.
+        kind: "counts", "logged" (weight 0) or "gold".
+    """
+
+    where: tuple[str, ...]
+    view: View
+    kind: str
 
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores being computed; `result` waits for all of them."""
+    """Scores being computed."""
 
-    parts: Mapping[tuple[str, ...], Future[dict[str, list[Outcome]]]]
-    names: Mapping[str, tuple[str, ...]]
+    parts: Mapping[Place, Future[dict[str, list[Outcome]]]]
+    names: Mapping[str, Place]
     weights: Mapping[str, float]
+    gates: Mapping[str, Gate]
+    count: int
 
-    def done(self) -> bool:
-        return all(future.done() for future in self.parts.values())
+    def result(self, aside_s: float | None = None) -> Scores:
+        """Wait for all of them, gates applied.
 
-    def result(self) -> Scores:
-        finished = {key: future.result() for key, future in self.parts.items()}
-        return Scores({name: finished[key][name] for name, key in self.names.items()}, dict(self.weights))
+        Args:
+            aside_s: how long rewards that are only logged may take once those that count are in; what is not in then
+                is a failure. None waits for them, too.
+        """
+        finished = {place: future.result() for place, future in self.parts.items() if place.kind == "counts"}
+        until = None if aside_s is None else time.monotonic() + aside_s
+        for place, future in self.parts.items():
+            if place not in finished:
+                finished[place] = self._aside(place, future, until)
+        columns = {name: finished[place][name] for name, place in self.names.items()}
+        return Scores(gated(columns, self.gates), dict(self.weights))
+
+    def _aside(
+        self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None
+    ) -> dict[str, list[Outcome]]:
+        try:
+            return future.result(None if until is None else max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            if future.done():  # it was the scorer's own
+                raise
+            future.cancel()
+            late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
+            return {name: [late] * self.count for name, p in self.names.items() if p == place}
+
+
+def gated(columns: Mapping[str, list[Outcome]], gates: Mapping[str, Gate]) -> dict[str, list[Outcome]]:
+    """Outcomes by reward with every gate applied; a gate is itself ungated."""
+    return {
+        name: [gates[name].apply(*pair) for pair in zip(column, columns[gates[name].reward], strict=True)]
+        if name in gates
+        else column
+        for name, column in columns.items()
+    }
 
 
 class RewardTable:
@@ -61,12 +107,21 @@ class RewardTable:
         self.entries = dict(entries)
         self.client = client
         self.log_dir = log_dir or Path()
-        self.weights = {name: entry.weight for name, entry in entries.items()}
+        self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
+        self.trained = [name for name, entry in entries.items() if entry.role == "train"]
+        self.gates = {
+            name: Gate(entry.gated_by, entry.gate_threshold, entry.gate_floor)
+            for name, entry in entries.items()
+            if entry.gated_by is not None
+        }
+        opening = {gate.reward for name, gate in self.gates.items() if self.weights[name]}
+        self._counts = {name for name, weight in self.weights.items() if weight or name in opening}
         self._places = {name: self._place(name, entry) for name, entry in entries.items()}
         self._server: LocalServer | None = None
         self._cache = ScoreCache(self.log_dir / "rewards.sqlite") if client.cache else None
         self.asked = self.failed = 0
-        self._backends: dict[tuple[str, ...], RewardBackend] = {}
+        self.golden: dict[str, list[float]] = {}
+        self._backends: dict[Place, RewardBackend] = {}
 
     def start(self) -> None:
         """Start or connect everything, without waiting for it to be ready."""
@@ -83,11 +138,10 @@ class RewardTable:
         deadline = time.monotonic() + timeout_s
         problems: list[str] = []
         for place, backend in self._backends.items():
-            counts = any(self.weights[name] for name, p in self._places.items() if p == place)
-            if not counts and not every_server:
+            if place.kind != "counts" and not every_server:
                 continue
             found = backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
-            if counts:
+            if place.kind != "logged":
                 problems += found
             elif found:
                 logger.warning("rewards of weight 0, which are only logged, are not ready: %s", "; ".join(found))
@@ -95,11 +149,29 @@ class RewardTable:
             self._compare_servers()
         return problems
 
-    def count(self, asked: int, failed: int) -> float:
-        """Note rewards that were asked for and those that failed -> share of all so far that failed."""
-        self.asked += asked
-        self.failed += failed
-        return self.failed / max(1, self.asked)
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on counting, as JSON values."""
+        return {"asked": self.asked, "failed": self.failed, "golden": self.golden}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        self.asked, self.failed = int(state["asked"]), int(state["failed"])
+        self.golden = {name: list(values) for name, values in state["golden"].items()}
+
+    def probe(self) -> dict[str, dict[str, list[float | None]]]:
+        """Scores of the golden pictures now, past every cache -> reward -> where -> values, None where they failed. The
+        first ones of a run stay in `golden`."""
+        items = golden_items()
+        found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
+        for backend in self._backends.values():
+            told = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
+            for where, columns in told.items():
+                for name, column in columns.items():
+                    values = [o.value if isinstance(o, Score) else None for o in column]
+                    found[name][where or "this process"] = values
+                    if None not in values:
+                        self.golden.setdefault(name, [v for v in values if v is not None])
+        return found
 
     def statistics(self) -> dict[str, float]:
         """What the clients counted so far; latencies of the newest requests in seconds."""
@@ -116,15 +188,18 @@ class RewardTable:
                     told |= {f"reward_failures/{name}/{code}": float(n) for code, n in codes.items()}
         return told
 
-    def submit(self, items: Sequence[RewardItem]) -> PendingScores:
-        """Start scoring a batch."""
-        pasted = [paste(item) for item in items] if any(e.paste_back for e in self.entries.values()) else None
-        futures: dict[tuple[str, ...], Future[dict[str, list[Outcome]]]] = {}
-        for place, backend in self._backends.items():
-            wants = {self.entries[name].paste_back for name, p in self._places.items() if p == place}
-            assert len(wants) == 1  # `_place` keeps entries that want another picture apart
-            futures[place] = backend.submit(pasted if wants == {True} and pasted else list(items))
-        return PendingScores(futures, self._places, self.weights)
+    def submit(self, items: Sequence[RewardItem], *, training: bool = True) -> PendingScores:
+        """Start scoring a batch.
+
+        Args:
+            training: false adds the gold rewards, which are for evaluations.
+        """
+        places = {name: place for name, place in self._places.items() if place.kind != "gold" or not training}
+        views = {view: [viewed(item, view) for item in items] for view in {place.view for place in places.values()}}
+        futures = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
+        weights = {name: self.weights[name] for name in places}
+        gates = {name: gate for name, gate in self.gates.items() if name in places}
+        return PendingScores(futures, places, weights, gates, len(items))
 
     def close(self) -> None:
         for backend in self._backends.values():
@@ -144,20 +219,21 @@ class RewardTable:
                 for problem in disagreements(backend.probe(golden)):
                     logger.warning("%s", problem)
 
-    def _place(self, name: str, entry: RewardEntry) -> tuple[str, ...]:
-        picture = "pasted" if entry.paste_back else "raw"
+    def _place(self, name: str, entry: RewardEntry) -> Place:
+        boxed = entry.crop == "mask_box"
+        box = (entry.box_margin, entry.box_min_side) if boxed else (0.0, 0)
+        view = View(entry.paste_back, boxed, *box)
+        kind = "counts" if name in self._counts else "gold" if entry.role == "gold" else "logged"
         if entry.url is None:
-            return (*OWN_PROCESS, picture)
-        if entry.url == "auto":
-            return (*AUTO_SERVER, picture)
-        return (*resolve_urls(entry.url, name), picture)
+            return Place(OWN_PROCESS, view, kind)
+        return Place(AUTO_SERVER if entry.url == "auto" else tuple(resolve_urls(entry.url, name)), view, kind)
 
-    def _connect(self, place: tuple[str, ...], members: list[str]) -> RewardBackend:
-        if place[:1] == OWN_PROCESS:
+    def _connect(self, place: Place, members: list[str]) -> RewardBackend:
+        if place.where == OWN_PROCESS:
             return LocalRewards(
                 {name: make_scorer(self.entries[name].scorer, scorer_options(self.entries[name])) for name in members}
             )
-        urls = [self._auto_url()] if place[:1] == AUTO_SERVER else list(place[:-1])
+        urls = [self._auto_url()] if place.where == AUTO_SERVER else list(place.where)
         options = ClientOptions(
             self.client.timeout_s,
             self.client.batch_size,
@@ -209,14 +285,5 @@ def disagreements(found: Mapping[str, Mapping[str, Sequence[Outcome]]], toleranc
 
 
 def scorer_options(entry: RewardEntry) -> dict[str, Any]:
-    """The options of an entry that are its scorer's own."""
-    return {name: value for name, value in entry.model_dump().items() if name not in _ENTRY_FIELDS}
-
-
-def paste(item: RewardItem) -> RewardItem:
-    """The item with only its mask repainted; as it is where it has no source or mask of its size."""
-    if item.source is None or item.mask is None or malformed(item):
-        return item
-    if item.source.shape != item.image.shape or item.mask.shape != item.image.shape[:2]:
-        return item  # for the scorers to say what is wrong with it
-    return replace(item, image=paste_back(item.source, item.image, item.mask))
+    """The options of an entry that are its scorer's own, not of every entry."""
+    return {name: getattr(entry, name) for name in entry.own_options()}

@@ -39,6 +39,7 @@ FAILURE_CODES = {
     "deadline": "the deadline passed before the item was scored",
     "unavailable": "no server answered",
     "worker_lost": "the process that scored the item ended before it was done; it is started again",
+    "quarantined": "the worker ended every time it scored this item alone; it is not scored again",
     "refused": "the server refused the request and would again (a wrong token, too large, not of the protocol)",
     "low_mass": "the judge gave its score tokens too little probability: it answered something else",
     "budget_spent": "the judge's budget of requests, tokens or money is spent",

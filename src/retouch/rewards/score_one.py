@@ -1,8 +1,9 @@
-"""One picture by one reward: what `retouch reward score` does."""
+"""One picture by one reward: what `retouch reward score` and `probe` do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,35 +31,60 @@ def score_one(
     source: Path | None,
     url: str | None,
     wait_s: float = 0.0,
+    reference: Path | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Score here, or on a server -> (the outcome as JSON values, whether it failed).
 
     Args:
         wait_s: how long a server may take to be there and ready.
+        options: of the scorer, where it is loaded here.
 
     Raises:
         ImageProblem, ConfigError: unusable arguments, or no server.
     """
-    item = RewardItem(
-        id=0,
-        prompt=prompt,
-        image=np.asarray(to_rgb(open_image(image))),
-        mask=np.asarray(read_mask(open_image(mask), str(mask))[0]) if mask else None,
-        source=np.asarray(to_rgb(open_image(source))) if source else None,
-    )
-    outcome = _remote(reward, item, url, wait_s) if url else _here(reward, item)
+    item = item_of(image, prompt, mask, source, reference)
+    with asking(reward, url, wait_s, options) as ask:
+        (outcome,) = ask([item])
     if isinstance(outcome, Score):
         return {"value": outcome.value, "detail": dict(outcome.detail)}, False
     return {"error": {"code": outcome.code, "message": outcome.message, "retryable": outcome.retryable}}, True
 
 
-def _here(reward: str, item: RewardItem) -> Outcome:
-    scorer = make_scorer(reward)
-    scorer.load("cpu")
-    return score_checked(scorer, [item])[0]
+def item_of(
+    image: Path, prompt: str, mask: Path | None = None, source: Path | None = None, reference: Path | None = None
+) -> RewardItem:
+    """An item of files.
+
+    Raises:
+        ImageProblem: a picture or mask that cannot be used.
+    """
+    return RewardItem(
+        id=0,
+        prompt=prompt,
+        image=np.asarray(to_rgb(open_image(image))),
+        mask=np.asarray(read_mask(open_image(mask), str(mask))[0]) if mask else None,
+        source=np.asarray(to_rgb(open_image(source))) if source else None,
+        reference=np.asarray(to_rgb(open_image(reference))) if reference else None,
+    )
 
 
-def _remote(reward: str, item: RewardItem, url: str, wait_s: float) -> Outcome:
+@contextmanager
+def asking(
+    reward: str, url: str | None, wait_s: float, options: Mapping[str, Any] | None = None
+) -> Iterator[Callable[[Sequence[RewardItem]], list[Outcome]]]:
+    """What scores items by a reward: loaded here, or on a server.
+
+    Raises:
+        ConfigError: no such scorer, option or server.
+    """
+    if url is None:
+        scorer = make_scorer(reward, options)
+        scorer.load("cpu")
+        yield lambda items: score_checked(scorer, items)
+        return
+    if options:
+        raise ConfigError("--options: given beside --url, but the options of a reward belong to the server; drop them")
     urls = resolve_urls(url, reward)
     with RewardClient(urls, [reward], token=reward_token()) as client:
         problems = client.wait_ready(wait_s, every_server=False) if wait_s else _silent(urls)
@@ -67,7 +93,7 @@ def _remote(reward: str, item: RewardItem, url: str, wait_s: float) -> Outcome:
                 f"--url: {'; '.join(problems)}; start a server with `retouch reward serve {reward}`, or give --wait "
                 "SECONDS for one that is starting"
             )
-        return client.score([item])[reward][0]
+        yield lambda items: client.score(items)[reward]
 
 
 def _silent(urls: Sequence[str]) -> list[str]:

@@ -245,6 +245,7 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
         gauges = {
             "requests_waiting": admission.requests,
             "request_bytes": admission.bytes,
+            "items_quarantined": batcher.quarantined if batcher else 0,
             "items_waiting": batcher.waiting if batcher else 0,
             "ready": int(worker.ready),
             "worker_restarts": worker.restarts,

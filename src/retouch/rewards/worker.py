@@ -37,7 +37,11 @@ LATE = Failure("deadline", "the deadline passed before the item was scored", ret
 
 
 class WorkerLost(Exception):
-    """The worker process ended while it scored."""
+    """The worker process ended. `scoring`: while it scored the batch, which may be why."""
+
+    def __init__(self, message: str, scoring: bool = False) -> None:
+        super().__init__(message)
+        self.scoring = scoring
 
 
 @dataclass(frozen=True)
@@ -206,9 +210,9 @@ class ProcessWorker:
             raise WorkerLost(f"the worker ended ({type(error).__name__})") from None
         except TimeoutError:
             self._kill()
-            raise WorkerLost("the worker hung and was ended") from None
+            raise WorkerLost("the worker hung and was ended", scoring=True) from None
         if reply is None:
-            raise WorkerLost("the worker ended while it scored the batch of the item")
+            raise WorkerLost("the worker ended while it scored the batch of the item", scoring=True)
         outcomes = {name: [unpack_outcome(row) for row in column] for name, column in reply["outcomes"].items()}
         return outcomes, Work(reply["calls"], reply["seconds"])
 

@@ -84,7 +84,7 @@ def settle(
         FailureRateExceeded: more than `max_failure_rate` of the rewards with a weight failed, or
             `max_run_failure_rate` so far.
     """
-    scores = [_settle_one(table, batch, config) for batch in batches]
+    scores = [_settle_one(table, batch, config, training) for batch in batches]
     failures = [failure for s in scores for _, failure in s.counted().failures()]
     total = sum(len(s) * len(s.counted().outcomes) for s in scores)
     if failures:
@@ -99,12 +99,13 @@ def settle(
             f"{len(failures)} of {total} rewards failed, over reward_client.max_failure_rate "
             f"{config.max_failure_rate}: {summary(failures)}"
         )
-    run_rate = table.count(total, len(failures))
-    if table.asked >= _RUN_REWARDS and run_rate > config.max_run_failure_rate:
+    asked, failed = table.asked + total, table.failed + len(failures)
+    if asked >= _RUN_REWARDS and failed > config.max_run_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{table.failed} of the {table.asked} rewards so far failed, over reward_client.max_run_failure_rate "
+            f"{failed} of the {asked} rewards so far failed, over reward_client.max_run_failure_rate "
             f"{config.max_run_failure_rate}: {summary(failures)}"
         )
+    table.asked, table.failed = asked, failed  # a batch that stops the run is asked for again
     return scores
 
 
@@ -115,8 +116,9 @@ def summary(failures: Sequence[Failure]) -> str:
     return "; ".join(f"{code} x {count} ({first[code]})" for code, count in counts.most_common())
 
 
-def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientConfig) -> Scores:
-    scores = batch.scores.result()
+def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientConfig, training: bool) -> Scores:
+    aside_s = config.logged_wait_s if training else None
+    scores = batch.scores.result(aside_s)
     deadline = time.monotonic() + config.outage_wait_s
     while away := unavailable(scores):
         left = deadline - time.monotonic()
@@ -127,15 +129,17 @@ def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientCon
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, 10.0), every_server=False):
-            scores = _ask_again(table, batch, scores, list(away))
+            rows = list(away)
+            again = table.submit([batch.items[row] for row in rows], training=training).result(aside_s)
+            scores = _filled_in(scores, again, rows)
         if unavailable(scores):
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
     return scores
 
 
-def _ask_again(table: RewardTable, batch: PendingBatch, scores: Scores, rows: Sequence[int]) -> Scores:
-    """Score some rows anew; what was scored already stays as it is, or many flaky requests would never all succeed."""
-    again = table.submit([batch.items[row] for row in rows]).result()
+def _filled_in(scores: Scores, again: Scores, rows: Sequence[int]) -> Scores:
+    """Rows scored anew in place of those that were unavailable; what was scored already stays as it is, or many flaky
+    requests would never all succeed."""
     outcomes = {name: list(column) for name, column in scores.outcomes.items()}
     for name, column in outcomes.items():
         for row, outcome in zip(rows, again.outcomes[name], strict=True):

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from retouch.rewards.protocol import Scorer
 
 SCORERS = {
+    "aesthetic": "retouch.rewards.scorers.imscore:AestheticScorer",
     "clip": "retouch.rewards.scorers.clip:ClipScorer",
     "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditScorer",
     "fn": "retouch.rewards.scorers.fn:FnScorer",
+    "hpsv2": "retouch.rewards.scorers.imscore:HpsV2Scorer",
+    "imagereward": "retouch.rewards.scorers.imscore:ImageRewardScorer",
     "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeScorer",
+    "mask_composite": "retouch.rewards.scorers.mask_composite:MaskCompositeScorer",
     "mmmg": "retouch.rewards.scorers.mmmg:MmmgScorer",
     "ocr": "retouch.rewards.scorers.ocr:OcrScorer",
     "openai_judge": "retouch.rewards.scorers.openai_judge:OpenAIJudgeScorer",
@@ -25,6 +29,7 @@ SCORERS = {
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
     "seam": "retouch.rewards.scorers.seam:SeamScorer",
     "style": "retouch.rewards.scorers.style:StyleScorer",
+    "vlm": "retouch.rewards.scorers.vlm:VlmScorer",
 }
 """Scorer name -> module:class."""
 

@@ -1,4 +1,4 @@
-"""Does the picture say what it should? rapidocr (PP-OCR, onnxruntime; its weights come in the wheel).
+"""Does the picture say what it should? rapidocr (PP-OCR, onnxruntime; its weights come in the wheel), or PaddleOCR.
 
 The score is 1 - edit distance / longer length between the text read in the mask crop and the text asked for:
 symmetric, so that neither missing nor repeated letters pay. The recogniser's confidence alone is no reward: it is .999
@@ -16,8 +16,9 @@ import numpy as np
 from pydantic import Field
 
 from retouch.config.errors import ConfigError
-from retouch.imaging import Box, mask_box, normalize_text, text_similarity
+from retouch.imaging import mask_box, normalize_text, text_similarity, widen
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec, text_to_read
+from retouch.rewards.scorers import paddle
 from retouch.types import Failure, Outcome, Score
 
 _HEIGHT = 48  # pixels the recogniser scales a line to
@@ -35,7 +36,8 @@ class OcrScorer:
         crop_margin: widens the mask box by this share of its sides.
         detect: find lines in the crop first (large masks, several lines); False reads the crop as one line, several
             times faster and better for crops only as large as their word.
-        threads: of onnxruntime; 0 leaves the choice to it.
+        threads: of the engine; 0 leaves the choice to it.
+        engine: "rapidocr" or, where it is installed, "paddleocr".
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class OcrScorer:
         crop_margin: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0,
         detect: bool = True,
         threads: Annotated[int, Field(ge=0)] = 0,
+        engine: Literal["rapidocr", "paddleocr"] = "rapidocr",
     ) -> None:
         self.kind = score
         self.case_sensitive = case_sensitive
@@ -52,15 +55,21 @@ class OcrScorer:
         self.detect = detect
         self.threads = threads
         settings = f"score={score} case={case_sensitive} margin={crop_margin} detect={detect}"
-        self.spec = ScorerSpec("ocr", (0.0, 1.0), frozenset(), f"rapidocr {_version()} {settings}", "Apache-2.0")
+        self.engine = engine
+        version = _version() if engine == "rapidocr" else paddle.version()
+        self.spec = ScorerSpec("ocr", (0.0, 1.0), frozenset(), f"{engine} {version} {settings}", "Apache-2.0")
         self._engine: Any = None
+        self._paddle: paddle.PaddleReader | None = None
 
     def load(self, device: str) -> None:
-        """Build the engine, which runs on the CPU whatever `device` is.
+        """Build the engine; rapidocr runs on the CPU whatever `device` is.
 
         Raises:
-            ConfigError: rapidocr is not installed.
+            ConfigError: the engine is not installed.
         """
+        if self.engine == "paddleocr":
+            self._paddle = paddle.PaddleReader(device, self.detect, self.threads)
+            return
         try:
             from rapidocr import RapidOCR
         except ImportError:
@@ -84,6 +93,8 @@ class OcrScorer:
 
     def read(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and mean confidence of each RGB crop; ("", 0.0) where nothing is found."""
+        if self._paddle is not None:
+            return self._paddle.read(crops)
         return [self._read_lines(crop) for crop in crops] if self.detect else self._read_as_line(crops)
 
     def _compare(self, wanted: str, found: str, confidence: float) -> Outcome:
@@ -140,13 +151,6 @@ def crop_for(item: RewardItem, margin: float) -> Pixels:
         return item.image
     left, top, right, bottom = widen(mask_box(item.mask), margin, item.image.shape[1], item.image.shape[0])
     return item.image[top:bottom, left:right]
-
-
-def widen(box: Box, margin: float, width: int, height: int) -> Box:
-    """The box grown by `margin` of its sides each way, inside the picture."""
-    left, top, right, bottom = box
-    dx, dy = round((right - left) * margin), round((bottom - top) * margin)
-    return max(0, left - dx), max(0, top - dy), min(width, right + dx), min(height, bottom + dy)
 
 
 def _bgr(pixels: Pixels) -> Pixels:

@@ -1,0 +1,180 @@
+"""Is a reward learnt, or its scorer deceived? Statistics of pictures, and alarms on them.
+
+An alarm is a function of numbers that says in one sentence what is wrong, or nothing. Over-optimised rewards show in
+pictures that become glaring, sharp, empty or all alike, in a KL that jumps, and in a reward that training never saw.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from retouch.imaging import MASK_THRESHOLD, Pixels, mask_box
+from retouch.observe.statistics import paired_difference
+
+Row = dict[str, Any]
+"""Measures of one image of an evaluation by name."""
+
+PREFIX = "picture."
+"""Of the measures of this module."""
+
+_THUMBNAIL = 16
+_JPEG_QUALITY = 90
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What is wrong, in a sentence; `of_gold`: a reward that is never trained on says so."""
+
+    text: str
+    of_gold: bool = False
+
+
+def region_of(image: Pixels, mask: Pixels | None) -> Pixels:
+    """What was generated of a picture: the box of its mask; all of it without one."""
+    if mask is None or not (mask >= MASK_THRESHOLD).any():
+        return image
+    left, top, right, bottom = mask_box(mask)
+    return image[top:bottom, left:right]
+
+
+def picture_statistics(image: Pixels) -> dict[str, float]:
+    """Of [H, W, 3] uint8: `saturation` (mean of HSV's, in [0, 1]), `sharpness` (mean |Laplacian| of the luminance, in
+    [0, 4]) and `jpeg_bits` (a pixel, as JPEG of quality 90)."""
+    values = image.astype(np.float32)
+    high, low = values.max(-1), values.min(-1)
+    saturation = np.where(high > 0, (high - low) / np.maximum(high, 1), 0).mean()
+    grey = np.pad(np.asarray(Image.fromarray(image).convert("L"), np.float32) / 255, 1, mode="edge")
+    around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=_JPEG_QUALITY)
+    return {
+        f"{PREFIX}saturation": float(saturation),
+        f"{PREFIX}sharpness": float(np.abs(around - 4 * grey[1:-1, 1:-1]).mean()),
+        f"{PREFIX}jpeg_bits": 8 * len(buffer.getvalue()) / (image.shape[0] * image.shape[1]),
+    }
+
+
+def nearest_distances(images: Sequence[Pixels]) -> list[float]:
+    """For each of two or more pictures the mean |difference|, in [0, 1], of its thumbnail to that of the nearest other:
+    0 is a duplicate."""
+    small = [
+        np.asarray(Image.fromarray(one).resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX), np.float32).ravel()
+        / 255
+        for one in images
+    ]
+    stack = np.stack(small)
+    nearest: list[float] = []
+    for i, one in enumerate(stack):
+        distances = np.abs(stack - one).mean(1)
+        distances[i] = np.inf
+        nearest.append(float(distances.min()))
+    return nearest
+
+
+def score_of(row: Row, weights: dict[str, float]) -> float | None:
+    """Weighted sum of an image's rewards; None where one of them failed."""
+    values = [row.get(name) for name in weights]
+    if any(value is None for value in values):
+        return None
+    return sum(weight * float(row[name]) for name, weight in weights.items())
+
+
+def gold_falls(before: Sequence[Row], now: Sequence[Row], weights: dict[str, float], gold: str) -> str | None:
+    """The alarm on a proxy that rises while gold falls, both by more than the 95 % interval of the paired difference.
+
+    Args:
+        before: rows of the evaluation in which gold was best; of the same images as `now`.
+        weights: of the rewards that are trained on.
+    """
+    pairs = [
+        (score_of(b, weights), score_of(a, weights), b.get(gold), a.get(gold))
+        for b, a in zip(before, now, strict=False)
+        if (b.get("example"), b.get("index")) == (a.get("example"), a.get("index"))
+    ]
+    sound = [tuple(float(v) for v in pair if v is not None) for pair in pairs if None not in pair]
+    if len(sound) < 2:
+        return None
+    rise = paired_difference([p[1] for p in sound], [p[0] for p in sound])
+    fall = paired_difference([p[3] for p in sound], [p[2] for p in sound])
+    if rise[1] > 0 and fall[2] < 0:
+        return (
+            f"the rewards that are trained on rose by {rise[0]:.3g}, and {gold}, which is not, fell by {-fall[0]:.3g}: "
+            "the run may have learnt to please its scorers"
+        )
+    return None
+
+
+def statistic_drifts(name: str, before: float, now: float, factor: float = 2.0) -> str | None:
+    """The alarm on a statistic of the pictures that is `factor` times what it was, or less than 1 / `factor`."""
+    if before > 0 and not before / factor <= now <= before * factor:
+        return f"{name.removeprefix(PREFIX)} of the pictures was {before:.3g} and is {now:.3g}"
+    return None
+
+
+def pictures_collapse(before: float, now: float, factor: float = 2.0) -> str | None:
+    """The alarm on pictures that come ever nearer to each other.
+
+    Args:
+        before, now: means of `nearest_distances`.
+    """
+    if now < before / factor:
+        return f"pictures become alike: the distance to the nearest other was {before:.3g} and is {now:.3g}"
+    return None
+
+
+def kl_jumps(values: Sequence[float], window: int = 5, factor: float = 10.0) -> str | None:
+    """The alarm on a KL whose newest `window` steps have over `factor` times the mean of the `window` before them."""
+    if len(values) < 2 * window:
+        return None
+    before, now = float(np.mean(values[-2 * window : -window])), float(np.mean(values[-window:]))
+    if before > 0 and now > factor * before:
+        return f"the KL of the last {window} steps is {now:.3g}, that of the {window} before them {before:.3g}"
+    return None
+
+
+def score_drifts(
+    name: str, before: Sequence[float | None], now: Sequence[float | None], tolerance: float
+) -> str | None:
+    """The alarm on a scorer that gives the same pictures other scores than when the run began.
+
+    Args:
+        tolerance: absolute up to scores of 1, relative above.
+    """
+    pairs = [(a, b) for a, b in zip(before, now, strict=True) if a is not None and b is not None]
+    apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
+    if apart > tolerance:
+        return f"{name} scores the same pictures by {apart:.3g} otherwise than when the run began"
+    return None
+
+
+def evaluation_alarms(
+    earlier: Sequence[Sequence[Row]], now: Sequence[Row], weights: dict[str, float], gold: Sequence[str]
+) -> list[Alarm]:
+    """Every alarm on an evaluation.
+
+    Args:
+        earlier: rows of the evaluations before it, oldest first; statistics are compared with the first.
+    """
+    if not earlier:
+        return []
+    best = {name: max(earlier, key=lambda rows, n=name: _mean(rows, n)) for name in gold}
+    of_gold = [gold_falls(best[name], now, weights, name) for name in gold]
+    found: list[str | None] = []
+    for name in ("saturation", "sharpness", "jpeg_bits"):
+        key = PREFIX + name
+        found.append(statistic_drifts(key, _mean(earlier[0], key), _mean(now, key)))
+    found.append(pictures_collapse(_mean(earlier[0], f"{PREFIX}nearest"), _mean(now, f"{PREFIX}nearest")))
+    alarms = [Alarm(text, of_gold=True) for text in of_gold if text is not None]
+    return alarms + [Alarm(text) for text in found if text is not None]
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    """Over the images that have it; -inf, which no comparison alarms at, without one."""
+    values = [float(row[name]) for row in rows if row.get(name) is not None]
+    return float(np.mean(values)) if values else -np.inf

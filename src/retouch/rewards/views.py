@@ -1,0 +1,75 @@
+"""What of a picture a reward sees: pasted back into its source, and cropped to the box of its mask. No torch.
+
+Views are made before a picture travels, so that they are the same for every scorer, wherever it runs, and a crop is all
+that is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from retouch.imaging import MASK_THRESHOLD, Box, mask_box, paste_back, widen
+from retouch.rewards.protocol import RewardItem, malformed
+
+
+@dataclass(frozen=True)
+class View:
+    """How an item is shown.
+
+    Attributes:
+        paste_back: the source with only the mask repainted, in place of the raw generation.
+        crop: only the box of the mask, of every picture of the item's size; the reference stays whole.
+        margin: widens the box by this share of its sides.
+        least: pixels that each side of the box has at least, as far as the picture has them.
+    """
+
+    paste_back: bool = False
+    crop: bool = False
+    margin: float = 0.0
+    least: int = 0
+
+
+def viewed(item: RewardItem, view: View) -> RewardItem:
+    """The item as the view shows it. What does not fit together is left as it is, for scorers to say what is wrong."""
+    if (view.paste_back or view.crop) and malformed(item):
+        return item
+    if view.paste_back:
+        item = paste(item)
+    return cropped(item, view.margin, view.least) if view.crop else item
+
+
+def paste(item: RewardItem) -> RewardItem:
+    """The item with only its mask repainted; as it is where it has no source or mask of its size."""
+    if item.source is None or item.mask is None or malformed(item):
+        return item
+    if item.source.shape != item.image.shape or item.mask.shape != item.image.shape[:2]:
+        return item
+    return replace(item, image=paste_back(item.source, item.image, item.mask))
+
+
+def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
+    """Image, mask and source within the box of the mask; as it is without a mask of the image's size."""
+    size = item.image.shape[:2]
+    if item.mask is None or item.mask.shape != size or not (item.mask >= MASK_THRESHOLD).any():
+        return item
+    if item.source is not None and item.source.shape[:2] != size:
+        return item
+    box = widen(mask_box(item.mask), margin, size[1], size[0])
+    left, top, right, bottom = at_least(box, least, size[1], size[0])
+    source = None if item.source is None else item.source[top:bottom, left:right]
+    return replace(
+        item, image=item.image[top:bottom, left:right], mask=item.mask[top:bottom, left:right], source=source
+    )
+
+
+def at_least(box: Box, least: int, width: int, height: int) -> Box:
+    """The box with sides of at least `least` pixels, around its centre as far as the picture allows."""
+    left, right = _side(box[0], box[2], least, width)
+    top, bottom = _side(box[1], box[3], least, height)
+    return left, top, right, bottom
+
+
+def _side(start: int, end: int, least: int, length: int) -> tuple[int, int]:
+    size = min(max(end - start, least), length)
+    start = min(max(0, start - (size - (end - start)) // 2), length - size)
+    return start, start + size

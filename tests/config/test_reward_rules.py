@@ -1,0 +1,84 @@
+"""Reward entries that do not fit each other are refused, each with one message; their neighbours work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from retouch.config import RunConfig
+
+GATE = "but gated_by is not set: there is no gate; leave it out"
+BOX = "but crop is 'none': there is no box; set crop=mask_box, or leave it out"
+GOLD = "but role is 'gold', which is never trained on; leave"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ("{ocr: {gate_threshold: 0.5}}", f"rewards.ocr.gate_threshold: given 0.5, {GATE}"),
+        ("{ocr: {gate_floor: -1}}", f"rewards.ocr.gate_floor: given -1.0, {GATE}"),
+        ("{ocr: {box_margin: 0.1}}", f"rewards.ocr.box_margin: given 0.1, {BOX}"),
+        ("{ocr: {box_min_side: 64}}", f"rewards.ocr.box_min_side: given 64, {BOX}"),
+        (
+            "{ocr: {gated_by: ocr}}",
+            "rewards.ocr.gated_by: given 'ocr', which is no other reward of the run; there is no other",
+        ),
+        (
+            "{ocr: {}, seam: {gated_by: orc}}",
+            "rewards.seam.gated_by: given 'orc', which is no other reward of the run; did you mean 'ocr'?",
+        ),
+        (
+            "{ocr: {}, seam: {gated_by: ocr}, preservation: {gated_by: seam}}",
+            "rewards.preservation.gated_by: given 'seam', which is gated itself; gate both by 'ocr'",
+        ),
+        (
+            "{ocr: {role: gold}, seam: {gated_by: ocr}}",
+            (
+                "rewards.seam.gated_by: given 'ocr', whose role is 'gold': it is not scored in training; set its "
+                "role=train, weight=0"
+            ),
+        ),
+        (
+            "{ocr: {}, seam: {role: gold, weight: 0.5}}",
+            f"rewards.seam.weight: given 0.5, {GOLD} weight out, or set role=train",
+        ),
+        ("{ocr: {}, seam: {role: gold, noise: 0.1}}", f"rewards.seam.noise: given 0.1, {GOLD} it out"),
+        (
+            "{ocr: {}, seam: {role: gold, transform: win_rate}}",
+            f"rewards.seam.transform: given 'win_rate', {GOLD} it out",
+        ),
+        (
+            "{ocr: {role: gold}}",
+            "rewards: every role is gold, so that there is nothing to raise; add one of role train",
+        ),
+        (
+            "{ocr: {weight: 0}, seam: {role: gold}}",
+            "rewards: every weight is 0, so that there is nothing to raise; set one weight above 0",
+        ),
+    ],
+)
+def test_entries_that_do_not_fit(rewards: str, line: str, problems: Callable[..., list[str]]) -> None:
+    assert problems(f"rewards={rewards}") == [f"small.yaml: {line}"]
+
+
+def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -> None:
+    found = problems("rewards.ocr.transform=win_rate", "algorithm={name: ppo}", "rollout.group_size=1")
+    assert found == [
+        (
+            "small.yaml: rewards.ocr.transform: given 'win_rate', but rollout.group_size is 1: there is nobody to "
+            "beat; set group_size to 2 or more, or transform=none"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        "{ocr: {weight: 0}, seam: {gated_by: ocr, gate_threshold: 0.5, gate_floor: -1}}",
+        "{ocr: {transform: win_rate, noise: 0.1, crop: mask_box, box_margin: 0.1, box_min_side: 64}}",
+        "{ocr: {}, seam: {role: gold, gated_by: ocr}, preservation: {role: gold, weight: 0}}",
+    ],
+)
+def test_entries_that_do(rewards: str, run_with: Callable[..., RunConfig]) -> None:
+    assert run_with(f"rewards={rewards}").rewards["ocr"].scorer == "ocr"

@@ -1,0 +1,123 @@
+"""Each alarm by hand: what sets it off, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retouch.observe.guards import (
+    Alarm,
+    evaluation_alarms,
+    gold_falls,
+    kl_jumps,
+    nearest_distances,
+    picture_statistics,
+    pictures_collapse,
+    region_of,
+    score_drifts,
+    statistic_drifts,
+)
+
+WEIGHTS = {"proxy": 2.0}
+
+
+def rows(proxy: list[float | None], gold: list[float | None], **more: float) -> list[dict[str, Any]]:
+    return [
+        {"example": i, "index": 0, "proxy": p, "gold": g, **more}
+        for i, (p, g) in enumerate(zip(proxy, gold, strict=True))
+    ]
+
+
+BEFORE = rows([0.1, 0.2, 0.3, 0.2], [0.9, 0.8, 0.9, 0.7])
+
+
+def test_a_proxy_that_rises_while_gold_falls() -> None:
+    now = rows([0.5, 0.6, 0.6, 0.7], [0.4, 0.4, 0.3, 0.3])
+    assert gold_falls(BEFORE, now, WEIGHTS, "gold") == (
+        "the rewards that are trained on rose by 0.8, and gold, which is not, fell by 0.475: the run may have learnt "
+        "to please its scorers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("proxy", "gold"),
+    [
+        ([0.5, 0.6, 0.6, 0.7], [0.9, 0.9, 0.9, 0.9]),  # both rise
+        ([0.0, 0.1, 0.1, 0.1], [0.4, 0.4, 0.3, 0.3]),  # both fall
+        ([0.5, 0.6, 0.6, 0.7], [0.9, 0.8, 0.9, 0.6]),  # gold falls by less than its interval
+        ([0.5, None, None, None], [0.4, 0.4, 0.3, 0.3]),  # one sound pair says nothing
+    ],
+)
+def test_what_is_no_fall_of_gold(proxy: list[float | None], gold: list[float | None]) -> None:
+    assert gold_falls(BEFORE, rows(proxy, gold), WEIGHTS, "gold") is None
+
+
+def test_only_pairs_of_one_image_are_compared() -> None:
+    other = [{**row, "example": row["example"] + 10} for row in rows([0.5, 0.6, 0.6, 0.7], [0.4, 0.4, 0.3, 0.3])]
+    assert gold_falls(BEFORE, other, WEIGHTS, "gold") is None
+
+
+def test_gold_is_compared_with_its_best_and_statistics_with_the_first() -> None:
+    first = rows([0.1] * 4, [0.5] * 4, **{"picture.saturation": 0.2, "picture.nearest": 0.4})
+    best = rows([0.3] * 4, [0.9] * 4, **{"picture.saturation": 0.3, "picture.nearest": 0.3})
+    now = rows([0.6] * 4, [0.6] * 4, **{"picture.saturation": 0.5, "picture.nearest": 0.1})
+    assert evaluation_alarms([], now, WEIGHTS, ["gold"]) == []
+    gold, *rest = evaluation_alarms([first, best], now, WEIGHTS, ["gold"])
+    assert gold.of_gold and "fell by 0.3" in gold.text
+    assert rest == [
+        Alarm("saturation of the pictures was 0.2 and is 0.5"),
+        Alarm("pictures become alike: the distance to the nearest other was 0.4 and is 0.1"),
+    ]
+
+
+def test_statistics_of_pictures_by_hand() -> None:
+    red, grey = np.zeros((8, 8, 3), np.uint8), np.full((8, 8, 3), 90, np.uint8)
+    red[..., 0] = 200
+    assert picture_statistics(red)["picture.saturation"] == 1.0
+    flat = picture_statistics(grey)
+    assert flat["picture.saturation"] == flat["picture.sharpness"] == 0.0
+    board = np.indices((8, 8)).sum(0) % 2 * 255
+    sharp = picture_statistics(np.repeat(board[..., None], 3, 2).astype(np.uint8))
+    assert sharp["picture.sharpness"] == pytest.approx((36 * 4 + 24 * 3 + 4 * 2) / 64)  # edges are repeated
+    assert sharp["picture.jpeg_bits"] > flat["picture.jpeg_bits"]
+
+
+def test_the_statistics_are_of_what_was_generated() -> None:
+    image, mask = np.zeros((6, 6, 3), np.uint8), np.zeros((6, 6), np.uint8)
+    mask[1:3, 2:6] = 255
+    assert region_of(image, mask).shape == (2, 4, 3) and region_of(image, None) is image
+    assert region_of(image, np.zeros((6, 6), np.uint8)) is image
+
+
+def test_the_distance_to_the_nearest_other() -> None:
+    black, white = np.zeros((32, 16, 3), np.uint8), np.full((20, 40, 3), 255, np.uint8)
+    dark = np.full((16, 16, 3), 51, np.uint8)
+    assert nearest_distances([black, white, dark]) == pytest.approx([0.2, 0.8, 0.2])
+    assert nearest_distances([white, white]) == [0.0, 0.0]
+
+
+def test_statistics_drift_by_a_factor() -> None:
+    assert statistic_drifts("picture.sharpness", 0.1, 0.21) == "sharpness of the pictures was 0.1 and is 0.21"
+    assert statistic_drifts("picture.sharpness", 0.1, 0.04) is not None
+    assert statistic_drifts("picture.sharpness", 0.1, 0.19) is None
+    assert statistic_drifts("picture.sharpness", 0.0, 1.0) is None
+    assert statistic_drifts("picture.sharpness", -np.inf, -np.inf) is None
+    assert pictures_collapse(0.2, 0.11) is None and pictures_collapse(0.2, 0.09) is not None
+    assert pictures_collapse(-np.inf, -np.inf) is None
+
+
+def test_a_kl_that_jumps() -> None:
+    calm = [1e-3 * (1 + i / 10) for i in range(10)]
+    assert kl_jumps(calm) is None and kl_jumps([1e-3] * 5 + [2e-2] * 4) is None
+    assert kl_jumps([1e-3] * 5 + [2e-2] * 5) == "the KL of the last 5 steps is 0.02, that of the 5 before them 0.001"
+    assert kl_jumps([0.0] * 5 + [2e-2] * 5) is None  # the first steps from the reference
+
+
+def test_a_scorer_that_drifts() -> None:
+    assert score_drifts("r", [0.5, 20.0], [0.5004, 20.01], 1e-3) is None
+    assert score_drifts("r", [0.5, 20.0], [0.5, 20.5], 1e-3) == (
+        "r scores the same pictures by 0.0244 otherwise than when the run began"
+    )
+    assert score_drifts("r", [0.5, 20.0], [None, 20.0], 1e-3) is None

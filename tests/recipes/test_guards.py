@@ -1,0 +1,93 @@
+"""What a run does when a guard speaks: gold that falls, scorers that drift, evaluations that met an outage."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from retouch.recipes.session import Stopped
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import preservation
+from retouch.types import Failure, Outcome, Score
+
+from .runs import Config, Scripted, Use, brightness, of_kind, train
+
+ROSE = "the rewards that are trained on rose by"
+GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
+
+
+def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy rises with everything that is scored, gold falls, and is asked in evaluations alone."""
+    up, down = itertools.count(), itertools.count()
+
+    def gold(item: RewardItem) -> Outcome:
+        assert item.group is not None and item.group >= 200  # the held-out examples
+        return Score(-float(next(down)))
+
+    rules = itertools.cycle([lambda item: Score(float(next(up))), gold])
+    monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(next(rules)))
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_gold_that_falls_while_the_rewards_rise(action: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    falling_gold(monkeypatch)
+    run = config(rewards=GOLD, training__eval_every=2, evaluation__on_gold_fall=action)
+    if action == "stop":
+        with pytest.raises(Stopped, match=f"{ROSE} .* at step 2") as stopped:
+            train(run)
+        assert stopped.value.code == 3
+        return
+    _, records = train(run)
+    alarms = [r["alarm"] for r in of_kind(records, "event") if r["event"] == "alarm" and ROSE in r["alarm"]]
+    assert len(alarms) == 2  # at step 2, and at the end
+    assert all("reward/gold" not in r for r in of_kind(records, "rollout"))
+    assert [r["gold"] for r in of_kind(records, "eval")] == [-0.5, -2.5, -4.5]
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> None:
+    """Every epoch the same two pictures are scored; the third time they score otherwise."""
+    probes = itertools.count()
+    scripted(lambda item: Score(float(next(probes) >= 4)) if "GOLD" in item.prompt else brightness(item))
+    client = {"probe_every": 1, "on_drift": action}
+    run = config(reward_client=client, training__max_steps=6)
+    if action == "stop":
+        with pytest.raises(Stopped, match=r"preservation of this process scores the same pictures by 1 otherwise"):
+            train(run)
+        return
+    _, records = train(run)
+    assert [r["step"] for r in of_kind(records, "event") if r["event"] == "alarm"] == [4]
+
+
+def test_the_mass_of_a_judge_is_logged(config: Config, scripted: Use) -> None:
+    """The mean over the images that it scored; a failure has none."""
+    masses = itertools.cycle([0.6, 0.8, None, 0.7])
+
+    def judge(item: RewardItem) -> Outcome:
+        mass = next(masses)
+        return Failure("low_mass", "no") if mass is None else Score(mass, {"mass": mass})
+
+    scripted(judge)
+    client = {"max_failure_rate": 0.5}
+    _, records = train(config(reward_client=client, training__max_steps=1, evaluation__num_examples=4))
+    assert of_kind(records, "rollout")[0]["judge_mass/preservation"] == pytest.approx(0.7)
+
+
+def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripted: Use) -> None:
+    """The run stops at step 2, which was to be evaluated, and goes on with that evaluation; what it counted stays."""
+    held_out = itertools.count()
+
+    def away(item: RewardItem) -> Outcome:
+        gone = (item.group or 0) >= 200 and next(held_out) >= 2  # the evaluation at the start has two
+        return Failure("unavailable", "gone", retryable=True) if gone else brightness(item)
+
+    scripted(away)
+    shape: dict[str, Any] = {"training__eval_every": 2, "reward_client": {"outage_wait_s": 0.1}, "resume": "auto"}
+    with pytest.raises(Stopped, match="stayed unavailable"):
+        train(config(**shape))
+    scripted(brightness)
+    run, records = train(config(**shape))
+    assert [r["step"] for r in of_kind(records, "eval")] == [0, 2, 4]
+    assert (run.rewards.asked, run.rewards.failed) == (8, 0)  # four images an epoch, of both processes

@@ -1,0 +1,207 @@
+"""Scorers of libraries that cannot be installed beside the rest: what they ask of stand-ins that keep to the libraries'
+interfaces (imscore's `from_pretrained` and `score(pixels, prompts)`; PaddleOCR 3's `predict`), and the composite."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retouch.config import ConfigError
+from retouch.rewards.protocol import score_checked
+from retouch.rewards.scorers import make_scorer, paddle
+from retouch.rewards.scorers.mask_composite import MaskCompositeScorer
+from retouch.rewards.scorers.seam import SeamScorer
+from retouch.types import Failure, Score
+from tests.rewards.fakes import item, picture, values
+
+# --- imscore ---
+
+KINDS = {
+    "hpsv2": ("imscore.hps.model", "HPSv2"),
+    "imagereward": ("imscore.imreward.model", "ImageReward"),
+    "aesthetic": ("imscore.aesthetic.model", "LAIONAestheticScorer"),
+}
+
+
+class Model(nn.Module):
+    """Of imscore's interface: brightness plus the length of the prompt, [B, 1]."""
+
+    calls: list[tuple[tuple[int, ...], list[str]]] = []  # noqa: RUF012
+    paths: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> Model:
+        if path == "missing":
+            raise OSError("no such model\nand more")
+        cls.paths.append(path)
+        return cls()
+
+    def score(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
+        assert pixels.dtype == torch.float32 and float(pixels.min()) >= 0 and float(pixels.max()) <= 1
+        assert not self.training and torch.is_inference_mode_enabled()
+        self.calls.append((tuple(pixels.shape), list(prompts)))
+        return (pixels.mean((1, 2, 3)) + torch.tensor([float(len(p)) for p in prompts]))[:, None]
+
+
+@pytest.fixture
+def imscore(monkeypatch: pytest.MonkeyPatch) -> type[Model]:
+    for module, name in KINDS.values():
+        made = ModuleType(module)
+        setattr(made, name, Model)
+        monkeypatch.setitem(sys.modules, module, made)
+    Model.calls, Model.paths = [], []
+    return Model
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_of_imscore(name: str, imscore: type[Model]) -> None:
+    """Pictures of several shapes, in batches of one shape and of at most two; every score is its own item's."""
+    scorer = make_scorer(name, {"path": "somewhere", "images_per_forward": 2})
+    scorer.load("cpu")
+    sizes = [(6, 5), (8, 8), (6, 5), (6, 5)]
+    batch = [item(i, image=picture(i, *size), prompt="p" * i) for i, size in enumerate(sizes)]
+    expected = [one.image.mean() / 255 + i for i, one in enumerate(batch)]
+    assert values(score_checked(scorer, batch)) == pytest.approx(expected, abs=1e-5)
+    assert sorted(shape for shape, _ in imscore.calls) == [(1, 3, 6, 5), (1, 3, 8, 8), (2, 3, 6, 5)]
+    assert imscore.paths == ["somewhere"] and "somewhere" in scorer.spec.revision and name in scorer.spec.revision
+
+
+def test_without_imscore_the_message_has_the_command() -> None:
+    with pytest.raises(
+        ConfigError, match=r'pip install "retouch\[serve,imscore\]" there, and `retouch reward serve hpsv2`'
+    ):
+        make_scorer("hpsv2").load("cpu")
+
+
+def test_a_model_that_is_not_there(imscore: type[Model]) -> None:
+    with pytest.raises(ConfigError, match=r"path: given 'missing': no such model$"):
+        make_scorer("aesthetic", {"path": "missing"}).load("cpu")
+
+
+# --- PaddleOCR ---
+
+
+class Paddle:
+    """paddleocr 3: results that are mappings, one a picture; remembers how it was made and asked."""
+
+    def __init__(self, log: list[Any], result: Callable[[Any], dict[str, Any]], **options: Any) -> None:
+        log.append(options)
+        self.log, self.result = log, result
+
+    def predict(self, picture: Any) -> list[dict[str, Any]]:
+        assert isinstance(picture, np.ndarray) and picture.flags["C_CONTIGUOUS"]
+        self.log.append(picture)
+        return [self.result(picture)]
+
+
+@pytest.fixture
+def paddleocr(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    log: list[Any] = []
+    made = ModuleType("paddleocr")
+
+    def lines(picture: Any) -> dict[str, Any]:
+        found = bool(picture[..., 2].max())  # BGR: the red channel comes last
+        return {"rec_texts": ["MO", "KA"] if found else [], "rec_scores": [0.9, 0.7] if found else []}
+
+    setattr(made, "PaddleOCR", lambda **o: Paddle(log, lines, **o))  # noqa: B010
+    one = {"rec_text": "MOKA", "rec_score": 0.8}
+    setattr(made, "TextRecognition", lambda **o: Paddle(log, lambda p: one, **o))  # noqa: B010
+    monkeypatch.setitem(sys.modules, "paddleocr", made)
+    monkeypatch.setattr(paddle, "version", lambda: "3.7.0")
+    return log
+
+
+def red_hole() -> Any:
+    """A black picture with a red hole of 4 x 8."""
+    image, mask = np.zeros((16, 16, 3), np.uint8), np.zeros((16, 16), np.uint8)
+    image[2:6, 4:12, 0] = mask[2:6, 4:12] = 255
+    return item(0, image=image, mask=mask, metadata={"text": "MO KA"})
+
+
+def test_paddleocr_reads_the_lines_of_the_hole(paddleocr: list[Any]) -> None:
+    scorer = make_scorer("ocr", {"engine": "paddleocr", "threads": 2})
+    scorer.load("cuda:0")
+    found, nothing = score_checked(
+        scorer, [red_hole(), item(1, metadata={"text": "A"}, image=np.zeros((8, 8, 3), np.uint8))]
+    )
+    assert isinstance(found, Score) and (found.value, found.detail["text"]) == (1.0, "MO KA")
+    assert found.detail["confidence"] == pytest.approx(0.8)
+    assert isinstance(nothing, Score) and (nothing.value, nothing.detail["text"]) == (0.0, "")
+    made, crop, _ = paddleocr
+    assert made == {
+        "use_doc_orientation_classify": False, "use_doc_unwarping": False, "use_textline_orientation": False,
+        "text_rec_score_thresh": 0.0, "device": "gpu", "cpu_threads": 2,
+    }  # fmt: skip
+    assert crop.shape == (4, 8, 3) and crop[..., 2].min() == 255 and crop[..., :2].max() == 0
+    assert scorer.spec.revision.startswith("paddleocr 3.7.0 ")
+
+
+def test_paddleocr_reads_a_crop_as_one_line(paddleocr: list[Any]) -> None:
+    scorer = make_scorer("ocr", {"engine": "paddleocr", "detect": False, "score": "confidence"})
+    scorer.load("cpu")
+    (found,) = score_checked(scorer, [red_hole()])
+    assert isinstance(found, Score) and (found.value, found.detail["text"]) == (0.8, "MOKA")
+    assert paddleocr[0] == {"device": "cpu"}
+
+
+def test_paddleocr_that_is_missing_or_old(paddleocr: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paddle, "version", lambda: "2.10.0")
+    with pytest.raises(ConfigError, match=r"paddleocr is 2\.10\.0; version 3 or newer"):
+        make_scorer("ocr", {"engine": "paddleocr"}).load("cpu")
+    monkeypatch.setitem(sys.modules, "paddleocr", None)
+    with pytest.raises(ConfigError, match="pip install paddleocr paddlepaddle"):
+        make_scorer("ocr", {"engine": "paddleocr"}).load("cpu")
+
+
+def test_the_version_of_a_missing_library() -> None:
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("paddleocr")
+    assert paddle.version() == "0"
+
+
+# --- composite ---
+
+
+def test_the_composite_by_hand(imscore: type[Model]) -> None:
+    """A quarter is masked; the judge sees the box of at least 224 pixels, the seam the whole picture."""
+    scorer = make_scorer("mask_composite", {"judge": "hpsv2", "path": "x", "low": 0.0, "high": 2.0})
+    scorer.load("cpu")
+    image, mask = picture(0, 300, 400), np.zeros((300, 400), np.uint8)
+    mask[:150, :200] = 255
+    one = item(0, image=image, mask=mask, prompt="p")
+    (found,) = score_checked(scorer, [one])
+    (seam,) = SeamScorer().score([one])
+    assert isinstance(found, Score) and isinstance(seam, Score)
+    assert imscore.calls[0][0] == (1, 3, 224, 224)
+    fit = image[:224, :224].mean() / 255 + 1
+    assert found.detail == {"mask_share": 0.25, "judge": pytest.approx(fit, abs=1e-5), "seam": seam.value}
+    assert found.value == pytest.approx(0.25 * fit / 2 + 0.75 * (1 + seam.value), abs=1e-5)
+
+
+def test_the_composite_of_a_failed_part_is_a_failure(imscore: type[Model]) -> None:
+    scorer = make_scorer("mask_composite", {"judge": "hpsv2"})
+    scorer.load("cpu")
+    (found,) = score_checked(scorer, [item(0, mask=np.full((6, 5), 255, np.uint8))])
+    assert isinstance(found, Failure) and "no edge" in found.message
+
+
+def test_the_composite_holds_its_judge_to_its_bounds(imscore: type[Model]) -> None:
+    assert isinstance(make_scorer("mask_composite"), MaskCompositeScorer)
+    with pytest.raises(ConfigError, match=r"high: given 0\.1, but low is 0\.15"):
+        make_scorer("mask_composite", {"high": 0.1})
+    scorer = make_scorer("mask_composite", {"judge": "hpsv2", "low": 5.0, "high": 6.0})
+    scorer.load("cpu")
+    mask = np.zeros((6, 5), np.uint8)
+    mask[:3] = 255
+    one = item(0, mask=mask, prompt="p")
+    (found,), (seam,) = score_checked(scorer, [one]), SeamScorer().score([one])
+    assert isinstance(found, Score) and isinstance(seam, Score)
+    assert found.value == pytest.approx(0.5 * 0 + 0.5 * (1 + seam.value))
