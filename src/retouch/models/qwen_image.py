@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.image_encoder import ImageEncoder
 from retouch.models.flux_fill import pack, unpack
-from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
+from retouch.models.inputs import KeptLatents, inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example, ModelSpec
@@ -92,6 +92,7 @@ class QwenImage:
         self.device = torch.device(device)
         if image_encoder is not None:
             image_encoder.to(device)
+        self._kept = KeptLatents(lambda images: self.encode_images(images))
         self.dtype: torch.dtype = network.dtype
         self._factor = 2 ** len(vae.temperal_downsample)  # diffusers' spelling
         self._mean, self._std = (
@@ -188,7 +189,7 @@ class QwenImage:
             images, mask = inpainting_inputs(examples, self.spec, self.device)
             size = (images.shape[2], images.shape[3])
             cells = (size[0] // self._factor, size[1] // self._factor)
-            tensors["source_latents"] = self.encode_images(images)
+            tensors["source_latents"] = self._kept(images)
             tensors["mask_cells"] = nn.functional.interpolate(mask, size=cells)
             return Condition(tensors, mask, size)
         sizes = {e.size for e in examples}
