@@ -258,7 +258,10 @@ def refused(outcome: Outcome) -> str:
         (["--image", "{data}/test200_source.png"], "--image needs --mask and --text (or --prompt)"),
         (["--image", "x.png", "--mask", "m.png", "--text", " "], "--text: empty; say what the mask shall read"),
         (["--image", "x.png", "--mask", "{data}/test200_mask.png", "--text", "A"], "x.png: no such file"),
-        (["--data", "nowhere.csv"], "nowhere.csv: give a self_bench folder, a .json or .jsonl manifest, or a run file"),
+        (
+            ["--data", "nowhere.csv"],
+            "nowhere.csv: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file",
+        ),
         (["--data", "{data}", "--resolution", "axb"], "size: given 'axb'; write a side like 512, or HEIGHTxWIDTH"),
         (["--data", "{data}", "--weights", "nowhere"], "nowhere: no such checkpoint or weights folder"),
         (["--data", "{data}", "--weights", "{data}"], "{data}: holds neither a checkpoint nor weights"),

@@ -87,15 +87,26 @@ def base_of(run: Run) -> dict[str, torch.Tensor]:
     }
 
 
+STARTS: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+"""Family -> weights of the adapter and of the network before training, which depend on seed and family alone."""
+
+
+def start_of(made: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    if made.model.family not in STARTS:
+        start = build(made)
+        start.close()
+        STARTS[made.model.family] = weights(start), base_of(start)
+    return STARTS[made.model.family]
+
+
 @pytest.mark.parametrize(("family", "algorithm"), CELLS)
 def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     family: str, algorithm: str, config: Config, scripted: Use, styled: Path
 ) -> None:
     scripted(brightness)
     own: dict[str, Any] = {"model__family": family, "model__path": tiny_model(family)}
-    start = build(run_of(config, styled, algorithm, {}, name="start", **own))
-    start.close()
-    before, base = weights(start), base_of(start)
+    own |= {"evaluation__num_examples": 1, "evaluation__num_steps": 1}  # looked at elsewhere
+    before, base = start_of(run_of(config, styled, algorithm, {}, name="start", **own))
     whole, records = train(run_of(config, styled, algorithm, {}, name="whole", **own))
     assert all(step["grad_norm"] > 0 for step in of_kind(records, "train"))
     after = weights(whole)
@@ -416,3 +427,11 @@ def test_ten_lines_for_users(finished: Path, styled: Path) -> None:
     nameless = retouch_adapters.load(finished / "checkpoints/step-000006/ema/ip-adapter.bin").attach(pipe)
     with pytest.raises(ConfigError, match="does not say which encoder it is for"):
         nameless.condition([example.reference])  # type: ignore[list-item]
+
+
+def test_a_factor_for_each_block_of_a_run_file_reaches_its_block() -> None:
+    network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
+    spec: Any = SimpleNamespace(family="flux_fill", reference_width=16)
+    factors = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    train_ip_adapter(network, TrainIpAdapter(scale=factors, tokens=4), spec, 0)
+    assert [processor.scale for processor in network.attn_processors.values()] == factors

@@ -114,3 +114,18 @@ def test_rollouts_of_another_algorithm_are_no_type_error(kind: Any) -> None:
         CheckpointError, match=r"holds frames, weight, but this algorithm goes on with .*position.*seed"
     ):
         restored(kind, {"frames": torch.zeros(1), "weight": torch.zeros(1)})
+
+
+def test_an_average_that_the_run_file_no_longer_has_is_dropped(signs: Path, tmp_path: Path) -> None:
+    """It would be written to every checkpoint from then on, and `retouch sample` would take it for the average."""
+    run = small_run(signs, tmp_path / "runs", ema={"decay": 0.9}, training__max_steps=2, training__checkpoint_every=1)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    assert retouch("train", tmp_path / "run.yaml").code == 0
+    checkpoints = tmp_path / "runs/t/checkpoints"
+    assert (checkpoints / "step-000002/ema").is_dir()
+    outcome = retouch("train", tmp_path / "run.yaml", f"resume={checkpoints / 'step-000001'}", "ema=null")
+    assert outcome.code == 0, outcome.err
+    assert not (checkpoints / "step-000002/ema").exists()
+    assert (checkpoints / "step-000002/weights").is_dir()
+    again = retouch("train", tmp_path / "run.yaml", f"resume={checkpoints / 'step-000002'}", "training.max_steps=3")
+    assert (again.code, "has no averaged weights, but the run file has an ema section" in again.err) == (2, True)

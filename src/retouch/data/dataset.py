@@ -189,11 +189,9 @@ def check_item(item: ItemFiles, config: DataSection, needs: Collection[str] = ()
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
     keys = {"source": "image_path"}  # of a manifest
-    picture = isinstance(config, PictureSection)
-    cut = picture and config.reference != "given" and item.source_path and item.mask_path  # the reference is made
-    there = {"reference"} if cut else set[str]()
-    lacking = [name for name in needs if getattr(item, f"{name}_path") is None and name not in there]
-    missing = [keys.get(name, f"{name}_path") for name in lacking]
+    made = isinstance(config, PictureSection) and config.reference != "given" and item.source_path and item.mask_path
+    needs = set(needs) - {"reference"} if made else needs
+    missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
     try:

@@ -21,7 +21,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.image_encoder import ImageEncoder
-from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
+from retouch.models.inputs import KeptLatents, inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
@@ -84,6 +84,7 @@ class FluxFill:
         self.device = torch.device(device)
         if image_encoder is not None:
             image_encoder.to(device)
+        self._kept = KeptLatents(lambda images: self.encode_images(images))
         self.dtype: torch.dtype = network.dtype
         self._embeds_guidance = bool(network.config.guidance_embeds)
         self._factor = 2 ** (len(vae.config.block_out_channels) - 1)
@@ -172,7 +173,7 @@ class FluxFill:
         images, mask = inpainting_inputs(examples, self.spec, self.device)
         tensors = {
             **self.text.encode([e.prompt for e in examples]),
-            "masked_latents": self.encode_images(images * (1 - mask)),
+            "masked_latents": self._kept(images * (1 - mask)),
             "mask_cells": nn.functional.pixel_unshuffle(mask, self._factor),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
             **reference_inputs(examples, self.image_encoder, self.device),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,10 @@ from retouch.types import Example, ModelSpec
 
 if TYPE_CHECKING:
     from retouch.config.model_sections import Model
+
+
+KEPT = 512
+"""Pictures whose latents are kept; 256 KiB each for FLUX at 512 x 512."""
 
 
 def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -65,6 +71,30 @@ def reference_inputs(
     rows = [torch.zeros(encoder.width) if e.reference is None else next(vectors) for e in examples]
     keep = [float(e.reference is not None) for e in examples]
     return {"reference": torch.stack(rows).to(device), "reference_keep": torch.tensor(keep, device=device)}
+
+
+class KeptLatents:
+    """Latents of pictures that a condition holds, each encoded once, alone, and kept on the CPU: they depend neither on
+    the prompt nor on the guidance scale, under which a condition is made anew."""
+
+    def __init__(self, encode: Callable[[Tensor], Tensor]) -> None:
+        """`encode`: [B, 3, H, W] in [-1, 1] -> latents [B, C, h, w]."""
+        self._encode = encode
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, C, h, w] on the device of the images."""
+        rows: list[Tensor] = []
+        for image in images:
+            pixels = image.cpu().contiguous()
+            key = hashlib.sha256(str(tuple(pixels.shape)).encode() + pixels.numpy().tobytes()).hexdigest()
+            if key not in self._kept:
+                self._kept[key] = self._encode(image[None])[0].cpu()
+            self._kept.move_to_end(key)
+            rows.append(self._kept[key])
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return torch.stack(rows).to(images.device)
 
 
 def _image_tensor(image: Any, example: Example, family: str) -> Tensor:

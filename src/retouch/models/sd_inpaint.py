@@ -22,7 +22,7 @@ from transformers import CLIPTextModel
 
 from retouch.core.schedule import AlphaBarSchedule
 from retouch.image_encoder import ImageEncoder
-from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
+from retouch.models.inputs import KeptLatents, inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.types import Condition, Example, ModelSpec
@@ -71,6 +71,7 @@ class SdInpaint:
         self.device = torch.device(device)
         if image_encoder is not None:
             image_encoder.to(device)
+        self._kept = KeptLatents(lambda images: self.encode_images(images))
         self.dtype: torch.dtype = network.dtype
         self._factor = 2 ** (len(vae.config.block_out_channels) - 1)
         self.spec = ModelSpec(
@@ -152,7 +153,7 @@ class SdInpaint:
         tensors = {
             "text": self.text.encode([e.prompt for e in examples])["text"],
             "mask_cells": nn.functional.interpolate(mask, size=(size[0] // self._factor, size[1] // self._factor)),
-            "masked_latents": self.encode_images(images * (mask < 0.5)),
+            "masked_latents": self._kept(images * (mask < 0.5)),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
             **reference_inputs(examples, self.image_encoder, self.device),
         }

@@ -325,6 +325,8 @@ class Session:
         self._finished = over and any(r.get("event") == "finished" for r in records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
             raise CheckpointError(f"{folder}: has no averaged weights, but the run file has an ema section")
+        if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
+            logger.warning("%s has averaged weights, but the run file has no ema section: they are dropped", folder)
 
     def _state(self) -> dict[str, Any]:
         return {

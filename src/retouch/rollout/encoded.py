@@ -45,8 +45,8 @@ class EncodedData:
     def guided(self, guidance_scale: float) -> EncodedData:
         """The same data under another guidance scale; itself where it is the same.
 
-        What does not depend on the scale (pictures and their latents; prompts, which the model keeps) is not encoded
-        again. A condition is: the model may make another one under another scale.
+        What does not depend on the scale (pictures and their latents; prompts and masked pictures, which the model
+        keeps) is not encoded again. A condition is: the model may make another one under another scale.
         """
         if guidance_scale == self.guidance_scale:
             return self
