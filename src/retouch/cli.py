@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retouch.config import ConfigError, derive, load_run
+from retouch.config import ConfigError, load_run, numbers
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +60,7 @@ def check(
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
-    derived = derive(config, world_size).as_dict()
+    derived = numbers(config, world_size).as_dict()
     if as_json:
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived}, indent=2))
         return
@@ -79,7 +79,7 @@ def doctor(
     """Say what this machine lacks, for RUN.yaml or at all; exit 1 if something must be fixed."""
     config = load_run(run, overrides or []) if run else None
     if config:
-        derive(config, world_size)  # refuses what no machine could run
+        numbers(config, world_size)  # refuses what no machine could run
     from retouch.doctor import diagnose, table
 
     lines = diagnose(config, world_size)

@@ -6,11 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from retouch.config.algorithm_sections import DpoConfig, GrpoConfig, NftConfig, RlConfig, SftConfig
+from retouch.config.algorithm_sections import (
+    DpoConfig,
+    GrpoConfig,
+    NftConfig,
+    RlConfig,
+    SftConfig,
+    VlmGrpoConfig,
+)
 from retouch.config.errors import ConfigError
 from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
 from retouch.config.rules import step_rule, trains_on_rewards
 from retouch.config.schema import RunConfig
+from retouch.config.vlm import VlmDerived, derive_vlm
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,19 @@ def snapshots(run: RunConfig) -> set[str]:
     return kept | {"old"} if isinstance(algorithm, NftConfig) else kept
 
 
+def numbers(run: RunConfig, world_size: int = 1) -> Derived | VlmDerived:
+    """What `retouch check` prints, whatever the algorithm.
+
+    Raises:
+        ConfigError: a run that could never take an optimizer step on this many processes.
+    """
+    if isinstance(run.algorithm, VlmGrpoConfig):
+        return derive_vlm(run, run.algorithm, world_size)
+    return derive(run, world_size)
+
+
 def derive(run: RunConfig, world_size: int = 1) -> Derived:
-    """Compute the numbers of a run.
+    """Compute the numbers of a run that trains the diffusion network.
 
     Raises:
         ConfigError: a run that could never take an optimizer step on this many processes.
@@ -165,6 +184,7 @@ def forwards_per_image(run: RunConfig) -> float:
         asked = len(snapshots(run) - {"ema"})
         noised = algorithm.timesteps_per_image * algorithm.inner_epochs * (asked + backward)
         return float(guided * rollout.num_steps + noised)
+    assert isinstance(algorithm, GrpoConfig)
     trained = trained_steps(run)
     reference = trained if algorithm.kl_weight else 0
     return guided * (_sampling_steps(run) + reference + algorithm.inner_epochs * trained * backward)
