@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,12 +27,35 @@ class FamilyFacts:
     needs: frozenset[str]
 
 
+EditVariant = Literal["edit", "edit_plus"]
+
+EDIT_PLUS_VISION_PIXELS = 384 * 384
+"""Area of the picture that Edit-Plus shows its text encoder."""
+
+
+def shown_size(size: tuple[int, int], variant: EditVariant, vision_pixels: int | None) -> tuple[int, int]:
+    """(height, width) that Qwen-Image-Edit shows its text encoder of a picture of `size`: the same, or `vision_pixels`
+    at its aspect ratio in multiples of 32."""
+    area = vision_pixels or (EDIT_PLUS_VISION_PIXELS if variant == "edit_plus" else None)
+    if area is None:
+        return size
+    width = math.sqrt(area * size[1] / size[0])
+    height = width / (size[1] / size[0])
+    return max(32, round(height / 32) * 32), max(32, round(width / 32) * 32)
+
+
+def vision_tokens(shown: tuple[int, int]) -> int:
+    """Tokens that a picture of (height, width) takes in Qwen2.5-VL: one for 28 x 28 pixels, of sides rounded to it."""
+    return max(1, round(shown[0] / 28)) * max(1, round(shown[1] / 28))
+
+
 _INPAINTING = frozenset({"source", "mask"})
 
 FACTS = {
     "flux_fill": FamilyFacts("flow", 16, 30.0, doubles_for_guidance=False, needs=_INPAINTING),
     "sd_inpaint": FamilyFacts("epsilon", 8, 7.5, doubles_for_guidance=True, needs=_INPAINTING),
     "qwen_image": FamilyFacts("flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset()),
+    "qwen_image_edit": FamilyFacts("flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset({"source"})),
 }
 
 DEFAULT_FAMILY = "flux_fill"

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
+from retouch.config.families import EditVariant
 from retouch.config.section import NonNegative, Positive, Section, Text, Unit
 
 
@@ -122,4 +130,45 @@ class QwenImageModel(Section):
     """What of the network is trained, and how it is saved."""
 
 
-Model = Annotated[FluxFillModel | SdInpaintModel | QwenImageModel, Field(discriminator="family")]
+RELEASED_EDIT: dict[EditVariant, str] = {
+    "edit": "Qwen/Qwen-Image-Edit",
+    "edit_plus": "Qwen/Qwen-Image-Edit-2509",
+}
+"""Hub ids of the variants of Qwen-Image-Edit."""
+
+
+class QwenImageEditModel(Section):
+    """Qwen-Image-Edit and Edit-Plus (`QwenImageTransformer2DModel`, flow model): change a picture as the prompt says;
+    no mask."""
+
+    family: Literal["qwen_image_edit"] = "qwen_image_edit"
+    variant: EditVariant = "edit"
+    """"edit" is Qwen-Image-Edit; "edit_plus" is Edit-Plus (2509), which sees a picture of 384 x 384 with the prompt."""
+    path: str = "Qwen/Qwen-Image-Edit"
+    """A hub id or a folder in the diffusers layout; for edit_plus Qwen/Qwen-Image-Edit-2509."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of frozen weights (network under LoRA, VAE, text encoder). Trained weights are fp32."""
+    max_sequence_length: Annotated[int, Field(ge=1, le=2048)] = 1024
+    """Tokens that the picture, the prompt and the end of the chat template are padded to. A prompt that does not fit
+    is cut, with a warning; the picture never is."""
+    vision_pixels: Annotated[int, Field(ge=1024)] | None = None
+    """Area in pixels that the text encoder sees of the source, 784 a token; null is the source's own for edit, 147456
+    (384 x 384) for edit_plus."""
+    offload_text_encoders: bool = True
+    """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    free_text_encoders: bool = False
+    """Must stay false: what the text encoder reads depends on the picture."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_of_the_variant(cls, value: str, info: ValidationInfo) -> str:
+        wanted = info.data.get("variant")
+        for variant, released in RELEASED_EDIT.items():
+            if value == released and wanted is not None and wanted != variant:
+                raise ValueError(f"given {value!r}, but model.variant is {wanted!r}; set {RELEASED_EDIT[wanted]}")
+        return value
+
+
+Model = Annotated[FluxFillModel | SdInpaintModel | QwenImageModel | QwenImageEditModel, Field(discriminator="family")]

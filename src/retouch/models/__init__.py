@@ -13,6 +13,7 @@ FAMILIES = {
     "flux_fill": "retouch.models.flux_fill:FluxFill",
     "sd_inpaint": "retouch.models.sd_inpaint:SdInpaint",
     "qwen_image": "retouch.models.qwen_image:QwenImage",
+    "qwen_image_edit": "retouch.models.qwen_image_edit:QwenImageEdit",
 }
 """Family name of the run file -> module:class. The class loads itself with `from_config`, takes the networks of a
 diffusers pipeline with `from_pipeline`, and builds its network without weights with `released_network`."""

@@ -32,6 +32,17 @@ def inpainting_inputs(examples: Sequence[Example], spec: ModelSpec, device: torc
     return images, masks
 
 
+def optional_masks(examples: Sequence[Example], spec: ModelSpec, device: torch.device) -> Tensor | None:
+    """Masks [B, 1, H, W] in {0, 1} of a family that needs none; None where no example has one.
+
+    Raises:
+        ValueError: some examples with a mask and some without.
+    """
+    if all(e.mask is None for e in examples):
+        return None
+    return torch.stack([_mask_tensor(e.mask, e, spec.family) for e in examples]).to(device)
+
+
 def reference_encoder(config: Model) -> ImageEncoder | None:
     """The encoder of references that `model.train` names; None where it trains no style adapter."""
     train = config.train

@@ -7,7 +7,7 @@ the run is cached (`release`): a T5-XXL beside the network would cost 9.5 GB for
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,18 +63,26 @@ class TextEncoder:
 
 
 class TextEncoders:
-    """prompts -> one tensor [B, ...] of each encoder, by the name that it has in the condition."""
+    """prompts -> one tensor [B, ...] of each encoder, by the name that it has in the condition.
+
+    A prompt is a string, or whatever else the encoders of a family take; equal ones are encoded once. `capacity` of
+    them are kept.
+    """
 
     def __init__(
-        self, encoders: Mapping[str, TextEncoder], device: torch.device | str = "cpu", offload: bool = True
+        self,
+        encoders: Mapping[str, TextEncoder],
+        device: torch.device | str = "cpu",
+        offload: bool = True,
+        capacity: int = CACHE_SIZE,
     ) -> None:
         self.encoders = dict(encoders)
         self.offload = offload
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
         self._names = tuple(encoders)
-        self._cache: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
-        self._capacity = CACHE_SIZE
+        self._cache: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+        self._capacity = capacity
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
@@ -82,7 +90,7 @@ class TextEncoders:
         if not self.offload:
             self._place(self.device)
 
-    def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def encode(self, prompts: Sequence[Hashable]) -> dict[str, Tensor]:
         """Look up or encode.
 
         Raises:
@@ -106,7 +114,7 @@ class TextEncoders:
         self.encoders.clear()
 
     @torch.no_grad()
-    def _fill(self, prompts: Sequence[str]) -> None:
+    def _fill(self, prompts: Sequence[Any]) -> None:
         missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
         if not missing:
             return

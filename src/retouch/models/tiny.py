@@ -18,6 +18,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     StableDiffusionInpaintPipeline,
@@ -32,11 +34,15 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
     SiglipVisionConfig,
     SiglipVisionModel,
     T5Config,
     T5EncoderModel,
 )
+
+from retouch.config.families import EditVariant
+from retouch.models.qwen import ImageTextProcessor
 
 TEXT_TOKENS = 24
 """Tokens (bytes) of a prompt: "The text is 'WORD'." takes 21 of T5's, 18 of CLIP's, which have no spaces."""
@@ -233,6 +239,19 @@ def bytes_to_characters() -> list[int]:
 
 def tiny_qwen_image() -> QwenImagePipeline:
     """Qwen-Image with 2 blocks of width 64 on an autoencoder that shrinks 4 x; prompts are bytes."""
+    parts = _tiny_qwen_parts()
+    return QwenImagePipeline(tokenizer=byte_qwen_tokenizer(), **parts)
+
+
+def tiny_qwen_image_edit(variant: EditVariant = "edit") -> QwenImageEditPipeline | QwenImageEditPlusPipeline:
+    """Qwen-Image-Edit or Edit-Plus, of the same networks; 28 x 28 pixels are a token of the text encoder."""
+    kind: Any = QwenImageEditPlusPipeline if variant == "edit_plus" else QwenImageEditPipeline
+    processor = tiny_qwen_processor()
+    return kind(tokenizer=byte_qwen_tokenizer(), processor=processor, **_tiny_qwen_parts())
+
+
+def _tiny_qwen_parts() -> dict[str, Any]:
+    """Networks and scheduler that both have."""
     vae: Any = AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
@@ -256,17 +275,11 @@ def tiny_qwen_image() -> QwenImagePipeline:
     scheduler: Any = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=mu, max_shift=mu, shift_terminal=0.02
     )
-    return QwenImagePipeline(
-        scheduler=scheduler,
-        vae=vae,
-        text_encoder=tiny_qwen_vl(),
-        tokenizer=byte_qwen_tokenizer(),
-        transformer=transformer,
-    )
+    return {"scheduler": scheduler, "vae": vae, "text_encoder": tiny_qwen_vl(), "transformer": transformer}
 
 
 def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL over bytes; 32 wide."""
+    """A two-layer Qwen2.5-VL over bytes and patches of pictures; 32 wide."""
     tokenizer = byte_qwen_tokenizer()
     text = {
         "vocab_size": len(tokenizer),
@@ -276,23 +289,76 @@ def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
     }
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [0],
+    }
+    marks = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    ids: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)).eval()
 
 
 def byte_qwen_tokenizer() -> Qwen2Tokenizer:
     """A Qwen tokenizer without merges: every byte is a token, and the chat's marks are one each."""
     letters = {chr(c): i for i, c in enumerate(bytes_to_characters())}
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[])
+    marks += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     return tokenizer
+
+
+def tiny_qwen_processor() -> ImageTextProcessor:
+    """Of the byte tokenizer and pictures of up to 64 patches, with a chat template that renders text and pictures as
+    the released one does."""
+    pictures = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=64 * 28 * 28)
+    return ImageTextProcessor(pictures, byte_qwen_tokenizer(), chat_template=CHAT_TEMPLATE)
+
+
+CHAT_TEMPLATE = """\
+{%- set seen = namespace(count=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{%- set seen.count = seen.count + 1 -%}
+{%- if add_vision_id -%}{{ 'Picture ' ~ seen.count ~ ': ' }}{%- endif -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""Of the tiny processor: what the released one makes of text and pictures."""
 
 
 TINY: dict[str, Callable[[], Any]] = {
     "flux_fill": tiny_flux_fill,
     "sd_inpaint": tiny_sd_inpaint,
     "qwen_image": tiny_qwen_image,
+    "qwen_image_edit": tiny_qwen_image_edit,
 }
 """Family -> builder of its toy pipeline."""

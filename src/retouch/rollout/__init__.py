@@ -1,5 +1,6 @@
 """Sampling, scoring, and the two computations that sampling and training share. Nothing here steps an optimizer."""
 
+from retouch.rollout.draw import Drawing, draw, drawing_on, freeze
 from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.plan import StepPlan, make_plan, ode_plan
 from retouch.rollout.sampler import latent_noise, noise_for, sample, to_uint8
@@ -7,13 +8,17 @@ from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOuta
 from retouch.rollout.transition import denoising_error, latent_region, objective_region, transition
 
 __all__ = [
+    "Drawing",
     "EncodedData",
     "FailureRateExceeded",
     "PendingBatch",
     "RewardOutage",
     "StepPlan",
     "denoising_error",
+    "draw",
+    "drawing_on",
     "drop_references",
+    "freeze",
     "items_of",
     "latent_noise",
     "latent_region",
