@@ -106,7 +106,7 @@ def build(config: RunConfig) -> Run:
         data=data,
         warmup_data=warmup,
         eval_data=held_out or data,
-        eval_is_held_out=held_out is not None and not _shares_examples(held_out, data, warmup),
+        eval_is_held_out=held_out is not None and not shares_examples(held_out, data, warmup),
         rewards=rewards,
         dir=run_dir,
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
@@ -147,7 +147,7 @@ def can_begin(config: RunConfig, run_dir: RunDir) -> None:
         raise ConfigError(f"resume: given {given!r}: no such checkpoint; give a checkpoints/step-... folder, or auto")
 
 
-def _shares_examples(evaluation: Dataset, *training: Dataset) -> bool:
+def shares_examples(evaluation: Dataset, *training: Dataset) -> bool:
     """Whether any picture of the evaluation, with its prompt, is trained on."""
     seen = {_identity(item) for dataset in training for item in dataset.items}
     return any(_identity(item) in seen for item in evaluation.items)

@@ -40,15 +40,9 @@ def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -
     """Train what RUN.yaml says; also under accelerate launch or torchrun."""
     config = load_run(run, overrides or [])
     _logging(verbose)
-    from retouch.build import build
-    from retouch.recipes import recipe
+    from retouch import recipes
 
-    built = build(config)
-    try:
-        recipe(config.algorithm.name)(built)
-    finally:
-        built.close()
-    typer.echo(f"done: {built.dir.path}")
+    typer.echo(f"done: {recipes.train(config)}")
 
 
 @app.command()
@@ -337,6 +331,7 @@ EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
     "serve": ("fastapi", "uvicorn", "starlette"),
     "ocr": ("rapidocr", "onnxruntime"),
+    "vlm": ("trl", "datasets"),
 }
 """Extra of the package -> modules that come with it."""
 
@@ -352,6 +347,7 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         "FontsMissing": 2,
         "RewardOutage": 3,
         "FailureRateExceeded": 3,
+        "ResponseTooLong": 2,
         "Diverged": 1,
     }
     if type(error).__name__ == "Stopped":

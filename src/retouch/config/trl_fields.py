@@ -135,11 +135,11 @@ def check_names(trl: Mapping[str, Any]) -> None:
     known = grpo_fields() | model_fields()
     for name, value in trl.items():
         if name in REFUSED:
-            raise ValueError(f"trl.{name}: given {value!r}; a run file says it elsewhere: set {REFUSED[name]}")
+            raise ValueError(f"{name}: given {value!r}; a run file says it elsewhere: set {REFUSED[name]}")
         if known and name not in known:
-            raise ValueError(f"trl.{name}: unknown option of TRL; {nearest(name, known - REFUSED.keys())}")
+            raise ValueError(f"{name}: unknown option of TRL; {nearest(name, known - REFUSED.keys())}")
         if name in COUNTS and value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"trl.{name}: given {value!r}; set a whole number above 0")
+            raise ValueError(f"{name}: given {value!r}; set a whole number above 0")
 
 
 def _fields(classes: Mapping[str, Mapping[str, str]]) -> frozenset[str]:

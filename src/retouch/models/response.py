@@ -97,7 +97,7 @@ def encode_response(
     with evaluating(model), _adapter(model, adapter):
         for start in range(0, len(responses), batch_size):
             part = responses.rows(start, start + batch_size)
-            inputs = {name: value.to(device) for name, value in _padded(part, pad_token_id).items()}
+            inputs = {name: value.to(device) for name, value in model_inputs(part, pad_token_id).items()}
             hidden: Tensor = inner(**inputs, use_cache=False).last_hidden_state
             lengths = inputs["attention_mask"].sum(1).tolist()
             for row, length in zip(hidden, lengths, strict=True):
@@ -114,7 +114,7 @@ def encode_response(
     return states, cut
 
 
-def _padded(responses: Responses, pad_token_id: int) -> dict[str, Tensor]:
+def model_inputs(responses: Responses, pad_token_id: int) -> dict[str, Tensor]:
     """What the model takes of prompt and completion, padded on the left."""
     ids = [[*p, *c] for p, c in zip(responses.prompt_ids, responses.completion_ids, strict=True)]
     longest = max(len(row) for row in ids)
