@@ -83,7 +83,7 @@ DEFAULTS = {
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
     "num_iterations": 1,
-    "max_completion_length": 256,
+    "max_completion_length": 512,
 }
 """TRL's own, of those of COUNTS that have one; a test compares them with the installed package."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from retouch.config.algorithm_sections import VlmGrpoConfig
     from retouch.config.schema import RunConfig
 
-FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+FAMILIES = ("qwen_image", "qwen_image_edit")
 """Families whose text encoder is a vision-language model."""
 
 ROLLOUT_KEYS = ("num_steps", "guidance_scale", "batch_size_per_device")

@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset as Table
+from datasets.utils.logging import set_verbosity_error
 from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 from trl.models import unwrap_model_for_generation
 
@@ -108,6 +110,7 @@ class VlmTrainer(GRPOTrainer):
         if parts.tokenizer.padding_side != "left":
             raise ValueError("the tokenizer pads on the right, which misaligns pictures in a batch")
         self.rows = Rows(parts)
+        set_verbosity_error()  # rows are opened by an object that cannot be hashed, and need no cache
         positions = Table.from_dict({"position": list(range(len(parts.data)))})
         super().__init__(
             model=parts.policy,
@@ -118,6 +121,7 @@ class VlmTrainer(GRPOTrainer):
             peft_config=adapter_config(algorithm),
             callbacks=[RunCallback(self)],
         )
+        self.remove_callback(PrinterCallback)
         derived, count = parts.derived, parts.derived.generations * parts.derived.global_prompts_per_generation
         repeats = arguments.num_iterations * arguments.steps_per_generation
         self.order = PromptOrder(
