@@ -270,18 +270,40 @@ def data_synth(
     typer.echo(f"{out}: {written} items")
 
 
+@data_app.command("edits")
+def data_edits(
+    out: Annotated[Path, typer.Option(help="Folder to write: manifest.json and its pictures.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of tasks.")],
+    half: Annotated[str, typer.Option(help="train | held_out: halves of the instructions that share none.")] = "train",
+    seed: Annotated[int, typer.Option(help="Of shapes and instructions.")] = 0,
+) -> None:
+    """Write tiny editing tasks whose result a program can judge: recolour the shape as an instruction hints."""
+    from retouch.data.edits import write_edits
+
+    if half not in ("train", "held_out"):
+        raise ConfigError(f"--half: given {half!r}; write train or held_out")
+    typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
+
+
 @tiny_app.command("build")
 def tiny_build(
     family: Annotated[str, typer.Argument(help="Model family; or image_encoder, of the references of tiny runs.")],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
     seed: Annotated[int, typer.Option(help="Of data and weights.")] = 0,
 ) -> None:
-    """Train a tiny base from nothing on a CPU, and measure it on words it never saw."""
+    """Train a tiny base from nothing on a CPU, and measure it on words (or instructions) it never saw."""
     _logging(False)
     from retouch.recipes.tiny_base import build_and_measure
     from retouch.recipes.tiny_encoder import build_encoder
 
-    result = build_encoder(out, seed) if family == "image_encoder" else build_and_measure(family, out, seed)
+    if family == "image_encoder":
+        result = build_encoder(out, seed)
+    elif family == "qwen_image_edit":
+        from retouch.recipes.tiny_edit import build_edit
+
+        result = build_edit(out, seed)
+    else:
+        result = build_and_measure(family, out, seed)
     typer.echo(json.dumps(result, indent=2))
 
 

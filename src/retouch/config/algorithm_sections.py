@@ -151,7 +151,7 @@ class VlmGrpoConfig(Section):
     name: Literal["vlm_grpo"] = "vlm_grpo"
     trl: dict[str, Any] = Field(default={})
     """TRL's own options by name: those of its GRPOConfig, and of its ModelConfig what an adapter is made of (use_peft,
-    lora_r, lora_alpha, ...). Dr. GRPO is loss_type: dr_grpo with scale_rewards: none."""
+    lora_r, lora_alpha, ...). Null takes TRL's default. Dr. GRPO is loss_type: dr_grpo with scale_rewards: none."""
     conditioning: Literal["response_states", "rewrite_text"] = "response_states"
     """"response_states": the states of prompt and completion, as they were generated, in one pass; "rewrite_text": the
     completion's words in the place of the prompt, in the family's own chat."""
@@ -169,8 +169,9 @@ class VlmGrpoConfig(Section):
     @field_validator("trl")
     @classmethod
     def _are_options_of_trl(cls, value: dict[str, Any]) -> dict[str, Any]:
-        trl_fields.check_names(value)
-        return value
+        given = {name: option for name, option in value.items() if option is not None}
+        trl_fields.check_names(given)
+        return given
 
     @property
     def uses_adapter(self) -> bool:

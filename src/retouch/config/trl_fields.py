@@ -138,7 +138,7 @@ def check_names(trl: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: given {value!r}; a run file says it elsewhere: set {REFUSED[name]}")
         if known and name not in known:
             raise ValueError(f"{name}: unknown option of TRL; {nearest(name, known - REFUSED.keys())}")
-        if name in COUNTS and value is not None and (type(value) is not int or value < 1):
+        if name in COUNTS and (type(value) is not int or value < 1):
             raise ValueError(f"{name}: given {value!r}; set a whole number above 0")
 
 
