@@ -24,4 +24,10 @@ REWARD_BOUNDS = [
     ("rewards.openai_judge.timeout_s", "0", "0", POSITIVE),
     ("rewards.clip.images_per_forward", "0", "0", POSITIVE),
     ("rewards.jpeg_size.quality", "96", "96", "input should be less than or equal to 95"),
+    ("rewards.complex_edit.preset", "mean", "'mean'", "input should be 'balanced' or 'brief'"),
+    ("rewards.complex_edit.alignment_weight", "1.1", "1.1", AT_MOST_1),
+    ("rewards.complex_edit.quality_weight", "-0.1", "-0.1", NOT_NEGATIVE),
+    ("rewards.complex_edit.samples", "0", "0", POSITIVE),
+    ("rewards.complex_edit.temperature", "-1", "-1", NOT_NEGATIVE),
+    ("rewards.mmmg.ged", "exact", "'exact'", "input should be 'closed' or 'networkx'"),
 ]

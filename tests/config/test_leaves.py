@@ -123,7 +123,14 @@ def test_the_exceptions_are_still_needed() -> None:
     assert {leaf.owner for leaf in LEAVES if leaf.key in without} == READ_ELSEWHERE.keys()
 
 
-@pytest.mark.parametrize("entry", RewardEntry.__subclasses__(), ids=lambda entry: entry.__name__)
+ENTRIES = [kind for section in RewardEntry.__subclasses__() for kind in section.__subclasses__() or [section]]
+
+
+def test_every_scorer_has_an_entry() -> None:
+    assert {entry.model_fields["scorer"].default for entry in ENTRIES} == SCORERS.keys()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_scorer_options_are_the_arguments_of_the_scorer(entry: type[RewardEntry]) -> None:
     module, _, name = SCORERS[entry.model_fields["scorer"].default].partition(":")
     scorer: Any = getattr(importlib.import_module(module), name)

@@ -1,6 +1,8 @@
 """A judge behind the OpenAI protocol, on loopback: checks keys, schemas and pictures, limits rates, counts tokens.
 
-It judges by brightness: black is 0, white is 5.
+It judges by brightness: black is 0, white is 5. Asked for the parts of an edit, from 0 to 10, it takes the brightness
+of the output for instruction following, 1 - mean |difference| to the input for identity preservation, and the output's
+blue for perceptual quality. The n-th answer of a checklist is yes where the n-th pixel of the picture is bright.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,6 +34,10 @@ class OpenAIServer:
         digits: probability of the score tokens together.
         bad_first: answers of a rubric that do not keep to the schema before one that does.
         fail: statuses of the first requests.
+        by_seed: is added to every integer of an edit, by the seed of the request.
+        refuses: requests that get a refusal.
+        breaks: request -> status to fail with; 0 answers.
+        spoil: the fields of an answer by a schema -> its text.
     """
 
     per_second: float = math.inf
@@ -39,6 +46,10 @@ class OpenAIServer:
     digits: float = 0.95
     bad_first: int = 0
     fail: list[int] = field(default_factory=list[int])
+    by_seed: dict[int, int] = field(default_factory=dict[int, int])
+    refuses: Callable[[dict[str, Any]], bool] = lambda asked: False
+    breaks: Callable[[dict[str, Any]], int] = lambda asked: 0
+    spoil: Callable[[dict[str, Any]], str] = json.dumps
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     refused: int = 0
 
@@ -91,10 +102,12 @@ class OpenAIServer:
         if problem:
             return 400, _error(problem), {}
         self.asked.append(asked)
+        if self.breaks(asked):
+            return self.breaks(asked), _error("broken"), {}
         return 200, self.complete(asked), {}
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
-        brightness = float(_picture(asked).mean()) / 255
+        brightness = float(pictures(asked)[-1].mean()) / 255
         message: dict[str, Any] = {"role": "assistant", "content": f"{round(5 * brightness)}"}
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
         if asked.get("logprobs") and self.has_logprobs:
@@ -102,12 +115,32 @@ class OpenAIServer:
         if "response_format" in asked and self.has_schema:
             verdict = {"score": round(5 * brightness), "reason": "bright"}
             message["content"] = json.dumps(verdict if not self.bad_first else {"score": 9})
+            if "score" not in fields_of(asked):
+                message["content"] = self.spoil(self.fill(asked)) if not self.bad_first else '{"other": 1}'
             self.bad_first = max(0, self.bad_first - 1)
+        if self.refuses(asked):
+            message |= {"content": None, "refusal": "I cannot judge this."}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         return {
             "id": "c", "object": "chat.completion", "model": "judge-2026-01", "system_fingerprint": "fp_1",
             "choices": [choice], "usage": usage,
         }  # fmt: skip
+
+    def fill(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What the schema asks for, by the rules above."""
+        shown, fields = pictures(asked), fields_of(asked)
+        output, pixels = shown[-1] / 255, shown[-1].reshape(-1, 3).mean(1)
+        scores = {
+            "instruction_following": output.mean(),
+            "identity_preservation": 1 - np.abs(output - shown[0] / 255).mean(),
+            "perceptual_quality": output[..., 2].mean(),
+        }
+        names = [name for name in fields if fields[name].get("enum") == ["yes", "no"]]
+        answers: dict[str, Any] = {name: "yes" if pixels[i] > 127 else "no" for i, name in enumerate(names)}
+        for name in scores.keys() & fields.keys():
+            assert len(shown) == (1 if name == "perceptual_quality" else 2)
+            answers[name] = int(np.clip(round(10 * float(scores[name])) + self.by_seed.get(asked["seed"], 0), 0, 10))
+        return {name: answers.get(name, "as I see it") for name in fields}
 
     def top(self, brightness: float) -> list[dict[str, Any]]:
         """The two digits around 5 x brightness, each as two variants, and a word that is no score."""
@@ -132,27 +165,45 @@ def _problem(asked: dict[str, Any]) -> str | None:
         return f"Unrecognized request argument: {set(asked) - known}"
     if not 0 <= asked.get("top_logprobs", 0) <= 20 or (asked.get("top_logprobs") and not asked.get("logprobs")):
         return "top_logprobs must be at most 20, beside logprobs"
-    if "response_format" in asked and asked["response_format"]["json_schema"]["schema"]["type"] != "object":
-        return "invalid schema"
+    if "response_format" in asked:
+        format = asked["response_format"]["json_schema"]
+        schema = format["schema"]
+        strict = format["strict"] and schema["additionalProperties"] is False
+        if schema["type"] != "object" or not strict or sorted(schema["required"]) != sorted(schema["properties"]):
+            return "invalid schema: strict takes an object that requires all of its properties and no others"
     try:
-        _picture(asked)
+        assert 1 <= len(pictures(asked)) <= 2
     except Exception as error:
         return f"invalid image: {error}"
     return None
 
 
-def _picture(asked: dict[str, Any]) -> np.ndarray[Any, Any]:
-    (url,) = [
+def fields_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """Properties of the schema of a request."""
+    return asked["response_format"]["json_schema"]["schema"]["properties"]
+
+
+def text_of(asked: dict[str, Any]) -> str:
+    """The words of the first message of a request."""
+    return "\n".join(part["text"] for part in asked["messages"][0]["content"] if part["type"] == "text")
+
+
+def pictures(asked: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+    """The pictures of a request, in order."""
+    urls = [
         part["image_url"]["url"]
         for message in asked["messages"]
         if isinstance(message["content"], list)
         for part in message["content"]
         if part["type"] == "image_url"
     ]
-    head, _, data = url.partition(",")
-    assert head == "data:image/png;base64"
-    with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
-        return np.asarray(image.convert("RGB"))
+    found: list[np.ndarray[Any, Any]] = []
+    for url in urls:
+        head, _, data = url.partition(",")
+        assert head == "data:image/png;base64"
+        with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
+            found.append(np.asarray(image.convert("RGB")))
+    return found
 
 
 def _error(message: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,3 +42,12 @@ class DiesLoading:
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [Score(0.0)] * len(items)
+
+
+REGIONS: Any = 0
+
+
+def regions(picture: Any) -> Any:
+    """What a segmenter would count in an RGB array."""
+    assert picture.ndim == 3
+    return float(REGIONS)

@@ -92,21 +92,13 @@ class FnReward(RewardEntry):
         return self
 
 
-class OpenAIJudgeReward(RewardEntry):
-    """A vision-language model behind an OpenAI-compatible endpoint (OpenAI, vLLM, SGLang), in [0, 1]. Its key is taken
-    from OPENAI_API_KEY of the environment."""
+class JudgeEntry(RewardEntry):
+    """What rewards of a judge behind an OpenAI-compatible endpoint share."""
 
-    scorer: Literal["openai_judge"] = "openai_judge"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: str = ""
     """As the endpoint names it; required where it is scored here or by `auto`."""
     address: str = "https://api.openai.com/v1"
     """Of the endpoint, with /v1."""
-    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
-    """{prompt} stands for the item's prompt."""
-    mode: Literal["logprobs", "rubric"] = "logprobs"
-    """The expectation over the probabilities of the digits 0 to 5; or JSON with a score and a reason."""
-    min_mass: Unit = 0.5
-    """Probability that the digits must have together; below it the answer was something else, a failure."""
     concurrency: PositiveInt = 8
     """Questions under way at once."""
     requests_per_minute: Positive | None = None
@@ -127,13 +119,77 @@ class OpenAIJudgeReward(RewardEntry):
     """Of one question, retries included."""
 
     @model_validator(mode="after")
-    def _names_a_model(self) -> OpenAIJudgeReward:
+    def _names_a_model(self) -> JudgeEntry:
         if self.url in (None, "auto") and not self.model:
             raise ValueError("model: not set; name the model as the endpoint does")
-        if "{prompt}" not in self.question:
-            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
         if self.budget_dollars is not None and not self.price_in + self.price_out:
             raise ValueError("budget_dollars: given without prices; set price_in and price_out")
+        return self
+
+
+class OpenAIJudgeReward(JudgeEntry):
+    """A vision-language model behind an OpenAI-compatible endpoint (OpenAI, vLLM, SGLang), in [0, 1]. Its key is taken
+    from OPENAI_API_KEY of the environment."""
+
+    scorer: Literal["openai_judge"] = "openai_judge"  # pyright: ignore[reportIncompatibleVariableOverride]
+    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    """{prompt} stands for the item's prompt."""
+    mode: Literal["logprobs", "rubric"] = "logprobs"
+    """The expectation over the probabilities of the digits 0 to 5; or JSON with a score and a reason."""
+    min_mass: Unit = 0.5
+    """Probability that the digits must have together; below it the answer was something else, a failure."""
+
+    @model_validator(mode="after")
+    def _asks_about_the_prompt(self) -> OpenAIJudgeReward:
+        if "{prompt}" not in self.question:
+            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        return self
+
+
+class ComplexEditReward(JudgeEntry):
+    """An edit by the protocol of Complex-Edit (arXiv 2504.13143), in [0, 1]: a judge's integers from 0 to 10 for
+    instruction following, identity preservation and perceptual quality. Needs a source and a judge as of
+    `openai_judge`."""
+
+    scorer: Literal["complex_edit"] = "complex_edit"  # pyright: ignore[reportIncompatibleVariableOverride]
+    preset: Literal["balanced", "brief"] = "balanced"
+    """What alignment is: the mean of instruction following and identity preservation, or the former alone, which
+    rewards repainting everything."""
+    alignment_weight: Unit = 0.6
+    """Of alignment; with quality_weight, 1."""
+    quality_weight: Unit = 0.4
+    """Of perceptual quality."""
+    samples: PositiveInt = 3
+    """Answers that are averaged, two questions each; if one of them fails, the item does."""
+    temperature: NonNegative = 0.7
+    """Of the answers; at 0 more than one sample is the same again."""
+
+    @model_validator(mode="after")
+    def _weights_sum_to_1(self) -> ComplexEditReward:
+        if abs(self.alignment_weight + self.quality_weight - 1) > 1e-6:
+            raise ValueError(
+                f"alignment_weight: given {self.alignment_weight:g} beside quality_weight {self.quality_weight:g}; "
+                "their sum must be 1, like 0.6 and 0.4"
+            )
+        return self
+
+
+class MmmgReward(JudgeEntry):
+    """A picture by the protocol of MMMG (arXiv 2506.10963), in [0, 1]: a judge's yes or no for every element and
+    dependency of the item's knowledge graph; (1 - GED) R. Needs a judge as of `openai_judge`."""
+
+    scorer: Literal["mmmg"] = "mmmg"  # pyright: ignore[reportIncompatibleVariableOverride]
+    ged: Literal["closed", "networkx"] = "closed"
+    """The distance to the graph: exact (missing nodes and edges); or the published one, a heuristic that is never
+    lower and needs the extra `mmmg`."""
+    readability: str | None = None
+    """"module:function" that counts the regions of an RGB array; R falls from 1 at 70 regions to 0 at 160. Null leaves
+    R at 1."""
+
+    @model_validator(mode="after")
+    def _names_a_function(self) -> MmmgReward:
+        if self.readability is not None and not all(self.readability.partition(":")):
+            raise ValueError(f"readability: given {self.readability!r}; write module:function")
         return self
 
 
@@ -196,8 +252,10 @@ class StyleReward(RewardEntry):
 
 Reward = Annotated[
     ClipReward
+    | ComplexEditReward
     | FnReward
     | JpegSizeReward
+    | MmmgReward
     | OcrReward
     | OpenAIJudgeReward
     | PickScoreReward

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 SCORERS = {
     "clip": "retouch.rewards.scorers.clip:ClipScorer",
+    "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditScorer",
     "fn": "retouch.rewards.scorers.fn:FnScorer",
     "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeScorer",
+    "mmmg": "retouch.rewards.scorers.mmmg:MmmgScorer",
     "ocr": "retouch.rewards.scorers.ocr:OcrScorer",
     "openai_judge": "retouch.rewards.scorers.openai_judge:OpenAIJudgeScorer",
     "pickscore": "retouch.rewards.scorers.clip:PickScorer",

@@ -41,7 +41,7 @@ class FnScorer:
         Raises:
             ConfigError: no such module, or no such name in it.
         """
-        found = _find(self.fn)
+        found = find_function(self.fn, "reward 'fn': fn")
         if isinstance(found, type):
             made: Any = found()
             if hasattr(made, "load"):
@@ -58,7 +58,12 @@ class FnScorer:
         return [_outcome(one) for one in self._score(items)]
 
 
-def _find(fn: str) -> Any:
+def find_function(fn: str, where: str) -> Any:
+    """What "module:name" names; `where` begins the message.
+
+    Raises:
+        ConfigError: no such module, or no such name in it.
+    """
     module, _, name = fn.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:  # an installed command does not look beside the run file
@@ -66,11 +71,9 @@ def _find(fn: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reward 'fn': fn: given {fn!r}: no module {error.name}; it is looked for in {here}"
-        ) from None
+        raise ConfigError(f"{where}: given {fn!r}: no module {error.name}; it is looked for in {here}") from None
     except AttributeError:
-        raise ConfigError(f"reward 'fn': fn: given {fn!r}: {module} has no {name}") from None
+        raise ConfigError(f"{where}: given {fn!r}: {module} has no {name}") from None
 
 
 def _outcome(value: Any) -> Outcome:

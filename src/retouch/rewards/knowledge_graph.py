@@ -1,0 +1,212 @@
+"""Knowledge graphs of MMMG (arXiv 2506.10963) and how far a picture is from one: pure functions, no torch.
+
+An item lists *elements* and *dependencies* between them, written `Relation(a, b)`. A judge says of each whether the
+picture shows it; elements and dependencies with a yes make a second graph, and the picture's fidelity is
+1 - normalised graph edit distance (GED) of the two. Legend: V elements, E directed edges between two of them.
+
+Departures from the published evaluation: the ends of a dependency are looked up among all elements once, not among
+those with a yes, so that a no to "cell wall" cannot move its edges to "cell"; a name with a comma is read as a whole
+where it is one of the elements; a graph without elements is refused instead of scored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+_REVERSED = "requires"
+"""requires(a, b): b comes first."""
+
+_MUTUAL = "defines"
+"""defines(a, b): an edge each way."""
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """One dependency as written, and its directed edges as positions of elements."""
+
+    text: str
+    edges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class KnowledgeGraph:
+    """What a picture shall show.
+
+    Attributes:
+        elements: V names as written; no two differ by case or white space alone.
+        dependencies: those whose two ends are elements.
+        skipped: elements and dependencies that could not be read, as written.
+    """
+
+    elements: tuple[str, ...]
+    dependencies: tuple[Dependency, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def edges(self) -> frozenset[tuple[int, int]]:
+        """All E of them; two dependencies between the same ends are one edge."""
+        return frozenset(edge for dependency in self.dependencies for edge in dependency.edges)
+
+
+def read_graph(value: object) -> KnowledgeGraph:
+    """An object with lists `elements` and `dependencies` (or objects, of which the keys count), or its JSON text.
+
+    Entries that cannot be read are skipped and kept in `skipped`; the benchmark has some.
+
+    Raises:
+        ValueError: no such object, or no element in it.
+    """
+    given = _object(value)
+    elements: dict[str, str] = {}
+    skipped: list[str] = []
+    for entry in _entries(given, "elements"):
+        name = _name(entry)
+        if name is None:
+            skipped.append(repr(entry))
+        else:
+            elements.setdefault(_key(name), name)
+    if not elements:
+        raise ValueError("the knowledge graph has no elements")
+    keys = list(elements)
+    dependencies: list[Dependency] = []
+    for entry in _entries(given, "dependencies"):
+        dependency = _dependency(entry, keys) if isinstance(entry, str) else None
+        if dependency is None:
+            skipped.append(entry if isinstance(entry, str) else repr(entry))
+        elif dependency.text not in (known.text for known in dependencies):
+            dependencies.append(dependency)
+    return KnowledgeGraph(tuple(elements.values()), tuple(dependencies), tuple(skipped))
+
+
+def drawn(
+    graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Nodes and edges that the picture shows: elements with a yes, and the edges of dependencies with a yes whose ends
+    both are among them.
+
+    Raises:
+        ValueError: not one answer for each.
+    """
+    if (len(elements), len(dependencies)) != (len(graph.elements), len(graph.dependencies)):
+        raise ValueError(
+            f"{len(elements)} and {len(dependencies)} answers for {len(graph.elements)} elements and "
+            f"{len(graph.dependencies)} dependencies"
+        )
+    nodes = {i for i, yes in enumerate(elements) if yes}
+    edges = {
+        edge
+        for dependency, yes in zip(graph.dependencies, dependencies, strict=True)
+        if yes
+        for edge in dependency.edges
+        if nodes.issuperset(edge)
+    }
+    return sorted(nodes), sorted(edges)
+
+
+def closed_ged(graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]) -> float:
+    """(missing nodes + missing edges) / (|V| + |E| of both graphs), in [0, 1].
+
+    What is drawn is a part of the graph, and from a part of a graph the shortest way to the whole is to add what is
+    missing: this is the exact GED, at no cost, where a heuristic gives a bound from above.
+    """
+    nodes, edges = drawn(graph, elements, dependencies)
+    whole, part = len(graph.elements) + len(graph.edges), len(nodes) + len(edges)
+    return (whole - part) / (whole + part)
+
+
+def heuristic_ged(graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]) -> float:
+    """The first value of networkx's `optimize_graph_edit_distance` over |V| + |E| of both graphs, as published; needs
+    networkx and scipy. Names play no part in it. In [0, 1]; 0 where everything is drawn."""
+    import networkx as nx
+
+    nodes, edges = drawn(graph, elements, dependencies)
+    if len(nodes) == len(graph.elements) and len(edges) == len(graph.edges):
+        return 0.0
+    whole, part = nx.DiGraph(), nx.DiGraph()
+    whole.add_nodes_from(range(len(graph.elements)))
+    whole.add_edges_from(sorted(graph.edges))
+    part.add_nodes_from(nodes)
+    part.add_edges_from(edges)
+    first = float(next(nx.optimize_graph_edit_distance(whole, part)))
+    size = len(graph.elements) + len(graph.edges) + len(nodes) + len(edges)
+    return min(1.0, first / size)
+
+
+def readability(regions: float) -> float:
+    """MMMG's R of the number of regions that a segmenter finds: 1 up to 70, down to 0 at 160."""
+    return 1.0 if regions <= 70 else max((160 - regions) / 90, 0.0)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"the knowledge graph is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the knowledge graph must be an object with elements and dependencies; given {value!r:.80}")
+    return cast("Mapping[str, Any]", value)
+
+
+def _entries(given: Mapping[str, Any], key: str) -> list[object]:
+    value = given.get(key)
+    return list(cast("Sequence[object]", value)) if isinstance(value, list | tuple | Mapping) else []
+
+
+def _name(entry: object) -> str | None:
+    """A name as text; numbers are names, too."""
+    if isinstance(entry, int | float) and not isinstance(entry, bool):
+        return str(entry)
+    return entry.strip() if isinstance(entry, str) and _key(entry) else None
+
+
+def _key(name: str) -> str:
+    """What two spellings of a name have in common."""
+    return " ".join(name.split()).strip("`'\"").strip().casefold()
+
+
+def _dependency(text: str, keys: Sequence[str]) -> Dependency | None:
+    """`Relation(a, b)` with both ends among the elements; None for anything else."""
+    relation, bracket, inside = text.strip().partition("(")
+    if not bracket:
+        return None
+    inside = inside.removesuffix(")")
+    pieces = inside.split(",")
+    splits = [(",".join(pieces[:i]), ",".join(pieces[i:])) for i in range(1, len(pieces))]
+    for lookup in (_exact, _contained):
+        for pair in splits:
+            first, second = (lookup(_end(end), keys) for end in pair)
+            if first is not None and second is not None:
+                return Dependency(text, _edges(relation, first, second))
+    return None
+
+
+def _end(text: str) -> str:
+    """An end of a dependency; `change(x)` means x."""
+    key = _key(text)
+    changed = re.fullmatch(r"change\((.*?)\)?", key)
+    return _key(changed.group(1)) if changed else key
+
+
+def _exact(end: str, keys: Sequence[str]) -> int | None:
+    return keys.index(end) if end in keys else None
+
+
+def _contained(end: str, keys: Sequence[str]) -> int | None:
+    """The one element that contains the words, or is contained in them if they are several; the exact one first."""
+    found = _exact(end, keys)
+    if found is not None or not end:
+        return found
+    near = [i for i, key in enumerate(keys) if end in key or (" " in end and key in end)]
+    return near[0] if len(near) == 1 else None
+
+
+def _edges(relation: str, first: int, second: int) -> tuple[tuple[int, int], ...]:
+    kind = relation.strip().casefold()
+    if kind == _MUTUAL:
+        return (first, second), (second, first)
+    return ((second, first),) if kind == _REVERSED else ((first, second),)
