@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 pytest.importorskip("trl")
 
 from retouch.config import load_run
+from retouch.engine import CheckpointError
 from retouch.models.qwen import ChatStates
 from retouch.models.response import Responses
 from retouch.recipes import vlm_grpo, vlm_judge
 from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
+from retouch.recipes.vlm_checkpoint import load_weights
 from retouch.recipes.vlm_judge import Judge, mean_rewards
 from retouch.recipes.vlm_parts import Parts, PromptOrder, build_parts, plain_order
 from retouch.types import Failure, Score, Scores
@@ -240,8 +243,16 @@ def test_full_fine_tuning_leaves_what_sees_alone(parts_of: Any) -> None:
     assert changed and not any("visual" in name for name in changed)
     assert {"lm_head.weight", "model.language_model.layers.0.self_attn.q_proj.weight"} <= changed
     trainer.save(pinned=True)
-    saved = weights(parts.dir.path, 2)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in parts.policy.state_dict().items())
+    trained = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
+    with torch.no_grad():
+        for parameter in parts.policy.parameters():
+            parameter.zero_()
+    folder = parts.dir.checkpoints / "step-000002/weights"
+    load_weights(parts.policy, folder)
+    assert all(torch.equal(trained[name], tensor) for name, tensor in parts.policy.state_dict().items())
+    adapted: Any = get_peft_model(parts.policy, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(CheckpointError, match="was algorithm.trl changed since"):
+        load_weights(adapted, folder)
 
 
 def test_a_rewritten_prompt_is_encoded_as_the_pipeline_would(parts_of: Any) -> None:
@@ -278,7 +289,7 @@ def test_the_vision_tower_has_an_adapter_only_when_asked(vlm_file: RunFile) -> N
     assert adapter_config(algorithm).exclude_modules
     assert adapter_config(algorithm.model_copy(update={"train_vision_tower": True})).exclude_modules is None
     assert adapter_config(algorithm.model_copy(update={"trl": {}})) is None
-    assert adapter_config(algorithm).target_modules == {"gate_proj"}
+    assert adapter_config(algorithm).target_modules == "gate_proj"
 
 
 def test_what_trl_refuses_is_one_message(vlm_file: RunFile) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retouch.config import derive
+from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.derived import snapshots
 from retouch.config.model_sections import TrainIpAdapter, TrainLora
 from retouch.config.schema import RunConfig
@@ -42,9 +43,9 @@ class Counted:
 
 
 def count_weights(run: RunConfig, found: Found) -> Counted | None:
-    """From the files; from the released network where they are not here; None where neither tells, and for a style
-    adapter, whose weights are not in the files of the network."""
-    if isinstance(run.model.train, TrainIpAdapter):
+    """From the files; from the released network where they are not here; None where neither tells, for a style adapter,
+    whose weights are not in the files of the network, and where it is not the network that is trained."""
+    if isinstance(run.model.train, TrainIpAdapter) or isinstance(run.algorithm, VlmGrpoConfig):
         return None
     network, *_ = PIPELINES[run.model.family][1]
     shapes = found.weights.get(network) or (_released(run.model.family) if found.missing else None)
@@ -124,9 +125,11 @@ def memory_line(run: RunConfig, found: Found, gpus: Gpus, world_size: int) -> Li
     """The counted part against the smallest device, or against the machine's memory where there is no GPU."""
     weights = count_weights(run, found)
     if weights is None:
-        unknown = (
-            "weights of a style adapter" if run.model.train.kind == "ip_adapter" else "shapes of the network's weights"
-        )
+        unknown = "shapes of the network's weights"
+        if run.model.train.kind == "ip_adapter":
+            unknown = "weights of a style adapter"
+        if isinstance(run.algorithm, VlmGrpoConfig):
+            unknown = "weights that TRL trains in the text encoder, and its engine's share of them,"
         return Line("warning", "memory", f"not counted: the {unknown} are not known")
     if not weights.trained:
         return Line("fix", "memory", "model.train.targets match no weight of the network; leave targets out")

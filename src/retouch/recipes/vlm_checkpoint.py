@@ -22,6 +22,7 @@ from torch import Tensor
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import complete_checkpoints, flush, is_pinned
+from retouch.models.loading import ModelFilesError, load_component
 
 _STATE = ("optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
 _DROPPED = ("training_args.bin", "README.md")
@@ -84,12 +85,7 @@ def load_weights(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: other names or shapes, or nothing there.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: holds no *.safetensors; give a complete checkpoint")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
+    tensors = _saved_weights(model, folder)
     own = _own_weights(model)
     for name, missing in ((folder, own.keys() - tensors.keys()), ("the policy", tensors.keys() - own.keys())):
         if missing:
@@ -106,8 +102,27 @@ def load_weights(model: Any, folder: Path) -> None:
         tensor.copy_(tensors[name])
 
 
+def _saved_weights(model: Any, folder: Path) -> dict[str, Tensor]:
+    """What the files hold; whole models by the names that they have in memory, which transformers saves under others.
+
+    Raises:
+        CheckpointError: nothing there, or files of another model.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: holds no *.safetensors; give a complete checkpoint")
+    if isinstance(model, PeftModel):
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"{folder}: holds an adapter; set algorithm.trl.use_peft=true")
+    try:
+        return load_component(type(model), str(folder.parent), folder.name, model.dtype).state_dict()
+    except ModelFilesError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def _own_weights(model: Any) -> dict[str, Tensor]:
-    """What a checkpoint holds of a policy, by its name in the file; the tensors are the policy's own."""
+    """What a checkpoint holds of a policy; the tensors are the policy's own."""
     if isinstance(model, PeftModel):
         return {name: tensor.data for name, tensor in get_peft_model_state_dict(model).items()}
     return {name: tensor.data for name, tensor in model.state_dict().items()}

@@ -102,6 +102,7 @@ class VlmTrainer(GRPOTrainer):
         self._responses = Responses([], [])
         self._valid = torch.ones(0)
         self._before: Mapping[str, Any] = {}
+        self._tokens_before = 0
         algorithm, config = parts.algorithm, parts.config
         if not algorithm.uses_adapter:
             parts.policy.requires_grad_(True)
@@ -268,6 +269,7 @@ class VlmTrainer(GRPOTrainer):
     def stop_before_generation(self, error: Exception) -> None:
         """Go back to the state before the completions whose rewards are missing, and leave a checkpoint there."""
         set_rng_state(dict(self._before))
+        self.state.num_input_tokens_seen = self._tokens_before
         self.save(pinned=False)
         self.parts.dir.log("event", self.state.global_step, {"event": "stopped", "reason": str(error)})
         raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
@@ -292,7 +294,7 @@ class VlmTrainer(GRPOTrainer):
 
     def remember(self) -> None:
         """The generators as they are before completions are generated."""
-        self._before = rng_state()
+        self._before, self._tokens_before = rng_state(), self.state.num_input_tokens_seen
 
     def asked_to_stop(self) -> tuple[str, int] | None:
         """Reason and exit code, the same on every rank."""

@@ -51,6 +51,7 @@ class Judge:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.ends = {parts.tokenizer.eos_token_id, parts.tokenizer.pad_token_id}
         self._negatives: dict[int, Tensor] = {}
 
     def __call__(
@@ -88,7 +89,8 @@ class Judge:
                 parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
             )
         images = [to_uint8(rows) for rows in drawn]
-        items = [item for row in zip(examples, texts, images, strict=True) for item in items_of(*row)]
+        ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
+        items = [item for row in zip(examples, texts, ends, images, strict=True) for item in items_of(*row)]
         with clock.part("reward_wait"):
             pending = PendingBatch(items, parts.rewards.submit(items))
             [scores] = settle(parts.rewards, [pending], parts.config.reward_client, training=training)
@@ -143,8 +145,8 @@ def size_of(example: Example) -> tuple[int, int]:
     return example.size
 
 
-def items_of(example: Example, text: str, images: Tensor) -> list[RewardItem]:
-    """What scorers see of the K pictures of a completion; the completion itself is in the metadata."""
+def items_of(example: Example, text: str, finished: bool, images: Tensor) -> list[RewardItem]:
+    """What scorers see of the K pictures of a completion; in the metadata what was said, and whether to its end."""
     return [
         RewardItem(
             id=k,
@@ -154,7 +156,7 @@ def items_of(example: Example, text: str, images: Tensor) -> list[RewardItem]:
             source=None if example.source is None else np.asarray(example.source),
             reference=None if example.reference is None else np.asarray(example.reference),
             group=example.id,
-            metadata={**example.metadata, "completion": text},
+            metadata={**example.metadata, "completion": text, "finished": finished},
         )
         for k, image in enumerate(images)
     ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SCORERS = {
     "clip": "retouch.rewards.scorers.clip:ClipScorer",
+    "completion_quality": "retouch.rewards.scorers.completion:CompletionQualityScorer",
     "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditScorer",
     "fn": "retouch.rewards.scorers.fn:FnScorer",
     "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeScorer",
@@ -25,6 +26,7 @@ SCORERS = {
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
     "seam": "retouch.rewards.scorers.seam:SeamScorer",
     "style": "retouch.rewards.scorers.style:StyleScorer",
+    "think_format": "retouch.rewards.scorers.completion:ThinkFormatScorer",
 }
 """Scorer name -> module:class."""
 
