@@ -1,8 +1,8 @@
 """Does GRPO teach a text encoder what to say to a frozen editor? The tiny editing task, with an adapter and in full.
 
-For every kind and seed: one run of configs/tiny/qwen_image_edit_vlm_grpo(_full).yaml. Measured is the colour judge on 96
-held-out instructions, whose answers are drawn at the temperature of training, from fixed seeds, before and after; and
-the CPU time of the whole run, start and evaluations included.
+For every kind and seed: one run of configs/tiny/qwen_image_edit_vlm_grpo(_full).yaml. Measured is the colour judge on
+96 held-out instructions, whose answers are drawn at the temperature of training, from fixed seeds, before and after;
+and the CPU time of the whole run, start and evaluations included.
 
     python benchmarks/vlm_edit.py --seeds 0 1 2 --out benchmarks/results/vlm_edit.json
 """
@@ -71,7 +71,9 @@ def measure(kind: str, seed: int, data: Path, work: Path) -> dict[str, Any]:
 def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
     """Held-out means over the run, and the paired gain from its first to its last evaluation."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "eval"]
-    first, last = (read_metrics(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in (records[0], records[-1]))
+    first, last = (
+        read_metrics(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in (records[0], records[-1])
+    )
     pairs = [(b["colour"], a["colour"]) for a, b in zip(first, last, strict=True)]
     gain = paired_difference([a for _, a in pairs], [b for b, _ in pairs])
     return {
@@ -88,7 +90,9 @@ def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     path = " -> ".join(f"{value:.3f}" for value in row["held_out"].values())
     low, high = row["gain"][1:]
-    return f"{row['run']}: {path} · gain {row['gain'][0]:+.3f} [{low:+.3f}, {high:+.3f}] · {row['cpu_seconds']:.0f} CPU s"
+    return (
+        f"{row['run']}: {path} · gain {row['gain'][0]:+.3f} [{low:+.3f}, {high:+.3f}] · {row['cpu_seconds']:.0f} CPU s"
+    )
 
 
 if __name__ == "__main__":

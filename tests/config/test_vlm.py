@@ -1,4 +1,4 @@
-"""`algorithm.name: vlm_grpo`: TRL's options checked without torch, one place for what is said twice, batches that fit."""
+"""`algorithm.name: vlm_grpo`: TRL's options checked without torch, and batches that fit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,15 @@ def test_check_refuses_an_unknown_option_without_torch(tmp_path: Any) -> None:
 
 
 def test_options_of_grpo_and_of_its_adapter_pass() -> None:
-    run = parse(beta=0.04, loss_type="dr_grpo", scale_rewards="none", use_vllm=True, vllm_mode="colocate", lora_r=8, use_peft=True)
+    run = parse(
+        beta=0.04,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        use_vllm=True,
+        vllm_mode="colocate",
+        lora_r=8,
+        use_peft=True,
+    )
     assert run.algorithm.trl["vllm_mode"] == "colocate"  # type: ignore[union-attr]
     assert run.algorithm.uses_adapter  # type: ignore[union-attr]
 
@@ -144,7 +152,9 @@ def test_cycles(trl: dict[str, int], cycle: int, generations: int) -> None:
 def test_checkpoints_lie_between_cycles() -> None:
     options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "num_generations": 8}
     derived(1, "training.checkpoint_every=8", **options)
-    with pytest.raises(ConfigError, match=r"checkpoint_every: given 10, .*every 4 optimizer steps.*multiple of 4, such as 8"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint_every: given 10, .*every 4 optimizer steps.*multiple of 4, such as 8"
+    ):
         derived(1, "training.checkpoint_every=10", **options)
 
 

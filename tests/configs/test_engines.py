@@ -21,7 +21,6 @@ from tests.command_line import retouch
 
 from .conftest import CONFIGS, ENGINES, name_of, shrink
 
-
 KINDS = {
     "gpu1": (1, "NO"),
     "gpu8": (8, "MULTI_GPU"),

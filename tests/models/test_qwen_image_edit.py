@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +11,11 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
-from retouch.config.families import EditVariant, shown_size, vision_tokens
-from retouch.config.model_sections import QwenImageEditModel, TrainFull, TrainLora
-from retouch.models import load_model
+from retouch.config.families import EditVariant
 from retouch.models.flux_fill import pack
-from retouch.models.loading import ModelFilesError
-from retouch.models.qwen import NEGATIVE, ChatStates, chat, prefix_length, template, unpadded
+from retouch.models.qwen import unpadded
 from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.tiny import byte_qwen_tokenizer, tiny_qwen_image_edit, tiny_qwen_processor
+from retouch.models.tiny import tiny_qwen_image_edit
 from retouch.rollout import noise_for, ode_plan, sample
 from retouch.types import Condition, Example
 

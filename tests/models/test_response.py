@@ -16,7 +16,7 @@ from torch import Tensor
 from retouch.models.qwen import PREFIX, Task, chat, prefix_length, system_text
 from retouch.models.response import Responses, ResponseTooLong, encode_response, model_inputs
 from retouch.models.tiny import byte_qwen_tokenizer, tiny_qwen_processor, tiny_qwen_vl
-from retouch.recipes.vlm_parts import asked, chat_messages, prepare_processor
+from retouch.vlm.parts import asked, chat_messages, prepare_processor
 
 PROMPTS = ["make it blue", "a", "turn the small shape into a lemon, please"]
 ANSWERS = ["blue", "a much, much longer answer", ""]
@@ -43,7 +43,7 @@ def said(processor: Any, pictures: list[list[Image.Image]] | None = None, task: 
     """Three chats with answers of different lengths, their first pictures of different sizes."""
     shown = pictures or [[picture(0)], [picture(1, (28, 28))], [picture(2, (84, 28))]]
     questions = asked(processor, task, [chat_messages(task, prompt) for prompt in PROMPTS], shown)
-    answers = [processor.tokenizer(answer).input_ids + [processor.tokenizer.eos_token_id] for answer in ANSWERS]
+    answers = [[*processor.tokenizer(answer).input_ids, processor.tokenizer.eos_token_id] for answer in ANSWERS]
     return replace(questions, completion_ids=answers)
 
 
@@ -122,7 +122,9 @@ def test_pictures_go_along_with_their_positions(policy: Any, processor: Any) -> 
 def test_rows_take_their_own_pictures(processor: Any) -> None:
     responses = said(processor, [[picture(0)], [], [picture(2), picture(3, (28, 28))]], "edit_plus")
     last = responses.rows(2, 3)
-    alone = asked(processor, "edit_plus", [chat_messages("edit_plus", PROMPTS[2])], [[picture(2), picture(3, (28, 28))]])
+    alone = asked(
+        processor, "edit_plus", [chat_messages("edit_plus", PROMPTS[2])], [[picture(2), picture(3, (28, 28))]]
+    )
     assert list(last.prompt_ids[0]) == list(alone.prompt_ids[0])
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(torch.as_tensor(last.fields[name]), torch.as_tensor(alone.fields[name]))

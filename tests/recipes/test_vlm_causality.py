@@ -17,8 +17,8 @@ from retouch.models.loading import component_path, load_component, tiny_path
 from retouch.models.qwen import ImageTextProcessor, prefix_length
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.response import Responses, encode_response
-from retouch.recipes.vlm_parts import asked, chat_messages, prepare_processor
 from retouch.rollout import Drawing, draw, freeze, to_uint8
+from retouch.vlm.parts import asked, chat_messages, prepare_processor
 
 pytestmark = pytest.mark.skipif(not tiny_path("qwen_image_edit").is_dir(), reason="needs the trained tiny base")
 
@@ -57,9 +57,7 @@ def drawn(editor: dict[str, Any], tasks: Sequence[Edit], words: Sequence[str]) -
         pad_token_id=processor.tokenizer.pad_token_id,
         drop=prefix_length(processor.tokenizer, "edit"),
     )
-    drawings = [
-        Drawing(text, 5, (SIDE, SIDE), None, (task.source,)) for text, task in zip(states, tasks, strict=True)
-    ]
+    drawings = [Drawing(text, 5, (SIDE, SIDE), None, (task.source,)) for text, task in zip(states, tasks, strict=True)]
     return [to_uint8(image)[0].numpy() for image in draw(editor["painter"], drawings, 4)]
 
 
@@ -87,6 +85,9 @@ def test_the_instruction_alone_says_nothing_to_the_painter(editor: dict[str, Any
 def test_a_blank_completion_leaves_the_picture(editor: dict[str, Any], tasks: list[Edit]) -> None:
     blank = drawn(editor, tasks, [""] * TASKS)
     sources = [np.asarray(task.source) for task in tasks]
-    kept = [next(c for c in COLOURS if colour_share(s, np.asarray(t.mask), c) == 1) for s, t in zip(sources, tasks, strict=True)]
+    kept = [
+        next(c for c in COLOURS if colour_share(s, np.asarray(t.mask), c) == 1)
+        for s, t in zip(sources, tasks, strict=True)
+    ]
     assert shares(blank, tasks, kept) > 0.9
     assert shares(blank, tasks, [task.colour for task in tasks]) < 0.1

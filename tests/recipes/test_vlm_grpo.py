@@ -16,12 +16,13 @@ from retouch.config import load_run
 from retouch.engine import CheckpointError
 from retouch.models.qwen import ChatStates
 from retouch.models.response import Responses
-from retouch.recipes import vlm_grpo, vlm_judge
+from retouch.recipes import vlm_grpo
 from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
-from retouch.recipes.vlm_checkpoint import load_weights
-from retouch.recipes.vlm_judge import Judge, mean_rewards
-from retouch.recipes.vlm_parts import Parts, PromptOrder, build_parts, plain_order
 from retouch.types import Failure, Score, Scores
+from retouch.vlm import judge as vlm_judge
+from retouch.vlm.checkpoint import load_weights
+from retouch.vlm.judge import Judge, mean_rewards
+from retouch.vlm.parts import Parts, PromptOrder, build_parts, plain_order
 
 from . import vlm_runs
 from .vlm_runs import RunFile, records, run_section, train, vlm_file, weights
@@ -173,7 +174,9 @@ def test_a_failed_row_moves_nothing(parts_of: Any) -> None:
 
 def test_one_failed_reward_of_two_is_none() -> None:
     failure = Failure("timeout", "no answer", retryable=False)
-    scores = Scores({"a": [Score(1.0), Score(0.5), Score(1.0)], "b": [Score(0.0), failure, Score(1.0)]}, {"a": 1, "b": 2})
+    scores = Scores(
+        {"a": [Score(1.0), Score(0.5), Score(1.0)], "b": [Score(0.0), failure, Score(1.0)]}, {"a": 1, "b": 2}
+    )
     assert mean_rewards(scores, 1) == [1.0, None, 3.0]
     assert mean_rewards(Scores(scores.outcomes, {"a": 1, "b": 0}), 1) == [1.0, 0.5, 1.0]  # weight 0 is only logged
     assert mean_rewards(Scores({"a": [Score(1.0), Score(0.5), Score(1.0), failure]}, {"a": 2}), 2) == [1.5, None]
@@ -251,7 +254,7 @@ def test_full_fine_tuning_leaves_what_sees_alone(parts_of: Any) -> None:
     load_weights(parts.policy, folder)
     assert all(torch.equal(trained[name], tensor) for name, tensor in parts.policy.state_dict().items())
     adapted: Any = get_peft_model(parts.policy, LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(CheckpointError, match="was algorithm.trl changed since"):
+    with pytest.raises(CheckpointError, match=r"was algorithm\.trl changed since"):
         load_weights(adapted, folder)
 
 

@@ -43,7 +43,10 @@ EXPECTED = {
     ),
     "finetune_sd_inpainting_sft_4gpus": f"{FOUR}retouch train configs/sd_inpaint_sft.yaml resume=auto",
     **{
-        name: f"accelerate launch --config_file configs/accelerate/{engine}.yaml -m retouch train configs/{run}.yaml resume=auto"
+        name: (
+            f"accelerate launch --config_file configs/accelerate/{engine}.yaml -m retouch train configs/{run}.yaml "
+            "resume=auto"
+        )
         for name, engine, run in (
             ("run_8gpu", "zero2", "qwen_image_edit_vlm_grpo_8gpu"),
             ("run_8gpu_full_finetune", "zero3", "qwen_image_edit_vlm_grpo_full_8gpu"),

@@ -62,7 +62,8 @@ def derive_vlm(run: RunConfig, algorithm: VlmGrpoConfig, world_size: int = 1) ->
         raise ConfigError(
             f"algorithm.trl.num_generations: given {group}, but {generated} completions are generated at once "
             f"(per_device_train_batch_size x processes x steps_per_generation = {per_pass} x {generated // per_pass}); "
-            f"set steps_per_generation so that {group} divides them, for example {math.lcm(per_pass, group) // per_pass}"
+            f"set steps_per_generation so that {group} divides them, for example "
+            f"{math.lcm(per_pass, group) // per_pass}"
         )
     used = generated // per_pass * algorithm.count("num_iterations")
     cycle = math.lcm(used, accumulation) // accumulation
@@ -71,7 +72,8 @@ def derive_vlm(run: RunConfig, algorithm: VlmGrpoConfig, world_size: int = 1) ->
         raise ConfigError(
             f"training.checkpoint_every: given {every}, but completions are generated every {cycle} optimizer steps "
             "(steps_per_generation x num_iterations / gradient_accumulation_steps), and a checkpoint between would "
-            f"lose what is still to be trained on; set a multiple of {cycle}, such as {max(cycle, every // cycle * cycle)}"
+            f"lose what is still to be trained on; set a multiple of {cycle}, such as "
+            f"{max(cycle, every // cycle * cycle)}"
         )
     scale = FACTS[run.model.family].guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
     return VlmDerived(
@@ -96,7 +98,9 @@ def check_vlm(run: RunConfig, algorithm: VlmGrpoConfig) -> None:
     _untouched(run)
     trl = algorithm.trl
     if trl.get("generation_batch_size") and trl.get("steps_per_generation"):
-        raise ValueError("algorithm.trl: given generation_batch_size and steps_per_generation, of which one follows; set one")
+        raise ValueError(
+            "algorithm.trl: given generation_batch_size and steps_per_generation, of which one follows; set one"
+        )
     if algorithm.count("num_generations") < 2:
         raise ValueError(
             "algorithm.trl.num_generations: given 1, but completions of one prompt are compared with each other; set 2 "
@@ -109,11 +113,6 @@ def check_vlm(run: RunConfig, algorithm: VlmGrpoConfig) -> None:
         raise ValueError(
             "algorithm.negative_encoder: given 'base', but without an adapter the base is gone after the first step; "
             "set policy, or algorithm.trl.use_peft=true"
-        )
-    if algorithm.train_vision_tower and algorithm.uses_adapter:
-        raise ValueError(
-            "algorithm.train_vision_tower: given true beside an adapter, whose place algorithm.trl.lora_target_modules "
-            "says; leave it out"
         )
     if run.evaluation.weights == "ema":
         raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no average; set raw")

@@ -56,9 +56,7 @@ class Responses:
                 cut[name] = value[first:last]
             else:
                 cut[name] = value[sum(patches[:first]) : sum(patches[:last])]
-        return Responses(
-            self.prompt_ids[start:stop], self.completion_ids[start:stop], cut, counts[start:stop]
-        )
+        return Responses(self.prompt_ids[start:stop], self.completion_ids[start:stop], cut, counts[start:stop])
 
     def _patches(self) -> list[int]:
         """Patches of each picture."""

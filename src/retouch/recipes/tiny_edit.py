@@ -36,7 +36,7 @@ from retouch.config.errors import ConfigError
 from retouch.data.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted
 from retouch.data.sampler import derive_seed
 from retouch.models import family_class
-from retouch.models.qwen import chat, padded, template
+from retouch.models.qwen import chat, template
 from retouch.models.tiny import tiny_pipeline
 from retouch.rollout import Drawing, draw, freeze
 
@@ -80,7 +80,7 @@ def likeliest(thing: str) -> str:
 def answer(thing: str, random: Random) -> str:
     """A colour word as the base's teachers give it."""
     right, wrong = THINGS[thing], mistaken(thing)
-    shares = {name: 0.0 for name in NAMES}
+    shares = dict.fromkeys(NAMES, 0.0)
     shares[right] = RIGHT_OF_MISTAKEN if wrong else RIGHT_OF_KNOWN
     if wrong:
         shares[wrong] = MISTAKEN_FOR
@@ -187,7 +187,9 @@ class Speaker:
     def states(self, texts: Sequence[str], seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Chats behind the system part, [tokens, D] of each one's picture -> states [B, L, D], ids [B, L], lengths."""
         image = self.model.config.image_token_id
-        rows = [self.tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * seen.shape[1])).input_ids for text in texts]
+        rows = [
+            self.tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * seen.shape[1])).input_ids for text in texts
+        ]
         lengths = torch.tensor([len(row) for row in rows])
         longest = int(lengths.max())
         ids = torch.tensor([row + [self.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
@@ -310,7 +312,9 @@ def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, flo
             Drawing(row[:length], i, (SIDE, SIDE), None, (source,))
             for i, (row, length, source) in enumerate(zip(states, lengths.tolist(), sources, strict=True))
         ]
-        for image, mask, word, before in zip(draw(family, drawings, num_steps, batch_size=32), masks, words, old, strict=True):
+        for image, mask, word, before in zip(
+            draw(family, drawings, num_steps, batch_size=32), masks, words, old, strict=True
+        ):
             pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
             shares[kind].append(colour_share(pixels, np.asarray(mask), word or before))
     texts = [said(phrase.format(thing), "").removesuffix(END) for thing, phrase in asked]

@@ -10,7 +10,8 @@ diffusion transformer, the picture is scored, and the words learn from the score
 
 Departures from TRL: one combined reward, because of several it counts one that failed as 0; a completion whose reward
 failed is out of the loss altogether, its KL and entropy included, not only of advantage 0; a run is one pass over an
-endless order of prompts, and checkpoints lie between generations, so that resuming is exact. TRL is imported here alone.
+endless order of prompts, and checkpoints lie between generations, so that resuming is exact. TRL is imported
+here alone.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.trl_fields import grpo_fields, model_fields
 from retouch.engine.checkpoint import rng_state, set_rng_state
-from retouch.evaluate import Evaluation, save_evaluation
+from retouch.evaluate import save_evaluation
 from retouch.models.response import Responses
 from retouch.observe.report import write_report
 from retouch.recipes.session import Stopped
-from retouch.recipes.vlm_checkpoint import finish_checkpoint, load_weights, newest_or, read_step
-from retouch.recipes.vlm_judge import Judge, Judged, joined, judged_grid, measures, reward_means, seeds_of, speak
-from retouch.recipes.vlm_parts import Parts, PromptOrder, Rows, build_parts, plain_order, template_options
 from retouch.rollout import FailureRateExceeded, RewardOutage
+from retouch.vlm.checkpoint import finish_checkpoint, load_weights, newest_or, read_step
+from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, judged_grid, reward_means, seeds_of, speak
+from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts, plain_order, template_options
 
 logger = logging.getLogger(__name__)
 
@@ -222,15 +223,16 @@ class VlmTrainer(GRPOTrainer):
         examples = parts.eval_data[: c.num_examples]
         batch = parts.config.rollout.batch_size_per_device
         options = {**self.generation_kwargs, "generation_config": None}
-        found: list[Judged] = []
+        rounds: list[Judged] = []
         with parts.clock.part("eval"), self.policy_at_hand() as policy:
             for k in range(c.images_per_example):
+                found: list[Judged] = []
                 for start in range(0, len(examples), batch):
                     chunk = examples[start : start + batch]
                     said = speak(policy, parts, chunk, options, seeds_of("say", 0, chunk, k)[0])
                     found.append(self.judge(policy, chunk, said, seeds_of("eval", 0, chunk, k), training=False))
-        judged = joined(found)
-        evaluation = Evaluation(measures(judged), [rows[0].numpy() for rows in judged.images])
+                rounds.append(joined(found))
+        evaluation = evaluation_of(rounds)
         held_out = "held_out" if parts.eval_is_held_out else "train"
         means = evaluation.means()
         parts.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(evaluation.rows), **means})
@@ -240,7 +242,7 @@ class VlmTrainer(GRPOTrainer):
         logger.info("step %d, %d %s images: %s", step, len(evaluation.rows), held_out.replace("_", "-"), told)
         save_evaluation(evaluation, parts.dir.path / "evaluations" / f"step-{step:06d}", c.grid_examples)
         if c.grid_examples:
-            parts.dir.save_image(step, "evaluation", judged_grid(judged, c.grid_examples))
+            parts.dir.save_image(step, "evaluation", judged_grid(rounds[0], c.grid_examples))
 
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""

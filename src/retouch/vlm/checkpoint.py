@@ -1,10 +1,10 @@
 """Checkpoints of a run of vlm_grpo: what the trainer writes, in the layout of every run.
 
-    checkpoints/step-000040/
-        weights/      an adapter as PEFT takes it, or the text encoder as transformers takes it, with its processor
-        optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json      the trainer's (sharded engines have their own)
-        state.json    the run file
-        complete.json written last
+checkpoints/step-000040/
+    weights/      an adapter as PEFT takes it, or the text encoder as transformers takes it, with its processor
+    optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json      the trainer's (sharded engines have their own)
+    state.json    the run file
+    complete.json written last
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, *, pinned: bo
             file.unlink()
         elif file.is_file() and not file.name.startswith(_STATE) and not file.name.endswith((".pt", ".pth")):
             file.rename(weights / file.name)
-    (written / "state.json").write_text(json.dumps({"config": dump_run(config)}) + "\n", encoding="utf-8")
+    state = {"progress": {"step": step, "phase": "rl"}, "config": dump_run(config)}
+    (written / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*"))
     flush(written)
     complete = {"step": step, "pinned": pinned, "files": files}
@@ -136,6 +137,6 @@ def _may_go_on(folder: Path, config: RunConfig) -> None:
         kept, given = before[section][name], getattr(getattr(config, section), name)
         if kept != given:
             raise CheckpointError(
-                f"{folder}: was written under {section}.{name}={kept}, the run file says {given}; set it back, or start "
-                "a new run under another name=..."
+                f"{folder}: was written under {section}.{name}={kept}, the run file says {given}; set it back, or "
+                "start a new run under another name=..."
             )

@@ -14,13 +14,15 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.data.sampler import derive_seed
+from retouch.evaluate import Evaluation
 from retouch.models.qwen import NEGATIVE
-from retouch.models.response import Responses, encode_response
+from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
-from retouch.recipes.vlm_parts import Parts, asked, chat_messages
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import Drawing, PendingBatch, draw, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
+from retouch.vlm.parts import Parts, asked, chat_messages
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,21 @@ class Judge:
             ResponseTooLong: a condition that does not fit.
         """
         parts, clock = self.parts, self.parts.clock
+        drawn = self.draw_only(policy, examples, responses, noise_seeds)
+        ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
+        rows = zip(examples, drawn.texts, ends, drawn.images, strict=True)
+        items = [item for row in rows for item in items_of(*row)]
+        with clock.part("reward_wait"):
+            pending = PendingBatch(items, parts.rewards.submit(items))
+            [scores] = settle(parts.rewards, [pending], parts.config.reward_client, training=training)
+        rewards = mean_rewards(scores, parts.algorithm.images_per_completion)
+        return replace(drawn, scores=scores, rewards=rewards)
+
+    def draw_only(
+        self, policy: Any, examples: Sequence[Example], responses: Responses, noise_seeds: Sequence[int]
+    ) -> Judged:
+        """The pictures, without any score."""
+        parts, clock = self.parts, self.parts.clock
         texts = parts.tokenizer.batch_decode([list(ids) for ids in responses.completion_ids], skip_special_tokens=True)
         with clock.part("text"):
             states, truncated = self.states(policy, examples, texts, responses)
@@ -89,12 +106,7 @@ class Judge:
                 parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
             )
         images = [to_uint8(rows) for rows in drawn]
-        ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
-        items = [item for row in zip(examples, texts, ends, images, strict=True) for item in items_of(*row)]
-        with clock.part("reward_wait"):
-            pending = PendingBatch(items, parts.rewards.submit(items))
-            [scores] = settle(parts.rewards, [pending], parts.config.reward_client, training=training)
-        return Judged(examples, texts, images, scores, mean_rewards(scores, k), truncated)
+        return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)
 
     def states(
         self, policy: Any, examples: Sequence[Example], texts: Sequence[str], responses: Responses
@@ -180,18 +192,19 @@ def reward_means(scores: Scores) -> dict[str, float]:
     return means
 
 
-def measures(judged: Judged) -> list[dict[str, Any]]:
-    """A row for every picture, as evaluations keep them: `read` is what was said."""
+def evaluation_of(rounds: Sequence[Judged]) -> Evaluation:
+    """A row for every picture of one or more rounds over the same examples: what was said stands under `read`."""
     rows: list[dict[str, Any]] = []
-    for i, example in enumerate(judged.examples):
-        for k in range(judged.pictures_each):
-            at = i * judged.pictures_each + k
-            row: dict[str, Any] = {"example": example.id, "index": k, "text": None, "read": judged.texts[i]}
+    for number, judged in enumerate(rounds):
+        each, combined = judged.pictures_each, judged.scores.combined()
+        for at, total in enumerate(combined):
+            i, k = divmod(at, each)
+            row: dict[str, Any] = {"example": judged.examples[i].id, "index": number * each + k, "text": None}
             for name, column in judged.scores.outcomes.items():
                 row |= _measure(name, column[at])
-            row["combined"] = judged.scores.combined()[at]
-            rows.append(row)
-    return rows
+            rows.append({**row, "combined": total, "read": judged.texts[i]})
+    pictures = [picture.numpy() for judged in rounds for images in judged.images for picture in images]
+    return Evaluation(rows, pictures)
 
 
 def judged_grid(judged: Judged, rows: int = 8) -> Image:
@@ -243,8 +256,6 @@ def _short(outcome: Outcome) -> str:
 
 def seeds_of(purpose: str, seed: int, examples: Sequence[Example], number: int) -> list[int]:
     """Noise seeds of completions: one for all that are about an example, another each time it comes up."""
-    from retouch.data.sampler import derive_seed
-
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
 
 
@@ -262,8 +273,6 @@ def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[
         [parts.messages(example) for example in examples],
         [parts.shown(example) for example in examples],
     )
-    from retouch.models.response import model_inputs
-
     device = next(policy.parameters()).device
     inputs = {n: v.to(device) for n, v in model_inputs(responses, parts.tokenizer.pad_token_id).items()}
     with torch.random.fork_rng():

@@ -183,7 +183,11 @@ def asked(
     seen = any(pictures)
     conversations = [with_pictures(chat, shown) if seen else list(chat) for chat, shown in pairs]
     tokens = processor.apply_chat_template(
-        conversation=conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **template_options(task)
+        conversation=conversations,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **template_options(task),
     )
     fields = {name: value for name, value in tokens.items() if name not in ("input_ids", "attention_mask")}
     return Responses(
@@ -202,9 +206,7 @@ class PromptOrder(Sampler[int]):
     it is through; a block never holds a prompt twice where the data have enough.
     """
 
-    def __init__(
-        self, order: Sequence[int], prompts: int, group: int, repeats: int, generations: int
-    ) -> None:
+    def __init__(self, order: Sequence[int], prompts: int, group: int, repeats: int, generations: int) -> None:
         self.order = order
         self.prompts, self.group, self.repeats, self.generations = prompts, group, repeats, generations
 
