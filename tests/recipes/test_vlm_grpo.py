@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,13 @@ from retouch.config import load_run
 from retouch.engine import CheckpointError
 from retouch.models.qwen import ChatStates
 from retouch.models.response import Responses
-from retouch.recipes import vlm_grpo
 from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
 from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.judge import Judge, mean_rewards
 from retouch.vlm.parts import Parts, PromptOrder, build_parts, plain_order
+from tests.command_line import retouch
 
 from . import vlm_runs
 from .vlm_runs import RunFile, records, run_section, train, vlm_file, weights
@@ -224,8 +228,6 @@ def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFil
     assert train(file, "training.checkpoint_every=2").code == 2
     assert train(file, "name=whole").code == 0
     assert train(file, "name=again").code == 0
-    import shutil
-
     shutil.rmtree(tmp_path / "again/checkpoints/step-000008")
     assert train(file, "name=again", "resume=auto").code == 0
     whole, again = weights(tmp_path / "whole", 8), weights(tmp_path / "again", 8)
@@ -335,8 +337,32 @@ def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -
     steps = records(run)
     assert [r["step"] for r in steps] == [1, 2] and all(r["lr"] > 0 and r["truncated"] == 0 for r in steps)
     assert train(file).code == 2  # holds a run already
-    again = train(file, "resume=auto")
-    assert again.code == 0
+    sampled = retouch("sample", "--run", run, "--data", vlm_runs.tasks(), "--out", tmp_path / "pictures", "--steps", 1)
+    assert sampled.code == 0, sampled.err
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == len(list((tmp_path / "pictures").glob("*.txt"))) == 12
+    compared = retouch("eval", "--run", run, "--data", vlm_runs.tasks(), "--json")
+    assert compared.code == 0, compared.err
+    result = json.loads(compared.out)
+    assert list(result["means"]) == ["base", "after RL"] and "letters" in result["gains"]["after RL - base"]
 
 
-assert vlm_grpo  # imported for its side: trl is there
+def test_a_signal_stops_between_cycles(vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During the first of three optimizer steps of a cycle; the run stops after the third."""
+    trl = {"per_device_train_batch_size": 4, "steps_per_generation": 3, "num_generations": 4}
+    file = vlm_file(trl, training__max_steps=9)
+    real, steps = VlmTrainer._compute_loss, list[int]()
+
+    def killed(self: VlmTrainer, model: Any, inputs: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, inputs)
+
+    monkeypatch.setattr(VlmTrainer, "_compute_loss", killed)
+    stopped = train(file)
+    assert stopped.code == 3, stopped.err
+    assert "received SIGTERM at step 3" in stopped.err
+    assert [p.name for p in (tmp_path / "a/checkpoints").iterdir()] == ["step-000003"]
+    monkeypatch.setattr(VlmTrainer, "_compute_loss", real)
+    assert train(file, "resume=auto").code == 0
+    assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 10))
