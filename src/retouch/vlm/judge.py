@@ -217,7 +217,7 @@ def judged_grid(judged: Judged, rows: int = 8) -> Image:
         source = first * 0 + 255 if example.source is None else example.source
         reward = judged.rewards[i]
         cells.append([(source, example.prompt), (first, text), *_words(told, reward, first)])
-    return grid(cells, ["source: instruction", "edit: completion", "scores"])
+    return grid(cells, ["source", "edit", "scores"])
 
 
 def joined(parts: Sequence[Judged]) -> Judged:
