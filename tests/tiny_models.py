@@ -5,6 +5,9 @@ from __future__ import annotations
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from retouch.models import FAMILIES
 from retouch.models.loading import tiny_path
@@ -25,3 +28,17 @@ def tiny_model(family: str) -> str:
     folder = Path(tempfile.mkdtemp(prefix=f"retouch-{family}-"))
     tiny_pipeline(family).save_pretrained(folder)
     return str(folder)
+
+
+def attentive(pipeline: Any) -> Any:
+    """Random weights hardly look at what they are shown. Larger ones do: another picture moves a pixel by 0.05, and
+    states of the text by more when their places change."""
+    with torch.no_grad():
+        for name, weight in pipeline.transformer.named_parameters():
+            if weight.ndim > 1 and ("_mod." in name or "attn" in name or "time_text" in name):
+                weight.mul_(2)
+        for name, weight in pipeline.text_encoder.model.language_model.named_parameters():
+            if weight.ndim > 1 and "self_attn" in name:
+                weight.mul_(10)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

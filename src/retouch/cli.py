@@ -91,7 +91,7 @@ def sample(
     raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
     data: Annotated[Path | None, typer.Option(help="self_bench folder or manifest to repaint.")] = None,
     image: Annotated[
-        Path | None, typer.Option(help="One picture to repaint, with --mask and --text or --prompt.")
+        Path | None, typer.Option(help="One picture, with --mask (none to edit all of it) and --text or --prompt.")
     ] = None,
     mask: Annotated[Path | None, typer.Option(help="Its mask, white where to repaint.")] = None,
     text: Annotated[str | None, typer.Option(help="Text to write; the prompt is made from it.")] = None,

@@ -22,6 +22,7 @@ from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.algorithm_sections import RlConfig
 from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
 from retouch.config.errors import nearest
+from retouch.config.families import FACTS
 from retouch.config.rules import needed_pictures, takes_references
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
@@ -178,7 +179,8 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     """The items of a request, checked, and the section that says how to read them.
 
     Raises:
-        ConfigError: neither or both of a data set and a picture, a picture without mask and text, or no such fit.
+        ConfigError: neither or both of a data set and a picture, a picture without mask (but for a model that changes
+            whole pictures) and text, or no such fit.
         DataError: a broken picture or mask, or more broken items than the run allows.
     """
     if (request.data is None) == (request.image is None):
@@ -190,8 +192,9 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     if request.data is not None:
         section = _like(config, request.data).model_copy(update=update)
         return section, _examples_of(config, section, "--data", request.reference, scored=False).items
-    if request.mask is None or (request.text is None and request.prompt is None):
-        raise ConfigError("--image needs --mask and --text (or --prompt)")
+    edits = FACTS[config.model.family].edits
+    if (request.mask is None and not edits) or (request.text is None and request.prompt is None):
+        raise ConfigError(f"--image needs {'' if edits else '--mask and '}--text (or --prompt)")
     if request.text is not None and not request.text.strip():
         raise ConfigError("--text: empty; say what the mask shall read")
     section = config.data.model_copy(update=update)

@@ -68,5 +68,6 @@ def test_a_guidance_of_null_is_the_models() -> None:
     assert {family: facts.guidance_scale for family, facts in FACTS.items()} == {
         "flux_fill": 30.0,
         "qwen_image": 4.0,
+        "qwen_image_edit": 4.0,
         "sd_inpaint": 7.5,
     }

@@ -70,7 +70,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ),
         ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(SCORERS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
-        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, sd_inpaint"),
+        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, qwen_image_edit, sd_inpaint"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft"),
     ],
 )

@@ -163,6 +163,26 @@ ELEMENTS = [
         for written, shown in (("3", "3"), ("-1", "-1"), ("true", "True"), ("1.0", "1.0"), ("'1'", "'1'"))
     ),
     ("algorithm", "{name: nft, timesteps_per_image: 0}", f"algorithm.timesteps_per_image: given 0; {POSITIVE}"),
+    (
+        "model",
+        "{family: qwen_image_edit, variant: edit_max}",
+        "model.variant: given 'edit_max'; input should be 'edit' or 'edit_plus'",
+    ),
+    (
+        "model",
+        "{family: qwen_image_edit, max_sequence_length: 2049}",
+        "model.max_sequence_length: given 2049; input should be less than or equal to 2048",
+    ),
+    (
+        "model",
+        "{family: qwen_image_edit, vision_pixels: 100}",
+        "model.vision_pixels: given 100; input should be greater than or equal to 1024",
+    ),
+    (
+        "model",
+        "{family: qwen_image_edit, path: Qwen/Qwen-Image-Edit-2509}",
+        "model.path: given 'Qwen/Qwen-Image-Edit-2509', but model.variant is 'edit'; set Qwen/Qwen-Image-Edit",
+    ),
     ("model.train", "{kind: lora, rank: 0}", f"model.train.rank: given 0; {POSITIVE}"),
     ("model.train", "{kind: lora, alpha: 0}", f"model.train.alpha: given 0; {POSITIVE}"),
     (

@@ -97,13 +97,17 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ([], "entry 1: [] is not an object"),
         (
             {"image_path": "a.png"},
-            "entry 1: prompt missing or empty; each entry needs image_path and prompt",
+            "entry 1: prompt missing or empty; each entry needs one",
         ),
         (
             {**ENTRY, "prompt": ""},
-            "entry 1: prompt missing or empty; each entry needs image_path and prompt",
+            "entry 1: prompt missing or empty; each entry needs one",
         ),
-        ({}, "entry 1: image_path, prompt missing or empty; each entry needs image_path and prompt"),
+        (
+            {"prompt": "a sign", "mask_path": "m.png"},
+            "entry 1: mask_path without image_path; name the picture that it is the mask of, or leave it out",
+        ),
+        ({}, "entry 1: prompt missing or empty; each entry needs one"),
         ({**ENTRY, "win_path": 3}, "entry 1: win_path is 3; it must be a string"),
         ({**ENTRY, "mask_path": ["m.png"]}, "entry 1: mask_path is ['m.png']; it must be a string"),
         ({**ENTRY, "image_path": 3}, "entry 1: image_path is 3; it must be a string"),
@@ -122,6 +126,19 @@ def test_an_entry_that_cannot_be_used(entry: Any, problem: str, folder: Path) ->
 
 
 # --- what a run needs ---
+
+
+def test_a_prompt_alone_is_text_to_image(folder: Path) -> None:
+    """Its target is brought to the size of the run; it is refused by those who repaint or edit."""
+    config = manifest(folder, [{"prompt": "a sign"}, {"prompt": "a sign", "target_path": "a.png"}])
+    alone, taught = load_dataset(config)
+    assert (alone.source, alone.mask, alone.target, alone.size) == (None, None, None, config.size)
+    assert taught.source is None and taught.target is not None
+    assert (taught.target.height, taught.target.width) == taught.size == config.size
+    assert str(check_item(items(config)[0], config, {"source"})) == "item 0: image_path missing, which the run needs"
+    picture(blue=1).resize((9, 9)).save(folder / "nine.png")
+    (pair,) = items(manifest(folder, [{"prompt": "a sign", "win_path": "a.png", "lose_path": "nine.png"}]))
+    assert "nine.png: the rejected picture is 9 x 9, its preferred picture" in str(check_item(pair, config))
 
 
 @pytest.mark.parametrize("mask", [{}, {"mask_path": None}, {"mask_path": ""}])

@@ -14,7 +14,7 @@ from retouch.adapters.trainee import make_trainable
 from retouch.config import RunConfig, load_run, parse_run
 from retouch.config.model_sections import Model
 from retouch.doctor.memory import checkpoint_bytes, count_weights, device_bytes, kept_checkpoints
-from retouch.doctor.model import PIPELINES, Found, find_model
+from retouch.doctor.model import PIPELINES, PROCESSORS, Found, find_model
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.models import FAMILIES, load_model
 from retouch.models.loading import ModelFilesError, tiny_path
@@ -23,7 +23,12 @@ from tests.tiny_models import tiny_model
 PARTS = [
     (family, part)
     for family, (_, networks) in PIPELINES.items()
-    for part in [*networks, *(n.replace("text_encoder", "tokenizer") for n in networks if "text" in n), "scheduler"]
+    for part in [
+        *networks,
+        *(n.replace("text_encoder", "tokenizer") for n in networks if "text" in n),
+        "scheduler",
+        *(["processor"] if family in PROCESSORS else []),
+    ]
 ]
 
 

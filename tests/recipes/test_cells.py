@@ -29,7 +29,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 STEPS = 5
 
-CELLS = [*product(WITH_BASE, ALGORITHMS, TRAIN), *product(["qwen_image"], ["sft", "grpo", "nft"], ["lora"])]
+CELLS = [
+    *product(WITH_BASE, ALGORITHMS, TRAIN),
+    *product(["qwen_image"], ["sft", "grpo", "nft"], ["lora"]),
+    *product(["qwen_image_edit"], ["sft", "grpo", "dpo", "nft"], ["lora"]),
+    ("qwen_image_edit", "grpo", "full"),
+]
+
+LENGTH = {"qwen_image_edit": {"max_sequence_length": 96}}
+"""Of the text where the default would be mostly padding."""
 
 
 def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: Any) -> RunConfig:
@@ -39,7 +47,13 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
         own["warmup_steps"] = 1
     window = {"size": 1, "range": [0, 0.5]} if algorithm in ("grpo", "ppo") else None
     return config(
-        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
+        model={
+            "family": family,
+            "path": tiny_model(family),
+            "dtype": "fp32",
+            "train": TRAIN[kind],
+            **LENGTH.get(family, {}),
+        },
         algorithm=own,
         rollout__window=window,
         rollout__noise_level=None,

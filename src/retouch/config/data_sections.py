@@ -67,8 +67,8 @@ class SelfBenchData(DataSection):
 
 
 class ManifestData(DataSection):
-    """A JSON list or JSONL file of `{"image_path", "mask_path"?, "prompt", "target_path"?, "reference_path"?,
-    "win_path"? and "lose_path"?, ...}`."""
+    """A JSON list or JSONL file of `{"prompt", "image_path"?, "mask_path"?, "target_path"?, "reference_path"?,
+    "win_path"? and "lose_path"?, ...}`; without image_path for text to image, without mask_path to edit all of it."""
 
     format: Literal["manifest"] = "manifest"
     image_root: str | None = None

@@ -16,7 +16,8 @@ from retouch.config.algorithm_sections import (
 )
 from retouch.config.errors import ConfigError
 from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
-from retouch.config.rules import step_rule, trains_on_rewards
+from retouch.config.model_sections import QwenImageEditModel
+from retouch.config.rules import seen_tokens, step_rule, trains_on_rewards
 from retouch.config.schema import RunConfig
 from retouch.config.vlm import VlmDerived, derive_vlm
 
@@ -36,6 +37,7 @@ class Derived:
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, all in fp32: the
             weight, its gradient, two moments of AdamW, and one copy in each snapshot. Frozen weights, activations,
             autocast's copies and, on several processes, the buckets of the gradient exchange (4 more) come on top.
+        vision_tokens: tokens of the text encoder that a source of `data` takes; 0 where it reads no pictures.
     """
 
     world_size: int
@@ -52,6 +54,7 @@ class Derived:
     trained_steps: int
     forwards_per_image: float
     state_bytes_per_weight: int
+    vision_tokens: int
 
     def as_dict(self) -> dict[str, int | float]:
         return asdict(self)
@@ -137,6 +140,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
             trained_steps=0,
             forwards_per_image=forwards_per_image(run),
             state_bytes_per_weight=4 * (4 + len(snapshots(run))),
+            vision_tokens=_vision_tokens(run),
         )
     assert isinstance(algorithm, RlConfig)
     rollout = run.rollout
@@ -164,7 +168,12 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         trained_steps=trained_steps(run),
         forwards_per_image=forwards_per_image(run),
         state_bytes_per_weight=4 * (4 + len(snapshots(run))),
+        vision_tokens=_vision_tokens(run),
     )
+
+
+def _vision_tokens(run: RunConfig) -> int:
+    return seen_tokens(run.model, run.data.size) if isinstance(run.model, QwenImageEditModel) else 0
 
 
 def forwards_per_image(run: RunConfig) -> float:

@@ -26,8 +26,19 @@ class FamilyFacts:
     doubles_for_guidance: bool
     needs: frozenset[str]
 
+    @property
+    def edits(self) -> bool:
+        """Whether it changes a whole picture, and so takes one without a mask."""
+        return "source" in self.needs and "mask" not in self.needs
+
 
 EditVariant = Literal["edit", "edit_plus"]
+
+EDIT_PIPELINES: dict[EditVariant, str] = {"edit": "QwenImageEditPipeline", "edit_plus": "QwenImageEditPlusPipeline"}
+"""Class in diffusers of each variant of Qwen-Image-Edit."""
+
+EDIT_CHAT_TOKENS = 11
+"""What the chat puts around a picture and a prompt at most: "Picture 1: ", two marks, and the end of the turn."""
 
 EDIT_PLUS_VISION_PIXELS = 384 * 384
 """Area of the picture that Edit-Plus shows its text encoder."""

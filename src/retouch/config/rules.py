@@ -13,14 +13,17 @@ from retouch.config.algorithm_sections import (
 )
 from retouch.config.families import (
     ADAPTERS,
+    EDIT_CHAT_TOKENS,
     ENDS_WITHOUT_NOISE,
     ETA,
     FACTS,
     NOISE_LEVEL,
     RULES_OF,
     TINY_SIZE_MULTIPLE,
+    shown_size,
+    vision_tokens,
 )
-from retouch.config.model_sections import TrainIpAdapter
+from retouch.config.model_sections import QwenImageEditModel, TrainIpAdapter
 from retouch.config.schema import RunConfig
 from retouch.config.vlm import check_vlm
 
@@ -75,6 +78,11 @@ def _takes_given_pairs(algorithm: object) -> bool:
 def _model(run: RunConfig) -> None:
     if not run.model.path:
         raise ValueError("model.path: empty; set a hub id or a folder in the diffusers layout")
+    if FACTS[run.model.family].edits and run.model.free_text_encoders:
+        raise ValueError(
+            f"model.free_text_encoders: given true, but what the text encoder of {run.model.family} reads depends on "
+            "the picture, so that it is needed all along; set offload_text_encoders=true"
+        )
 
 
 def _adapter(run: RunConfig) -> None:
@@ -321,6 +329,23 @@ def _sizes(run: RunConfig) -> None:
                 f"{name}.resolution: given {data.resolution}; {run.model.family} needs multiples of {multiple}; "
                 f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
             )
+        if data and isinstance(run.model, QwenImageEditModel):
+            _shows_the_picture(run.model, name, data.size)
+
+
+def seen_tokens(model: QwenImageEditModel, size: tuple[int, int]) -> int:
+    """Tokens that a source of (height, width) takes in the text encoder."""
+    return vision_tokens(shown_size(size, model.variant, model.vision_pixels))
+
+
+def _shows_the_picture(model: QwenImageEditModel, name: str, size: tuple[int, int]) -> None:
+    taken = seen_tokens(model, size) + EDIT_CHAT_TOKENS
+    if taken >= model.max_sequence_length:
+        raise ValueError(
+            f"model.max_sequence_length: given {model.max_sequence_length}, but a picture of {name}.resolution "
+            f"{size[0]} x {size[1]} takes {taken} tokens of it with the chat around it, which leaves none for a "
+            f"prompt; set {taken + 256} or more, or a smaller model.vision_pixels"
+        )
 
 
 def _weights(run: RunConfig) -> None:

@@ -158,7 +158,8 @@ def check_item(item: ItemFiles, config: DataSection, needs: Collection[str] = ()
     """Open everything the item names; None where all of it is usable and there."""
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
-    missing = [f"{name}_path" for name in needs if getattr(item, f"{name}_path") is None]
+    keys = {"source": "image_path"}  # of a manifest
+    missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
     try:
@@ -185,9 +186,11 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
     if item.mask_path:
         mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=config.invert_mask)
         _same_size(mask, source, str(item.mask_path), "mask")
-    _same_size(target, source, str(item.target_path), "target")
-    _same_size(win, source, str(item.win_path), "preferred picture")
-    _same_size(lose, source, str(item.lose_path), "rejected picture")
+    first = next((i for i in (source, target, win, lose) if i is not None), None)
+    other_is = "source" if source is not None else "target" if target is not None else "preferred picture"
+    _same_size(target, first, str(item.target_path), "target", other_is)
+    _same_size(win, first, str(item.win_path), "preferred picture", other_is)
+    _same_size(lose, first, str(item.lose_path), "rejected picture", other_is)
     if item.target in ("auto", "source"):
         target = source
         if reference is not None and source is not None and reference.size == source.size:
@@ -196,10 +199,11 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
             reference = reference.crop(mask_box(mask)) if mask is not None else None
     box = mask_box(mask) if mask is not None else None
     scaled, window = (width, height), (0, 0, width, height)
-    if source is not None:
-        scaled, window = fit_size(source.size, (width, height), config.fit, box)
-        source = resize(source, scaled, window)
-        target, win, lose = (None if i is None else resize(i, scaled, window) for i in (target, win, lose))
+    if first is not None:
+        scaled, window = fit_size(first.size, (width, height), config.fit, box)
+        source, target, win, lose = (
+            None if i is None else resize(i, scaled, window) for i in (source, target, win, lose)
+        )
         if mask is not None:
             whole = mask_area(mask.resize(scaled, Image.Resampling.BOX))
             mask = resize(mask, scaled, window)
@@ -226,9 +230,11 @@ def mask_area(mask: Image.Image) -> int:
     return int(sum(mask.histogram()[128:]))
 
 
-def _same_size(image: Image.Image | None, source: Image.Image | None, name: str, what: str) -> None:
-    if image is not None and source is not None and image.size != source.size:
+def _same_size(
+    image: Image.Image | None, other: Image.Image | None, name: str, what: str, other_is: str = "source"
+) -> None:
+    if image is not None and other is not None and image.size != other.size:
         raise ImageProblem(
-            f"{name}: the {what} is {image.width} x {image.height}, its source {source.width} x {source.height}; "
+            f"{name}: the {what} is {image.width} x {image.height}, its {other_is} {other.width} x {other.height}; "
             "both must have one size"
         )

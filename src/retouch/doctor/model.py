@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch.config.model_sections import Model
+from retouch.config.families import EDIT_PIPELINES
+from retouch.config.model_sections import Model, QwenImageEditModel
 from retouch.doctor.line import Line
 
 PIPELINES: dict[str, tuple[str, dict[str, str]]] = {
@@ -29,6 +30,14 @@ PIPELINES: dict[str, tuple[str, dict[str, str]]] = {
             "text_encoder": "Qwen2_5_VLForConditionalGeneration",
         },
     ),
+    "qwen_image_edit": (
+        EDIT_PIPELINES["edit"],
+        {
+            "transformer": "QwenImageTransformer2DModel",
+            "vae": "AutoencoderKLQwenImage",
+            "text_encoder": "Qwen2_5_VLForConditionalGeneration",
+        },
+    ),
     "sd_inpaint": (
         "StableDiffusionInpaintPipeline",
         {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"},
@@ -36,6 +45,9 @@ PIPELINES: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Family -> pipeline class, and the networks that it loads with their classes, the trained one first. Each text encoder
 has a tokenizer of its number, and there is a scheduler."""
+
+PROCESSORS = frozenset({"qwen_image_edit"})
+"""Families with a processor/ of pictures for the text encoder."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Weight name -> shape."""
@@ -69,6 +81,8 @@ def find_model(model: Model) -> Found:
     except ImportError:
         return Found(missing="not looked at: that needs the train extra")
     kind, networks = PIPELINES[model.family]
+    if isinstance(model, QwenImageEditModel):
+        kind = EDIT_PIPELINES[model.variant]
     try:
         path = component_path(model.path, model.family)
         folder = Path(path) if Path(path).is_dir() else _downloaded(path)
@@ -87,6 +101,8 @@ def find_model(model: Model) -> Found:
         else:
             weights |= {name: shapes} if shapes else {}
     problems += [problem for name in networks if name.startswith("text_") for problem in _tokenizer(folder, name)]
+    if model.family in PROCESSORS:
+        problems += _processor(folder / "processor")
     problems += [] if (folder / "scheduler/scheduler_config.json").is_file() else ["no scheduler/scheduler_config.json"]
     return Found(folder, weights, problems)
 
@@ -162,6 +178,12 @@ def _tokenizer(folder: Path, encoder: str) -> Iterator[str]:
     vocabularies = ("tokenizer.json", "vocab.json", "spiece.model")
     if not kind.startswith("ByT5") and not any((folder / name / file).is_file() for file in vocabularies):
         yield f"{name}/ has none of {', '.join(vocabularies)}"
+
+
+def _processor(folder: Path) -> list[str]:
+    """What is wrong with the processor of pictures."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return [] if any((folder / name).is_file() for name in names) else [f"processor/ has none of {', '.join(names)}"]
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Legend: B rows, C latent channels, h w latent sides, S text tokens, L of one row
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.models.flux_fill import pack, unpack
 from retouch.models.loading import ModelFilesError
 from retouch.models.text import TextEncoders
-from retouch.types import Condition, ModelSpec
+from retouch.types import Condition, Example, ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 """A picture in a chat; the processor repeats the pad for as many tokens as the picture takes."""
 
 
-class QwenModel:
+class QwenModel(ABC):
     """Networks, latents and conditions of a family; what its examples become is the family's own.
 
     Attributes:
@@ -133,6 +134,10 @@ class QwenModel:
     def released_network() -> nn.Module:
         """The network at its released size; build it under `torch.device("meta")`."""
         return QwenImageTransformer2DModel(**RELEASED_TRANSFORMER)
+
+    @abstractmethod
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        """As `retouch.types.DiffusionModel` has it."""
 
     def to(self, device: Any) -> None:
         self.device = torch.device(device)
@@ -224,14 +229,24 @@ class QwenModel:
         tensors |= picture_tensors(pictures)
         return Condition(tensors, None, size).to(self.device)
 
+    def cache_prompts(self, prompts: Sequence[str]) -> None:
+        self.texts().cache([NEGATIVE, *prompts])
+
+    def release_text_encoders(self) -> None:
+        self.texts().release()
+
     def texts(self) -> TextEncoders:
         """Raises: RuntimeError: opened without a text encoder."""
         if self.text is None:
             raise RuntimeError(f"{self.spec.family} was opened without its text encoder; open it with one to encode")
         return self.text
 
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by
+        token, to the length of the guided prediction."""
+        return self._velocity(network, x, t, condition)
+
     def _velocity(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, **options: Any) -> Tensor:
-        """Of `predict`, from the text states and pictures of the condition."""
         c = condition.tensors
         h, w = x.shape[2:]
         pictures = pictures_in(c)

@@ -140,12 +140,6 @@ class QwenImage(QwenModel):
         to_source = (x - c["source_latents"]) / t.view(-1, 1, 1, 1)
         return torch.where(c["mask_cells"] > 0, velocity, to_source)
 
-    def cache_prompts(self, prompts: Sequence[str]) -> None:
-        self.texts().cache([NEGATIVE, *prompts])
-
-    def release_text_encoders(self) -> None:
-        self.texts().release()
-
 
 @dataclass(frozen=True)
 class QwenPrompts:

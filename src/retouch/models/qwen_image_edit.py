@@ -23,7 +23,7 @@ from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from retouch.config.families import EditVariant, shown_size
+from retouch.config.families import EDIT_PIPELINES, EditVariant, shown_size
 from retouch.models.inputs import optional_masks
 from retouch.models.loading import load_component, open_pipeline
 from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, ImageTextProcessor, QwenModel, picture_tensors
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from retouch.config.model_sections import QwenImageEditModel
 
 __all__ = ["LORA_TARGETS", "QwenImageEdit"]
-
-PIPELINES: dict[EditVariant, str] = {"edit": "QwenImageEditPipeline", "edit_plus": "QwenImageEditPlusPipeline"}
 
 KEPT_TEXTS = 64
 """Pictures with a prompt whose states are kept; the next use of an example is usually soon, or in another cache."""
@@ -77,7 +75,7 @@ class QwenImageEdit(QwenModel):
         Raises:
             ModelFilesError: a component is missing or of another class.
         """
-        path, trained, frozen = open_pipeline(config, PIPELINES[config.variant])
+        path, trained, frozen = open_pipeline(config, EDIT_PIPELINES[config.variant])
         text = None
         if with_text:
             chat = ChatStates(
@@ -102,7 +100,7 @@ class QwenImageEdit(QwenModel):
     def from_pipeline(cls, pipeline: Any, length: int = 128, vision_pixels: int | None = None) -> QwenImageEdit:
         """The networks of a `QwenImageEditPipeline` or `QwenImageEditPlusPipeline` in memory, pictures and prompts of
         up to `length` tokens; no text encoder where the pipeline has none."""
-        variant: EditVariant = "edit_plus" if type(pipeline).__name__ == PIPELINES["edit_plus"] else "edit"
+        variant: EditVariant = "edit_plus" if type(pipeline).__name__ == EDIT_PIPELINES["edit_plus"] else "edit"
         text = None
         if pipeline.text_encoder is not None:
             chat = ChatStates(pipeline.text_encoder, pipeline.tokenizer, pipeline.processor, variant, length)
@@ -143,11 +141,6 @@ class QwenImageEdit(QwenModel):
             tensors |= {f"negative_{name}": t for name, t in negative.items()}
         size = (sources[0].height, sources[0].width)
         return Condition(tensors, optional_masks(examples, self.spec, self.device), size)
-
-    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by
-        token, to the length of the guided prediction."""
-        return self._velocity(network, x, t, condition)
 
     def cache_prompts(self, prompts: Sequence[str]) -> None:
         """Raises: RuntimeError: a prompt alone is not what the text encoder reads."""

@@ -1,6 +1,6 @@
-"""A JSON list, or JSONL with one object a line: `image_path`, `prompt`, and optionally `id`, `mask_path`,
-`reference_path`, `target_path`, `win_path` and `lose_path`, `text`; other keys are kept as metadata. Relative paths
-start from the manifest's folder or from `data.image_root`.
+"""A JSON list, or JSONL with one object a line: `prompt`, and optionally `image_path` (what is repainted or edited;
+none for text to image), `id`, `mask_path`, `reference_path`, `target_path`, `win_path` and `lose_path`, `text`; other
+keys are kept as metadata. Relative paths start from the manifest's folder or from `data.image_root`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ def _item(entry: Any, position: int, root: Path) -> ItemFiles | ItemError:
     if not isinstance(entry, dict):
         return ItemError(where, f"{entry!r} is not an object")
     entry = cast("dict[str, Any]", entry)
-    missing = [key for key in ("image_path", "prompt") if not entry.get(key)]
-    if missing:
-        return ItemError(where, f"{', '.join(missing)} missing or empty; each entry needs image_path and prompt")
+    if not entry.get("prompt"):
+        return ItemError(where, "prompt missing or empty; each entry needs one")
+    if entry.get("mask_path") and not entry.get("image_path"):
+        return ItemError(
+            where, "mask_path without image_path; name the picture that it is the mask of, or leave it out"
+        )
     wrong = [key for key in (*_PATHS, "prompt", "text") if key in entry and not isinstance(entry[key], str | None)]
     if wrong:
         return ItemError(where, f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
