@@ -17,6 +17,7 @@ from retouch.config.families import FACTS
 from retouch.config.rules import needed_pictures
 from retouch.data import Dataset, ItemFiles, load_dataset
 from retouch.engine import Checkpoints, Engine, Policy
+from retouch.imaging import PackedPicture
 from retouch.models import load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
@@ -153,8 +154,9 @@ def shares_examples(evaluation: Dataset, *training: Dataset) -> bool:
     return any(_identity(item) in seen for item in evaluation.items)
 
 
-def _identity(item: ItemFiles) -> tuple[str, Path | None]:
-    return item.prompt, item.source_path and item.source_path.resolve()
+def _identity(item: ItemFiles) -> tuple[str, Path | PackedPicture | None]:
+    source = item.source_path
+    return item.prompt, source.resolve() if isinstance(source, Path) else source
 
 
 def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
@@ -162,4 +164,11 @@ def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
             f"batches_per_epoch), but data has {len(data)}; lower them, or add data"
+        )
+    first = -(-len(data) // data.stages)
+    if derived.global_groups_per_epoch > first:
+        raise ConfigError(
+            f"data.curriculum: given {data.stages}, whose first stage has {first} examples, but an epoch takes "
+            f"{derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
+            "rollout.global_groups_per_batch x batches_per_epoch"
         )

@@ -13,6 +13,7 @@ import PIL.Image
 from PIL.Image import Image
 from torch import nn
 
+from retouch.config.data_sections import LEVELS
 from retouch.data.sampler import derive_seed
 from retouch.glyphs import glyph_correlation
 from retouch.imaging import paste_back
@@ -21,6 +22,9 @@ from retouch.observe.grids import grid
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import PendingBatch, items_of, ode_plan, sample, settle, to_uint8
 from retouch.types import DiffusionModel, Example, Score
+
+FACETS = ("level", "discipline", "complexity", "image_type")
+"""Fields of an example's metadata that say what kind it is: an evaluation is also told by each of them."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,22 @@ class Evaluation:
         names = [
             n
             for n in dict.fromkeys(n for row in self.rows for n in row)
-            if n not in ("example", "index", "text", "read")
+            if n not in ("example", "index", "text", "read", *FACETS)
         ]
         columns = {n: [float(row[n]) for row in self.rows if row.get(n) is not None] for n in names}
         means = {n: float(np.mean(column)) for n, column in columns.items() if column}
         failed = sum(any(value is None for n, value in row.items() if n != "text") for row in self.rows)
         return {**means, "failed": float(failed)} if failed else means
+
+    def by_facet(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Facet -> its values in ascending order -> `means` of those images; without facets that no image has."""
+        told: dict[str, dict[str, dict[str, float]]] = {}
+        for facet in FACETS:
+            values = {row[facet] for row in self.rows if facet in row}
+            for value in sorted(values, key=_place):
+                rows = [row for row in self.rows if row.get(facet) == value]
+                told.setdefault(facet, {})[str(value)] = Evaluation(rows, []).means()
+        return told
 
 
 def evaluate(
@@ -141,6 +155,7 @@ def _reading(row: dict[str, Any]) -> str:
 
 def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
+    row |= {facet: example.metadata[facet] for facet in FACETS if facet in example.metadata}
     if example.source is not None and example.mask is not None:
         outside = np.asarray(example.mask) < 128
         drift = np.abs(image.astype(np.float32) - np.asarray(example.source, np.float32))[outside]
@@ -149,6 +164,13 @@ def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str,
         if isinstance(text, str):
             row["glyph_correlation"] = glyph_correlation(_pasted(example, image), np.asarray(example.mask), text)
     return row
+
+
+def _place(value: Any) -> tuple[int, str]:
+    """Levels of education from the lowest, numbers by size, names by letter."""
+    if value in LEVELS:
+        return LEVELS.index(value), ""
+    return (value, "") if isinstance(value, int) else (0, str(value))
 
 
 def _measures(name: str, outcome: Any) -> dict[str, Any]:

@@ -5,7 +5,10 @@ Arrays are [H, W, 3] uint8 RGB and [H, W] masks, 255 = repaint. Boxes are half-o
 
 from __future__ import annotations
 
+import io
 import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -28,14 +31,31 @@ class ImageProblem(ValueError):
     """A picture or mask that cannot be used; the message names the file, what is wrong and what to do."""
 
 
-def open_image(path: Path) -> Image.Image:
+@dataclass(frozen=True)
+class PackedPicture:
+    """A picture inside another file, read when it is opened.
+
+    Attributes:
+        name: stands for a path in messages.
+        digest: of its bytes; pictures are one where theirs is.
+    """
+
+    name: str = field(compare=False)
+    read: Callable[[], bytes] = field(compare=False, repr=False)
+    digest: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def open_image(path: Path | PackedPicture) -> Image.Image:
     """Open and decode a picture: upright (EXIF orientation applied, as viewers and mask editors do), 8 bits a channel.
 
     Raises:
         ImageProblem: missing, not a picture, cut off, or of a kind that has no 8-bit meaning.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedPicture) else path) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
     except FileNotFoundError:

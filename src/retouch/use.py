@@ -20,7 +20,7 @@ from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.algorithm_sections import RlConfig
-from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, SelfBenchData
+from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, ProtocolData, SelfBenchData
 from retouch.config.errors import nearest
 from retouch.config.families import FACTS
 from retouch.config.rules import needed_pictures, takes_references
@@ -222,7 +222,8 @@ def compare(
 
     Returns:
         {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}, gains
-        over the evaluation before it, paired, with 95 % intervals.
+        over the evaluation before it, paired, with 95 % intervals. "facets" as of `Evaluation.by_facet`, by name, where
+        the examples have any.
 
     Raises:
         ConfigError: no evaluation data.
@@ -256,9 +257,12 @@ def compare(
             lines = "".join(json.dumps(row) + "\n" for row in result.rows)
             (out / f"{name.replace(' ', '-')}.jsonl").write_text(lines, encoding="utf-8")
     names = list(results)
+    facets = {name: told for name, result in results.items() if (told := result.by_facet())}
     return {
+        **({"facets": facets} if facets else {}),
         "examples": len(examples),
         "images": len(results["base"].rows),
+        "rewards": list(config.rewards),
         "means": {name: result.means() for name, result in results.items()},
         "gains": {f"{b} - {a}": gains(results[b], results[a]) for a, b in itertools.pairwise(names)},
     }
@@ -287,8 +291,23 @@ def comparison_table(result: dict[str, Any]) -> str:
         )
         gain = last.get(measure)
         lines.append(f"{measure:28}{values}" + (f"   {gain[0]:+.4f} [{gain[1]:+.4f}, {gain[2]:+.4f}]" if gain else ""))
+    lines += _facet_lines(result)
     counted = f"{result['images']} images of {result['examples']} example{'s' if result['examples'] > 1 else ''}"
     return "\n".join([*lines, f"{counted}, plain ODE, fixed seeds"])
+
+
+def _facet_lines(result: dict[str, Any]) -> list[str]:
+    """The rewards by facet: one line for each value of it and each reward, weights as columns."""
+    facets: dict[str, Any] = result.get("facets", {})
+    rewards = [name for name in next(iter(result["means"].values())) if name in result.get("rewards", [])]
+    lines: list[str] = []
+    for facet in dict.fromkeys(name for told in facets.values() for name in told):
+        for value in next(iter(facets.values())).get(facet, {}):
+            for reward in rewards:
+                found = [told[facet][value].get(reward) for told in facets.values()]
+                label = f"{facet} {value}" + (f" {reward}" if len(rewards) > 1 else "")
+                lines.append(f"{label:28}" + "".join(f"{'–':>12}" if v is None else f"{v:12.4f}" for v in found))
+    return lines
 
 
 def export_weights(checkpoint: Path, to: str, out: Path, *, raw: bool) -> Path:
@@ -402,8 +421,10 @@ def _fits(size: tuple[int, int], model: DiffusionModel) -> None:
 
 def _like(config: RunConfig, path: Path) -> Any:
     """A data section for `path` that reads as the run's evaluation data (or training data) does."""
-    section = data_at(path, config.data.size)
     model = config.evaluation.data or config.data
+    if isinstance(model, ProtocolData):  # nothing in a path tells these apart
+        return model.model_copy(update={"path": str(path), "limit": None, "part": "all", "curriculum": 1})
+    section = data_at(path, config.data.size)
     same = {
         name: getattr(model, name) for name in type(section).model_fields if name != "path" and hasattr(model, name)
     }

@@ -37,6 +37,8 @@ READ_ELSEWHERE = {
     "DpoConfig.reference_refresh_every": "through the property DpoConfig.refresh_every",
     "SelfBenchData.resolution": "through the property DataSection.size",
     "ManifestData.resolution": "through the property DataSection.size",
+    "ComplexEditData.resolution": "through the property DataSection.size",
+    "MmmgData.resolution": "through the property DataSection.size",
     "RolloutConfig.step_rule": "through rules.step_rule, which fills in the default of the family",
 }
 """Option -> why no attribute access outside the schema shows it. Keep it short."""

@@ -61,7 +61,10 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("algorithm.name=grop", "algorithm.name: given 'grop'; did you mean 'grpo'?"),
         ("model.train.kind=ip", "model.train.kind: given 'ip'; known: full, ip_adapter, lora"),
         ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
-        ("evaluation.data={format: foo, path: x}", "evaluation.data.format: given 'foo'; known: manifest, self_bench"),
+        (
+            "evaluation.data={format: foo, path: x}",
+            "evaluation.data.format: given 'foo'; known: complex_edit, manifest, mmmg, self_bench",
+        ),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
         ("rewards.fn={fn: score}", "rewards.fn.fn: given 'score'; write module:function, like my_rewards:score"),
         (

@@ -9,6 +9,7 @@ import pytest
 
 from retouch.config import RunConfig
 
+from .data_bounds import DATA_ELEMENTS
 from .leaves import leaves
 from .reward_bounds import REWARD_BOUNDS
 
@@ -212,6 +213,7 @@ ELEMENTS = [
         "{kind: ip_adapter, scale: [1, -1]}",
         ("model.train.scale: given [1, -1]; write a factor of 0 or more, like 1.0, or a list with one for each block"),
     ),
+    *DATA_ELEMENTS,
 ]
 
 

@@ -15,12 +15,16 @@ from retouch.data import (
     DataError,
     Slot,
     batch_examples,
+    curriculum_examples,
+    curriculum_order,
+    curriculum_pool,
     derive_seed,
     epoch_examples,
     other_examples,
     rank_slots,
     sampler,
 )
+from retouch.data.sampler import easiest
 
 # --- slots ---
 
@@ -228,3 +232,53 @@ def test_seeds_are_spread_over_63_bits() -> None:
     assert min(seeds) >= 0
     assert max(seeds) < 2**63
     assert sum(seeds) / len(seeds) / 2**63 == pytest.approx(0.5, abs=0.02)
+
+
+# --- curriculum ---
+
+
+DIFFICULTY = [3.0, 1.0, 2.0, 1.0, 5.0, 4.0, 2.0, 9.0, 0.5, 7.0]
+
+
+def test_the_easiest_come_first_and_all_in_the_end() -> None:
+    assert easiest(DIFFICULTY, 1, 3) == [1, 2, 3, 8]  # 4 of 10; of the two of 2.0 the first
+    assert easiest(DIFFICULTY, 2, 3) == [0, 1, 2, 3, 5, 6, 8]
+    assert easiest(DIFFICULTY, 3, 3) == list(range(10))
+    for epoch in range(9):
+        pool = curriculum_pool(DIFFICULTY, epoch, 9, 3)
+        assert pool == easiest(DIFFICULTY, 1 + epoch // 3, 3)
+        chosen = curriculum_examples(DIFFICULTY, 4, 0, epoch, 9, 3)
+        assert len(set(chosen)) == 4 and set(chosen) <= set(pool)
+    assert curriculum_pool(DIFFICULTY, 20, 9, 3) == list(range(10))
+
+
+def test_a_stage_passes_over_its_examples() -> None:
+    """Stage 2 of 2, epochs 5 to 9: two groups an epoch see all ten once."""
+    seen = [i for epoch in range(5, 10) for i in curriculum_examples(DIFFICULTY, 2, 7, epoch, 10, 2)]
+    assert sorted(seen) == list(range(10))
+
+
+def test_one_stage_is_no_curriculum() -> None:
+    for epoch in range(6):
+        assert curriculum_examples(DIFFICULTY, 3, 5, epoch, 6, 1) == epoch_examples(10, 3, 5, epoch)
+
+
+def test_a_stage_too_small_for_an_epoch_says_so() -> None:
+    with pytest.raises(DataError, match="an epoch takes 5 groups, but the data set has 4 examples"):
+        curriculum_examples(DIFFICULTY, 5, 0, 0, 9, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 29, 30, 31])
+def test_the_order_of_a_curriculum(count: int) -> None:
+    order = curriculum_order(DIFFICULTY, count, 3, 3)
+    assert len(order) == count and order == curriculum_order(DIFFICULTY, count, 3, 3)
+    bounds = [-(-s * count // 3) for s in range(4)]
+    for stage in (1, 2, 3):
+        assert set(order[bounds[stage - 1] : bounds[stage]]) <= set(easiest(DIFFICULTY, stage, 3))
+    assert count < 29 or sorted(order[bounds[2] : bounds[2] + 9]) != sorted(order[:9])
+    assert count < 29 or order != curriculum_order(DIFFICULTY, count, 4, 3)
+
+
+def test_the_order_without_stages_is_shuffled_passes() -> None:
+    order = curriculum_order(DIFFICULTY, 30, 3, 1)
+    assert all(sorted(order[i : i + 10]) == list(range(10)) for i in (0, 10, 20)) and order[:10] != order[10:20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
@@ -75,4 +76,107 @@ class ManifestData(DataSection):
     """Folder that relative paths start from; null is the manifest's own."""
 
 
-Data = Annotated[SelfBenchData | ManifestData, Field(discriminator="format")]
+LEVELS = ("preschool", "primaryschool", "secondaryschool", "highschool", "undergraduate", "PhD")
+"""Of MMMG, from the easiest."""
+
+DISCIPLINES = (
+    "Biology", "Chemistry", "Economics", "Engineering", "Geography", "History", "Literature", "Math", "Philosophy",
+    "Sociology",
+)  # fmt: skip
+"""Of MMMG."""
+
+MOST_COMPLEX = 8
+"""Atomic edits that an instruction of Complex-Edit puts together at most."""
+
+
+def complexities(value: str) -> tuple[int, ...]:
+    """ "8", "1-8" or "1,3,5" as ascending numbers.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found: set[int] = set()
+    for piece in value.split(","):
+        low, dash, high = (part.strip() for part in piece.partition("-"))
+        if not low.isdecimal() or (dash and not high.isdecimal()):
+            raise ValueError(f"given {value!r}; {_COMPLEXITY}")
+        found.update(range(int(low), int(high or low) + 1))
+    if not found or not found <= set(range(1, MOST_COMPLEX + 1)):
+        raise ValueError(f"given {value!r}; {_COMPLEXITY}")
+    return tuple(sorted(found))
+
+
+_COMPLEXITY = f'write numbers from 1 to {MOST_COMPLEX}, like "8", "1-8" or "1,3,5"'
+
+
+def chosen(value: str, names: Sequence[str]) -> tuple[str, ...]:
+    """ "all" or names between commas, in whatever case, in the order of `names`.
+
+    Raises:
+        ValueError: a name that is none of them.
+    """
+    if value.strip().casefold() == "all":
+        return tuple(names)
+    by_key = {name.casefold(): name for name in names}
+    asked = [piece.strip() for piece in value.split(",")]
+    unknown = [piece for piece in asked if piece.casefold() not in by_key]
+    if unknown:
+        raise ValueError(f"given {value!r}: {unknown[0]!r} is none; write all, or some of {', '.join(names)}")
+    picked = {by_key[piece.casefold()] for piece in asked}
+    return tuple(name for name in names if name in picked)
+
+
+class ProtocolData(DataSection):
+    """What the data sets of published protocols share. Their `path` is a folder, or the id of a data set of the hub,
+    which the library datasets fetches (`pip install "retouch[vlm]"`)."""
+
+    part: Literal["all", "train", "held_out"] = "all"
+    """"held_out" is a share of the pictures (of the prompts where there are none), chosen by their content; "train" is
+    the rest. No picture is in both, whatever else is chosen."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """About this share is held out; the same for both parts."""
+    curriculum: PositiveInt = 1
+    """Stages of the rollouts: of n, stage s draws from the easiest s/n of the examples; 1 draws from all."""
+
+
+class ComplexEditData(ProtocolData):
+    """Complex-Edit (arXiv 2504.13143): one example for every picture and complexity. A folder holds parquet, arrow or
+    JSONL files with the columns of the hub's data set, and "real" or "syn" in their names."""
+
+    format: Literal["complex_edit"] = "complex_edit"
+    complexity: str = "8"
+    """How many atomic edits an instruction puts together: "8", "1-8" or "1,3,5"."""
+    image_type: Literal["real", "syn", "all"] = "real"
+    """Photographs, synthetic pictures, or both."""
+
+    @field_validator("complexity", mode="before")
+    @classmethod
+    def _is_complexity(cls, value: object) -> object:
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        return ",".join(map(str, complexities(text))) if isinstance(text, str) else text
+
+
+class MmmgData(ProtocolData):
+    """MMMG (arXiv 2506.10963): prompts with the knowledge graphs that their pictures should show."""
+
+    format: Literal["mmmg"] = "mmmg"
+    layout: Literal["benchmark", "train"] = "benchmark"
+    """The benchmark's columns (parquet, arrow, JSONL, or the hub), or the JSON file of the training set."""
+    levels: str = "all"
+    """"all", or some of preschool, primaryschool, secondaryschool, highschool, undergraduate, PhD, between commas."""
+    disciplines: str = "all"
+    """"all", or some of Biology, Chemistry, Economics, Engineering, Geography, History, Literature, Math, Philosophy,
+    Sociology, between commas."""
+
+    @field_validator("levels")
+    @classmethod
+    def _are_levels(cls, value: str) -> str:
+        return ",".join(chosen(value, LEVELS)) if value != "all" else value
+
+    @field_validator("disciplines")
+    @classmethod
+    def _are_disciplines(cls, value: str) -> str:
+        return ",".join(chosen(value, DISCIPLINES)) if value != "all" else value
+
+
+Data = Annotated[SelfBenchData | ManifestData | ComplexEditData | MmmgData, Field(discriminator="format")]

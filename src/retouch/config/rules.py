@@ -11,6 +11,15 @@ from retouch.config.algorithm_sections import (
     SftConfig,
     VlmGrpoConfig,
 )
+from retouch.config.data_sections import (
+    DISCIPLINES,
+    LEVELS,
+    ComplexEditData,
+    Data,
+    MmmgData,
+    ProtocolData,
+    chosen,
+)
 from retouch.config.families import (
     ADAPTERS,
     EDIT_CHAT_TOKENS,
@@ -35,6 +44,8 @@ def check(run: RunConfig) -> None:
     if isinstance(run.algorithm, VlmGrpoConfig):
         check_vlm(run, run.algorithm)
         _sizes(run)
+        _held_out(run)
+        _curriculum(run)
         return
     _adapter(run)
     _groups(run)
@@ -43,6 +54,8 @@ def check(run: RunConfig) -> None:
     _objective(run)
     _sizes(run)
     _weights(run)
+    _held_out(run)
+    _curriculum(run)
 
 
 def trains_on_rewards(run: RunConfig) -> bool:
@@ -60,6 +73,8 @@ def step_rule(run: RunConfig) -> str | None:
 def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
     """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
     needs = FACTS[run.model.family].needs
+    if scored and any(entry.scorer == "complex_edit" for entry in run.rewards.values()):
+        needs |= {"source"}
     if takes_references(run, scored=scored):
         needs |= {"reference"}
     return needs | {"win", "lose"} if training and _takes_given_pairs(run.algorithm) else needs
@@ -354,3 +369,45 @@ def _weights(run: RunConfig) -> None:
             "evaluation.weights: given 'ema', but there is no ema section; set ema.decay=0.999, or "
             "evaluation.weights=raw"
         )
+
+
+def _held_out(run: RunConfig) -> None:
+    """No picture or prompt of a protocol's data may be both trained on and held out."""
+    held_out = run.evaluation.data
+    for name, data in (("data", run.data), ("warmup_data", run.warmup_data)):
+        if not isinstance(held_out, ProtocolData) or not isinstance(data, ProtocolData) or not _overlap(data, held_out):
+            continue
+        if (data.part, held_out.part) != ("train", "held_out"):
+            raise ValueError(
+                f"evaluation.data.part: given {held_out.part!r} beside {name}.part {data.part!r} of the same path, so "
+                f"that what is held out would be trained on; set {name}.part=train and evaluation.data.part=held_out"
+            )
+        if data.held_out_share != held_out.held_out_share:
+            raise ValueError(
+                f"evaluation.data.held_out_share: given {held_out.held_out_share:g}, but {name}.held_out_share is "
+                f"{data.held_out_share:g}; set both to one share"
+            )
+
+
+def _overlap(one: Data, other: Data) -> bool:
+    """Whether two sections of protocols choose from the same pictures or prompts, parts aside."""
+    if one.path != other.path:
+        return False
+    if isinstance(one, ComplexEditData) and isinstance(other, ComplexEditData):
+        return one.image_type == other.image_type or "all" in (one.image_type, other.image_type)
+    if not (isinstance(one, MmmgData) and isinstance(other, MmmgData)):
+        return False
+    levels = {*chosen(one.levels, LEVELS)} & {*chosen(other.levels, LEVELS)}
+    return bool(levels and {*chosen(one.disciplines, DISCIPLINES)} & {*chosen(other.disciplines, DISCIPLINES)})
+
+
+def _curriculum(run: RunConfig) -> None:
+    """Stages are those of rollouts; nothing else reads them."""
+    sections = {"warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
+    unread = sections if trains_on_rewards(run) else {"data": run.data, **sections}
+    for name, data in unread.items():
+        if isinstance(data, ProtocolData) and data.curriculum != 1:
+            raise ValueError(
+                f"{name}.curriculum: given {data.curriculum}, but a curriculum is of rollouts, which draw from data; "
+                "leave it out"
+            )

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
-from retouch.imaging import ImageProblem, fit_size, mask_box, open_image, read_mask, resize, to_rgb
+from retouch.config.data_sections import ProtocolData
+from retouch.imaging import ImageProblem, PackedPicture, fit_size, mask_box, open_image, read_mask, resize, to_rgb
 from retouch.types import Example
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 FORMATS = {
     "self_bench": "retouch.data.formats.self_bench",
     "manifest": "retouch.data.formats.manifest",
+    "complex_edit": "retouch.data.formats.complex_edit",
+    "mmmg": "retouch.data.formats.mmmg",
 }
 """Format name of the run file -> module with `list_items(config) -> list[ItemFiles | ItemError]`."""
 
@@ -46,11 +49,12 @@ class ItemFiles:
     Attributes:
         target: where the ground truth comes from: "file" is `target_path`; "source" the source itself; "none" there is
             none; "auto" a full-size reference, else the source.
+        difficulty: what a curriculum sorts by.
     """
 
     id: int
     prompt: str
-    source_path: Path | None = None
+    source_path: Path | PackedPicture | None = None
     mask_path: Path | None = None
     reference_path: Path | None = None
     target_path: Path | None = None
@@ -58,6 +62,7 @@ class ItemFiles:
     lose_path: Path | None = None
     target: TargetRole = "none"
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    difficulty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,16 @@ class Dataset(Sequence[Example]):
     def prompts(self) -> list[str]:
         """Every prompt once, in order."""
         return list(dict.fromkeys(item.prompt for item in self.items))
+
+    @property
+    def difficulties(self) -> list[float]:
+        """Of every example, by position."""
+        return [item.difficulty for item in self.items]
+
+    @property
+    def stages(self) -> int:
+        """Of the curriculum; 1: there is none."""
+        return self.config.curriculum if isinstance(self.config, ProtocolData) else 1
 
 
 def load_dataset(config: Data, purpose: str = "data", needs: Collection[str] = ()) -> Dataset:

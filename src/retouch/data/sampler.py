@@ -8,7 +8,7 @@ slices of them; the last slots are padded, with weight 0, where they do not divi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -64,6 +64,54 @@ def epoch_examples(size: int, groups: int, seed: int, epoch: int) -> list[int]:
         )
     number, part = divmod(epoch, size // groups)
     return list(shuffled(size, seed, number)[part * groups : (part + 1) * groups])
+
+
+def easiest(difficulties: Sequence[float], stage: int, stages: int) -> list[int]:
+    """Positions of the easiest stage/stages of the examples, at least one; ties as they come."""
+    count = -(-len(difficulties) * stage // stages)
+    return sorted(sorted(range(len(difficulties)), key=lambda i: (difficulties[i], i))[:count])
+
+
+def curriculum_pool(difficulties: Sequence[float], epoch: int, epochs: int, stages: int) -> list[int]:
+    """Positions that an epoch of a run of `epochs` may draw from; its stages are equally long."""
+    return easiest(difficulties, _stage(epoch, epochs, stages), stages)
+
+
+def curriculum_examples(
+    difficulties: Sequence[float], groups: int, seed: int, epoch: int, epochs: int, stages: int
+) -> list[int]:
+    """The G different examples of an epoch under a curriculum; `epoch_examples` where it has one stage.
+
+    Raises:
+        DataError: fewer examples than groups in the stage.
+    """
+    if stages == 1:
+        return epoch_examples(len(difficulties), groups, seed, epoch)
+    stage = _stage(epoch, epochs, stages)
+    pool = curriculum_pool(difficulties, epoch, epochs, stages)
+    begun = _begin(stage, epochs, stages)
+    return [pool[i] for i in epoch_examples(len(pool), groups, derive_seed(seed, "stage", stage), epoch - begun)]
+
+
+def curriculum_order(difficulties: Sequence[float], count: int, seed: int, stages: int) -> list[int]:
+    """Positions of `count` examples that are drawn one after another: in each stage passes over its examples, shuffled
+    anew each time. Of a run that resumes, what is left is a slice of it."""
+    order: list[int] = []
+    for stage in range(1, stages + 1):
+        rows = _begin(stage + 1, count, stages) - _begin(stage, count, stages)
+        pool = easiest(difficulties, stage, stages)
+        order += [pool[i] for i in batch_examples(len(pool), rows, derive_seed(seed, "stage", stage), 0)]
+    return order
+
+
+def _stage(part: int, parts: int, stages: int) -> int:
+    """The stage, from 1, of part `part` of a run; the last one from its end on."""
+    return next((s for s in range(1, stages) if part < _begin(s + 1, parts, stages)), stages)
+
+
+def _begin(stage: int, parts: int, stages: int) -> int:
+    """The first part of a stage."""
+    return -(-(stage - 1) * parts // stages)
 
 
 def other_examples(size: int, taken: Collection[int], count: int, seed: int, epoch: int, again: int) -> list[int]:

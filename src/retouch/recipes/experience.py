@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retouch.config.algorithm_sections import AdvantageConfig, RlConfig
 from retouch.core.advantages import comparable_rows, group_advantages
-from retouch.data import derive_seed, epoch_examples, other_examples
+from retouch.data import curriculum_examples, curriculum_pool, derive_seed, other_examples
 from retouch.engine import CheckpointError, Engine
 from retouch.recipes.rollouts import RewardRows, Rollouts, gather_rewards, log_rollouts, sample_and_score
 from retouch.recipes.session import Session
@@ -122,13 +122,16 @@ def rewarded_groups(
     every rank."""
     run, config, epoch = session.run, session.run.config, session.progress.epoch
     wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
-    chosen = epoch_examples(len(run.data), wanted, config.seed, epoch)
+    difficulties, stages, epochs = run.data.difficulties, run.data.stages, run.derived.epochs
+    chosen = curriculum_examples(difficulties, wanted, config.seed, epoch, epochs, stages)
+    too_hard = set(range(len(run.data))) - set(curriculum_pool(difficulties, epoch, epochs, stages))
     rollouts = sample_and_score(session, data, algorithm, chosen, policy)
     rewards = gather_rewards(run, rollouts)
     for again in range(algorithm.resample_rounds):
         signal = comparable_rows(rewards.position, rewards.valid) & ~rewards.flat(algorithm.combine)
         missing = wanted - rewards.position[signal].unique().numel()
-        more = other_examples(len(run.data), chosen, missing, config.seed, epoch, again) if missing > 0 else []
+        taken = too_hard.union(chosen)
+        more = other_examples(len(run.data), taken, missing, config.seed, epoch, again) if missing > 0 else []
         if not more:
             break
         rollouts += sample_and_score(session, data, algorithm, more, policy)

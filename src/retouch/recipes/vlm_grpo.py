@@ -36,6 +36,7 @@ from trl.models import unwrap_model_for_generation
 from retouch.config import ConfigError, RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.trl_fields import grpo_fields, model_fields
+from retouch.data import curriculum_order
 from retouch.engine.checkpoint import rng_state, set_rng_state
 from retouch.evaluate import save_evaluation
 from retouch.models.response import Responses
@@ -44,7 +45,7 @@ from retouch.recipes.session import Stopped
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.vlm.checkpoint import finish_checkpoint, load_weights, newest_or, read_step
 from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, judged_grid, reward_means, seeds_of, speak
-from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts, plain_order, template_options
+from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts, template_options
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class VlmTrainer(GRPOTrainer):
         derived, count = parts.derived, parts.derived.generations * parts.derived.global_prompts_per_generation
         repeats = arguments.num_iterations * arguments.steps_per_generation
         self.order = PromptOrder(
-            plain_order(len(parts.data), count, config.seed),
+            curriculum_order(parts.data.difficulties, count, config.seed, parts.data.stages),
             derived.global_prompts_per_generation,
             arguments.num_generations,
             repeats,

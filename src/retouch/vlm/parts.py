@@ -22,7 +22,6 @@ from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.rules import needed_pictures
 from retouch.config.vlm import VlmDerived, derive_vlm
 from retouch.data import Dataset, load_dataset
-from retouch.data.sampler import shuffled
 from retouch.models import family_class
 from retouch.models.loading import DTYPES, component_path, load_component
 from retouch.models.qwen import CHAT_TEMPLATE, ImageTextProcessor, QwenModel, Task, prefix_length, system_text
@@ -202,8 +201,7 @@ class PromptOrder(Sampler[int]):
     """Positions as TRL wants them, for the whole run in one pass: for each generation a block of different prompts,
     each repeated for its group, the block repeated for every pass that trains on it.
 
-    A run is one epoch of the trainer, so that resuming is skipping. `passes` gives a fresh order of the data each time
-    it is through; a block never holds a prompt twice where the data have enough.
+    A run is one epoch of the trainer, so that resuming is skipping.
     """
 
     def __init__(self, order: Sequence[int], prompts: int, group: int, repeats: int, generations: int) -> None:
@@ -218,11 +216,6 @@ class PromptOrder(Sampler[int]):
             block = self.order[number * self.prompts : (number + 1) * self.prompts]
             for _ in range(self.repeats):
                 yield from (position for position in block for _ in range(self.group))
-
-
-def plain_order(size: int, count: int, seed: int) -> list[int]:
-    """Positions of `count` consecutive prompts: passes over the data, each in an order of its own."""
-    return [shuffled(size, seed, i // size)[i % size] for i in range(count)]
 
 
 class Rows:

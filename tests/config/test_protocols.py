@@ -1,0 +1,115 @@
+"""Options of the data and the judges of Complex-Edit and MMMG that cannot go together, and those that can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retouch.config import ConfigError, RunConfig, parse_run
+from retouch.config.data_sections import DISCIPLINES, LEVELS, ComplexEditData, MmmgData, chosen, complexities
+from retouch.config.rules import needed_pictures
+
+EDIT: dict[str, Any] = {"format": "complex_edit", "path": "owner/edits", "resolution": 64}
+MMMG: dict[str, Any] = {"format": "mmmg", "path": "owner/mmmg", "resolution": 64}
+RUN: dict[str, Any] = {
+    "name": "small",
+    "model": {"family": "qwen_image", "path": "tiny"},
+    "algorithm": {"name": "grpo"},
+    "rewards": {"complex_edit": {"model": "judge"}},
+}
+
+
+def run(data: dict[str, Any], held_out: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    evaluation = {"evaluation": {"data": held_out}} if held_out else {}
+    return parse_run({**RUN, "data": data, **evaluation, **sections}, source="run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("8", (8,)), ("1-8", tuple(range(1, 9))), ("1,3,5", (1, 3, 5)), (" 2 - 4 , 3,8", (2, 3, 4, 8))],
+)
+def test_complexities(value: str, found: tuple[int, ...]) -> None:
+    assert complexities(value) == found
+
+
+def test_a_complexity_may_be_a_number() -> None:
+    assert ComplexEditData.model_validate({"path": "x", "complexity": 3}).complexity == "3"
+
+
+def test_names_in_whatever_case_and_order() -> None:
+    assert chosen("all", LEVELS) == LEVELS
+    assert chosen("phd, Preschool", LEVELS) == ("preschool", "PhD")
+    assert MmmgData(path="x", disciplines="math,biology").disciplines == "Biology,Math"
+    assert len(LEVELS) == 6 and len(DISCIPLINES) == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "message"),
+    [
+        (EDIT, EDIT, "evaluation.data.part: given 'all' beside data.part 'all' of the same path"),
+        ({**EDIT, "part": "train"}, EDIT, "set data.part=train and evaluation.data.part=held_out"),
+        ({**EDIT, "complexity": "1"}, {**EDIT, "complexity": "8"}, "what is held out would be trained on"),
+        ({**EDIT, "image_type": "all"}, {**EDIT, "image_type": "syn"}, "what is held out would be trained on"),
+        (
+            {**EDIT, "part": "train"},
+            {**EDIT, "part": "held_out", "held_out_share": 0.2},
+            "evaluation.data.held_out_share: given 0.2, but data.held_out_share is 0.1; set both to one share",
+        ),
+        ({**MMMG, "levels": "preschool,PhD"}, {**MMMG, "levels": "PhD"}, "what is held out would be trained on"),
+    ],
+)
+def test_what_is_held_out_is_not_trained_on(data: dict[str, Any], held_out: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(data, held_out)
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out"),
+    [
+        ({**EDIT, "part": "train"}, {**EDIT, "part": "held_out"}),
+        ({**EDIT, "image_type": "real"}, {**EDIT, "image_type": "syn"}),
+        (EDIT, {**EDIT, "path": "elsewhere"}),
+        ({**MMMG, "levels": "preschool"}, {**MMMG, "levels": "PhD"}),
+        ({**MMMG, "disciplines": "Math"}, {**MMMG, "disciplines": "Biology,History"}),
+        (EDIT, MMMG),
+    ],
+)
+def test_what_does_not_overlap_is_allowed(data: dict[str, Any], held_out: dict[str, Any]) -> None:
+    assert run(data, held_out).evaluation.data is not None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"held_out": {**MMMG, "path": "x", "curriculum": 2}}, "evaluation.data.curriculum: given 2"),
+        ({"warmup_data": {**MMMG, "curriculum": 3}}, "warmup_data.curriculum: given 3"),
+        ({"data": {**MMMG, "curriculum": 2}, "algorithm": {"name": "sft"}}, "data.curriculum: given 2"),
+    ],
+)
+def test_a_curriculum_is_of_rollouts(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{message}, but a curriculum is of rollouts"):
+        run(**{"data": MMMG, **sections})
+
+
+def test_the_judge_of_edits_needs_sources() -> None:
+    assert needed_pictures(run(EDIT), training=True) == {"source"}
+    assert needed_pictures(run(EDIT), training=False, scored=False) == frozenset()
+    assert needed_pictures(run(MMMG, rewards={"mmmg": {"model": "judge"}}), training=True) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ({"complex_edit": {}}, "rewards.complex_edit.model: not set"),
+        (
+            {"complex_edit": {"model": "m", "quality_weight": 0.5}},
+            "alignment_weight: given 0.6 beside quality_weight 0.5",
+        ),
+        ({"mmmg": {"model": "m", "readability": "segmenter"}}, "readability: given 'segmenter'; write module:function"),
+        ({"mmmg": {"model": "m", "budget_dollars": 1.0}}, "budget_dollars: given without prices"),
+    ],
+)
+def test_options_of_judges(rewards: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(EDIT, rewards=rewards)
