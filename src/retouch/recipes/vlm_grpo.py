@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -37,14 +37,17 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.trl_fields import grpo_fields, model_fields
 from retouch.data import curriculum_order
+from retouch.engine import gather_list
 from retouch.engine.checkpoint import rng_state, set_rng_state
 from retouch.evaluate import save_evaluation
 from retouch.models.response import Responses
 from retouch.observe.report import write_report
+from retouch.observe.run_dir import read_metrics
 from retouch.recipes.session import Stopped
 from retouch.rollout import FailureRateExceeded, RewardOutage
+from retouch.types import Example
 from retouch.vlm.checkpoint import finish_checkpoint, load_weights, newest_or, read_step
-from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, judged_grid, reward_means, seeds_of, speak
+from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, reward_means, seeds_of, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts, template_options
 
 logger = logging.getLogger(__name__)
@@ -75,21 +78,16 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     parts.rewards.start()
     _wait_for_rewards(parts)
     trainer = VlmTrainer(parts, arguments)
+    trainer.first = not any(record["kind"] == "eval" for record in read_metrics(parts.dir.path / "metrics.jsonl"))
     logger.info("%s: %s", parts.config.name, f"resumed from {folder}" if folder else "new run")
     for name, value in parts.derived.as_dict().items():
         logger.info("  %s: %g", name.replace("_", " "), value)
     with trainer.handling_signals():
-        if folder is None:
-            trainer.evaluate_now("start")
         try:
             trainer.train(resume_from_checkpoint=str(folder) if folder else None)
+            trainer.finish()
         except (RewardOutage, FailureRateExceeded) as error:
-            trainer.stop_before_generation(error)
-    if trainer.stopping is not None:
-        reason, code = trainer.stopping
-        parts.dir.log("event", trainer.state.global_step, {"event": "stopped", "reason": reason})
-        raise Stopped(f"{reason} at step {trainer.state.global_step}", code=code)
-    trainer.finish()
+            trainer.stop_without_rewards(error)
 
 
 class VlmTrainer(GRPOTrainer):
@@ -98,11 +96,13 @@ class VlmTrainer(GRPOTrainer):
     def __init__(self, parts: Parts, arguments: GRPOConfig) -> None:
         self.parts = parts
         self.judge = Judge(parts)
+        self.first = True  # nothing was evaluated yet
         self.stopping: tuple[str, int] | None = None
         self._signal: str | None = None
         self._started = time.monotonic()
         self._responses = Responses([], [])
         self._valid = torch.ones(0)
+        self._scoring = False  # completions of a training step are out to be judged
         self._before: Mapping[str, Any] = {}
         self._tokens_before = 0
         algorithm, config = parts.algorithm, parts.config
@@ -160,14 +160,15 @@ class VlmTrainer(GRPOTrainer):
         seeds = seeds_of("draw", self.parts.config.seed, examples, step)
         judged: Judged | None = None
         failed: RewardOutage | FailureRateExceeded | None = None
+        self._scoring = True
         with self.policy_at_hand() as policy:
             try:
                 judged = self.judge(policy, examples, self._responses, seeds)
             except (RewardOutage, FailureRateExceeded) as error:
                 failed = error
-        # all ranks stop together, or the others would wait for this one for ever
-        if self.any_rank(failed is not None) or judged is None:
-            raise failed or RewardOutage("rewards failed on another process; see its log")
+        self.together(failed)
+        assert judged is not None
+        self._scoring = False
         self._log_judged(judged, columns["log_metric"])
         return judged.rewards
 
@@ -219,20 +220,25 @@ class VlmTrainer(GRPOTrainer):
             yield policy
 
     def evaluate_now(self, moment: str) -> None:
-        """Answers, edits and rewards of the evaluation data from fixed seeds; every rank does the same."""
+        """Answers, edits and rewards of the evaluation data from fixed seeds, its examples split over the ranks."""
         parts, c, step = self.parts, self.parts.config.evaluation, self.state.global_step
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         examples = parts.eval_data[: c.num_examples]
-        batch = parts.config.rollout.batch_size_per_device
-        options = {**self.generation_kwargs, "generation_config": None}
+        each = -(-len(examples) // ranks)
+        own = examples[rank * each : (rank + 1) * each]
+        padding = each - len(own)  # every rank runs as many forwards, which sharded engines need
+        failed: RewardOutage | None = None
         rounds: list[Judged] = []
         with parts.clock.part("eval"), self.policy_at_hand() as policy:
-            for k in range(c.images_per_example):
-                found: list[Judged] = []
-                for start in range(0, len(examples), batch):
-                    chunk = examples[start : start + batch]
-                    said = speak(policy, parts, chunk, options, seeds_of("say", 0, chunk, k)[0])
-                    found.append(self.judge(policy, chunk, said, seeds_of("eval", 0, chunk, k), training=False))
-                rounds.append(joined(found))
+            try:
+                for k in range(c.images_per_example):
+                    judged = self._answered(policy, own + examples[:1] * padding, k)
+                    rounds.append(first_of(judged, len(own)))
+            except RewardOutage as error:
+                failed = error
+        self.together(failed)
+        gathered = gather_list([rounds])
+        rounds = [joined([of_rank[k] for of_rank in gathered]) for k in range(c.images_per_example)]
         evaluation = evaluation_of(rounds)
         held_out = "held_out" if parts.eval_is_held_out else "train"
         means = evaluation.means()
@@ -244,6 +250,17 @@ class VlmTrainer(GRPOTrainer):
         save_evaluation(evaluation, parts.dir.path / "evaluations" / f"step-{step:06d}", c.grid_examples)
         if c.grid_examples:
             parts.dir.save_image(step, "evaluation", judged_grid(rounds[0], c.grid_examples))
+
+    def _answered(self, policy: Any, examples: Sequence[Example], k: int) -> Judged:
+        """Round `k` of an evaluation of examples, in batches."""
+        batch = self.parts.config.rollout.batch_size_per_device
+        options = {**self.generation_kwargs, "generation_config": None}
+        found: list[Judged] = []
+        for start in range(0, len(examples), batch):
+            chunk = examples[start : start + batch]
+            said = speak(policy, self.parts, chunk, options, seeds_of("say", 0, chunk, k)[0])
+            found.append(self.judge(policy, chunk, said, seeds_of("eval", 0, chunk, k), training=False))
+        return joined(found)
 
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""
@@ -260,20 +277,40 @@ class VlmTrainer(GRPOTrainer):
             self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
-        """The end of the run: last evaluation, last checkpoint, report."""
-        self.evaluate_now("end")
+        """The end of the run: last checkpoint, last evaluation, report; or why it ends here.
+
+        Raises:
+            Stopped: asked to stop before the last step.
+        """
+        if self.stopping is not None:
+            reason, code = self.stopping
+            self.parts.dir.log("event", self.state.global_step, {"event": "stopped", "reason": reason})
+            raise Stopped(f"{reason} at step {self.state.global_step}", code=code)
         self.save(pinned=True)
+        self.evaluate_now("end")
         self.parts.dir.log("event", self.state.global_step, {"event": "finished"})
         if self.accelerator.is_main_process:
             write_report(self.parts.dir.path)
 
     # --- stopping ---
 
-    def stop_before_generation(self, error: Exception) -> None:
-        """Go back to the state before the completions whose rewards are missing, and leave a checkpoint there."""
-        set_rng_state(dict(self._before))
-        self.state.num_input_tokens_seen = self._tokens_before
-        self.save(pinned=False)
+    def together(self, failed: Exception | None) -> None:
+        """All ranks stop with the one whose rewards are missing, or they would wait for it for ever."""
+        if self.any_rank(failed is not None):
+            raise failed or RewardOutage("rewards failed on another process; see its log")
+
+    def stop_without_rewards(self, error: Exception) -> None:
+        """Leave a checkpoint of the state before the completions whose rewards are missing. An evaluation has changed
+        nothing; inside a cycle the last checkpoint stands.
+
+        Raises:
+            Stopped: always.
+        """
+        if self._scoring:
+            set_rng_state(dict(self._before))
+            self.state.num_input_tokens_seen = self._tokens_before
+        if self.between_cycles():
+            self.save(pinned=False)
         self.parts.dir.log("event", self.state.global_step, {"event": "stopped", "reason": str(error)})
         raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
 
@@ -328,6 +365,10 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, trainer: VlmTrainer) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0 and self.trainer.first:  # here weights are where they are trained
+            self.trainer.evaluate_now("start")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.between_cycles():

@@ -220,6 +220,20 @@ def judged_grid(judged: Judged, rows: int = 8) -> Image:
     return grid(cells, ["source", "edit", "scores"])
 
 
+def first_of(judged: Judged, count: int) -> Judged:
+    """The first `count` completions."""
+    pictures = count * judged.pictures_each
+    outcomes = {name: column[:pictures] for name, column in judged.scores.outcomes.items()}
+    return replace(
+        judged,
+        examples=judged.examples[:count],
+        texts=judged.texts[:count],
+        images=judged.images[:count],
+        scores=Scores(outcomes, judged.scores.weights),
+        rewards=judged.rewards[:count],
+    )
+
+
 def joined(parts: Sequence[Judged]) -> Judged:
     """Several batches as one."""
     first = parts[0]
