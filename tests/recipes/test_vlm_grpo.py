@@ -26,7 +26,7 @@ from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.judge import Judge, mean_rewards
-from retouch.vlm.parts import Parts, PromptOrder, build_parts
+from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
 from tests.command_line import retouch
 
 from . import vlm_runs
@@ -323,6 +323,16 @@ def test_prompts_come_in_blocks_of_groups() -> None:
     longer = curriculum_order([0.0] * 5, 60, 1, 1)
     assert longer[:6] == flat  # a run may be made longer
     assert longer[:5] != longer[5:10]
+
+
+def test_a_group_shares_its_picture_and_sees_it_at_one_size(parts_of: Any) -> None:
+    parts, _ = parts_of()
+    parts.painter.vision_pixels = 28 * 28 * 4  # not the size it is drawn at
+    rows = Rows(parts)({"position": [2, 2, 2, 5]})
+    pictures = [images[0] for images in rows["images"]]
+    assert pictures[0] is pictures[1] is pictures[2] is not pictures[3]
+    assert pictures[0].size == (64, 64)
+    assert rows["prompt"][0][1]["content"] == parts.data[2].prompt
 
 
 def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from datasets import Dataset as Table
 from datasets.utils.logging import set_verbosity_error
-from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 from trl.models import unwrap_model_for_generation
@@ -46,6 +45,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.recipes.session import Stopped
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example
+from retouch.vlm.callback import RunCallback
 from retouch.vlm.checkpoint import finish_checkpoint, load_weights, newest_or, read_step
 from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, reward_means, seeds_of, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts, template_options
@@ -78,7 +78,8 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     parts.rewards.start()
     _wait_for_rewards(parts)
     trainer = VlmTrainer(parts, arguments)
-    trainer.first = not any(record["kind"] == "eval" for record in read_metrics(parts.dir.path / "metrics.jsonl"))
+    evaluated = any(record["kind"] == "eval" for record in read_metrics(parts.dir.path / "metrics.jsonl"))
+    trainer.first = trainer.any_rank(parts.dir.main and not evaluated)
     logger.info("%s: %s", parts.config.name, f"resumed from {folder}" if folder else "new run")
     for name, value in parts.derived.as_dict().items():
         logger.info("  %s: %g", name.replace("_", " "), value)
@@ -358,42 +359,6 @@ class VlmTrainer(GRPOTrainer):
         every, step = self.parts.config.logging.rollout_images_every, self.state.global_step
         if every and step // self.parts.derived.optimizer_steps_per_generation % every == 0:
             self.parts.dir.save_image(step + 1, "rollouts", judged_grid(judged, self.num_generations))
-
-
-class RunCallback(TrainerCallback):
-    """Writes what the trainer logs to the run directory; says when to save, to evaluate and to stop."""
-
-    def __init__(self, trainer: VlmTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 0 and self.trainer.first:  # here weights are where they are trained
-            self.trainer.evaluate_now("start")
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.between_cycles():
-            self.trainer.remember()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        training, step = self.trainer.parts.config.training, state.global_step
-        last = step >= training.max_steps
-        if self.trainer.between_cycles() and not last:
-            self.trainer.stopping = self.trainer.asked_to_stop()
-            control.should_training_stop = control.should_training_stop or self.trainer.stopping is not None
-        due = training.checkpoint_every and step % training.checkpoint_every == 0
-        control.should_save = bool((due or self.trainer.stopping) and not last)
-        control.should_evaluate = bool(training.eval_every and step % training.eval_every == 0 and not last)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        values = dict(logs or {})
-        if "loss" not in values:  # the summary at the end
-            return
-        seconds = {name: values.pop(name) for name in list(values) if "time" in name or name.startswith("profiling")}
-        values = {name: value for name, value in values.items() if name not in ("total_flos", "epoch")}
-        values["lr"] = values.pop("learning_rate")
-        split = self.trainer.parts.clock.split()
-        self.trainer.parts.dir.log("train", state.global_step, {"phase": "rl", **values}, split)
-        logger.debug("step %d: %s, %s", state.global_step, values, seconds)
 
 
 def trl_arguments(config: RunConfig) -> GRPOConfig:

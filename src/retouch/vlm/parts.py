@@ -223,7 +223,9 @@ class Rows:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.example = lru_cache(maxsize=2 * parts.derived.global_prompts_per_generation)(parts.data.__getitem__)
+        keep = lru_cache(maxsize=2 * parts.derived.global_prompts_per_generation)
+        self.example = keep(parts.data.__getitem__)
+        self._shown = keep(lambda position: self.parts.shown(self.example(position)))
 
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         examples = [self.example(position) for position in batch["position"]]
@@ -234,6 +236,3 @@ class Rows:
         if self.parts.task != "draw":
             rows["images"] = [self._shown(position) for position in batch["position"]]
         return rows
-
-    def _shown(self, position: int) -> list[Image]:
-        return self.parts.shown(self.example(position))
