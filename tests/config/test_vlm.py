@@ -104,6 +104,7 @@ def test_what_has_another_place_is_named(name: str) -> None:
         ([], {"num_generations": "eight"}, "num_generations: given 'eight'; set a whole number above 0"),
         ([], {"num_generations": 1}, "num_generations: given 1, .* set 2 or more"),
         ([], {"lora_r": 8}, "lora_r: given, but use_peft is not"),
+        ([], {"beta": 0.1}, "beta: given 0.1, .*set algorithm.trl.use_peft=true"),
         ([], {"steps_per_generation": 2, "generation_batch_size": 8}, "of which one follows; set one"),
         (["algorithm.negative_encoder=base"], {}, "negative_encoder: given 'base', .*set policy"),
         (["model.train={kind: full}"], {}, "model.train: given, .*lora_r"),

@@ -106,6 +106,11 @@ def check_vlm(run: RunConfig, algorithm: VlmGrpoConfig) -> None:
             "algorithm.trl.num_generations: given 1, but completions of one prompt are compared with each other; set 2 "
             "or more (8 is usual)"
         )
+    if trl.get("beta") and not algorithm.uses_adapter:
+        raise ValueError(
+            f"algorithm.trl.beta: given {trl['beta']}, but without an adapter TRL loads the reference by the model's "
+            "name, which a pipeline's text encoder has none of; set algorithm.trl.use_peft=true, or beta=0"
+        )
     adapter = sorted(name for name in trl if name.startswith("lora_") or name in ("use_rslora", "use_dora"))
     if adapter and not algorithm.uses_adapter:
         raise ValueError(f"algorithm.trl.{adapter[0]}: given, but use_peft is not; set algorithm.trl.use_peft=true")
