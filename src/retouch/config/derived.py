@@ -123,6 +123,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     if world_size < 1:
         raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
     optimizer, training, algorithm = run.optimizer, run.training, run.algorithm
+    assert not isinstance(algorithm, VlmGrpoConfig)  # `derive_vlm` does those
     rows_per_step = optimizer.batch_size_per_device * optimizer.gradient_accumulation * world_size
     if not trains_on_rewards(run):
         return Derived(

@@ -181,7 +181,8 @@ class RunConfig(Section):
         if not isinstance(algorithm, dict) or not isinstance(algorithm.get("trl"), dict):  # pyright: ignore[reportUnknownMemberType]
             return run
         rest, run = moved(algorithm["trl"], run)  # pyright: ignore[reportUnknownArgumentType]
-        return {**run, "algorithm": {**algorithm, "trl": rest}}
+        kept: dict[str, object] = {str(key): part for key, part in algorithm.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
+        return {**run, "algorithm": {**kept, "trl": rest}}
 
     @field_validator("model", mode="before")
     @classmethod

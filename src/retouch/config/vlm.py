@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from retouch.config.errors import ConfigError
 from retouch.config.families import FACTS
+from retouch.config.section import Section
 
 if TYPE_CHECKING:
     from retouch.config.algorithm_sections import VlmGrpoConfig
@@ -133,8 +134,11 @@ def _untouched(run: RunConfig) -> None:
         )
     if model.free_text_encoders:
         raise ValueError("model.free_text_encoders: given true, but the text encoder is what is trained; leave it out")
-    for name, default in (("optimizer", type(run.optimizer)()), ("rollout", type(run.rollout)())):
-        section = getattr(run, name)
+    pairs: list[tuple[str, Section, Section]] = [
+        ("optimizer", run.optimizer, type(run.optimizer)()),
+        ("rollout", run.rollout, type(run.rollout)()),
+    ]
+    for name, section, default in pairs:
         for key in type(section).model_fields:
             if name == "rollout" and key in ROLLOUT_KEYS:
                 continue

@@ -39,6 +39,7 @@ from retouch.data import curriculum_order
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import rng_state, set_rng_state
 from retouch.evaluate import save_evaluation
+from retouch.models.qwen import Task
 from retouch.models.response import Responses
 from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics
@@ -127,11 +128,11 @@ class VlmTrainer(GRPOTrainer):
         )
         self.remove_callback(PrinterCallback)
         derived, count = parts.derived, parts.derived.generations * parts.derived.global_prompts_per_generation
-        repeats = arguments.num_iterations * arguments.steps_per_generation
+        repeats = arguments.num_iterations * (arguments.steps_per_generation or 1)  # TRL has filled it in
         self.order = PromptOrder(
             curriculum_order(parts.data.difficulties, count, config.seed, parts.data.stages),
             derived.global_prompts_per_generation,
-            arguments.num_generations,
+            algorithm.count("num_generations"),
             repeats,
             derived.generations,
         )
@@ -142,11 +143,11 @@ class VlmTrainer(GRPOTrainer):
         return self.order
 
     def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, **options: Any
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: Any, has_tool_images: Any = False
     ) -> Any:
         """Keep the ids, and all that the processor made of the pictures, as they are."""
         completion_ids, log_probs = super()._generate_single_turn(
-            prompt_ids, images, multimodal_fields, num_generations, **options
+            prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
         counts = [len(row or ()) for row in images] if images else [0] * len(prompt_ids)
         self._responses = Responses(prompt_ids, completion_ids, multimodal_fields, counts)
@@ -184,8 +185,8 @@ class VlmTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         mask = self._valid.to(output["completion_mask"])[:, None].expand_as(output["completion_mask"])
         output["tool_mask"] = mask.clone()  # what TRL multiplies into the mask of the loss, and of nothing else
-        counted = (output["completion_mask"] * output["tool_mask"]).sum()
-        output["num_items_in_batch"] = self.accelerator.gather(counted).sum()
+        counted: Any = self.accelerator.gather((output["completion_mask"] * output["tool_mask"]).sum())
+        output["num_items_in_batch"] = counted.sum()
         return output
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
@@ -209,12 +210,13 @@ class VlmTrainer(GRPOTrainer):
     @contextmanager
     def policy_at_hand(self) -> Iterator[Any]:
         """The policy without wrappers, its weights whole: under ZeRO-3 gathered from all ranks."""
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with (
             unwrap_model_for_generation(
                 self.model_wrapped,
                 self.accelerator,
                 gather_deepspeed3_params=True,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+                gradient_checkpointing_kwargs=checkpointing,
             ) as policy,
             self._dist.summon_full_params(self.model_wrapped),
         ):
@@ -269,7 +271,8 @@ class VlmTrainer(GRPOTrainer):
         with self.parts.clock.part("checkpoint"):
             given, self.args.output_dir = self.args.output_dir, str(writing)
             try:
-                super()._save_checkpoint(self.model, None)
+                model: Any = self.model
+                super()._save_checkpoint(model, None)
             finally:
                 self.args.output_dir = given
             self.accelerator.wait_for_everyone()
@@ -327,7 +330,8 @@ class VlmTrainer(GRPOTrainer):
 
     def any_rank(self, flag: bool) -> bool:
         """True where any rank says so."""
-        return bool(self.accelerator.gather(torch.tensor([float(flag)], device=self.accelerator.device)).sum() > 0)
+        votes: Any = self.accelerator.gather(torch.tensor([float(flag)], device=self.accelerator.device))
+        return bool(votes.sum() > 0)
 
     def between_cycles(self) -> bool:
         """Whether no completions are left to train on."""
@@ -358,7 +362,9 @@ class VlmTrainer(GRPOTrainer):
         log_metric("truncated", float(judged.truncated))
         every, step = self.parts.config.logging.rollout_images_every, self.state.global_step
         if every and step // self.parts.derived.optimizer_steps_per_generation % every == 0:
-            self.parts.dir.save_image(step + 1, "rollouts", judged_grid(judged, self.num_generations))
+            self.parts.dir.save_image(
+                step + 1, "rollouts", judged_grid(judged, self.parts.algorithm.count("num_generations"))
+            )
 
 
 def trl_arguments(config: RunConfig) -> GRPOConfig:
@@ -370,7 +376,7 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
     algorithm, training = config.algorithm, config.training
     assert isinstance(algorithm, VlmGrpoConfig)
     given = {name: value for name, value in algorithm.trl.items() if name in grpo_fields()}
-    task = getattr(config.model, "variant", "draw")
+    task: Task = getattr(config.model, "variant", "draw")
     options: dict[str, Any] = {
         "use_cpu": not torch.cuda.is_available(),
         "disable_tqdm": True,
