@@ -134,6 +134,8 @@ def _words(annotation: Any, metadata: list[Any] | None = None) -> str:
         return f"[{', '.join(_words(argument) for argument in arguments)}]"
     if origin is list:
         return f"list of {_words(arguments[0])}"
+    if origin is dict:
+        return "options by name"
     return f"{WORDS[annotation]}{_bounds(metadata or [])}"
 
 

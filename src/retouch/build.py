@@ -12,6 +12,7 @@ from torch import nn
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
+from retouch.config.algorithm_sections import RlConfig
 from retouch.config.families import FACTS
 from retouch.config.rules import needed_pictures
 from retouch.data import Dataset, load_dataset
@@ -118,7 +119,9 @@ def build(config: RunConfig) -> Run:
 
 def supervised_steps(config: RunConfig) -> int:
     """Optimizer steps that need targets."""
-    return config.training.max_steps if config.algorithm.name == "sft" else config.algorithm.warmup_steps
+    if isinstance(config.algorithm, RlConfig):
+        return config.algorithm.warmup_steps
+    return config.training.max_steps if config.algorithm.name == "sft" else 0
 
 
 def needs_targets(config: RunConfig, data: Dataset) -> None:

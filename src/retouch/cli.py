@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retouch.config import ConfigError, derive, load_run
+from retouch.config import ConfigError, load_run, numbers
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,15 +40,9 @@ def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -
     """Train what RUN.yaml says; also under accelerate launch or torchrun."""
     config = load_run(run, overrides or [])
     _logging(verbose)
-    from retouch.build import build
-    from retouch.recipes import recipe
+    from retouch import recipes
 
-    built = build(config)
-    try:
-        recipe(config.algorithm.name)(built)
-    finally:
-        built.close()
-    typer.echo(f"done: {built.dir.path}")
+    typer.echo(f"done: {recipes.train(config)}")
 
 
 @app.command()
@@ -63,7 +57,7 @@ def check(
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
-    derived = derive(config, world_size).as_dict()
+    derived = numbers(config, world_size).as_dict()
     counted = _memory(config, world_size) if memory else None
     if as_json:
         more = {} if counted is None else {"memory": counted}
@@ -96,7 +90,7 @@ def doctor(
     """Say what this machine lacks, for RUN.yaml or at all; exit 1 if something must be fixed."""
     config = load_run(run, overrides or []) if run else None
     if config:
-        derive(config, world_size)  # refuses what no machine could run
+        numbers(config, world_size)  # refuses what no machine could run
     from retouch.doctor import diagnose, table
 
     lines = diagnose(config, world_size)
@@ -342,18 +336,40 @@ def data_synth(
     typer.echo(f"{out}: {written} items")
 
 
+@data_app.command("edits")
+def data_edits(
+    out: Annotated[Path, typer.Option(help="Folder to write: manifest.json and its pictures.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of tasks.")],
+    half: Annotated[str, typer.Option(help="train | held_out: halves of the instructions that share none.")] = "train",
+    seed: Annotated[int, typer.Option(help="Of shapes and instructions.")] = 0,
+) -> None:
+    """Write tiny editing tasks whose result a program can judge: recolour the shape as an instruction hints."""
+    from retouch.data.edits import write_edits
+
+    if half not in ("train", "held_out"):
+        raise ConfigError(f"--half: given {half!r}; write train or held_out")
+    typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
+
+
 @tiny_app.command("build")
 def tiny_build(
     family: Annotated[str, typer.Argument(help="Model family; or image_encoder, of the references of tiny runs.")],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
     seed: Annotated[int, typer.Option(help="Of data and weights.")] = 0,
 ) -> None:
-    """Train a tiny base from nothing on a CPU, and measure it on words it never saw."""
+    """Train a tiny base from nothing on a CPU, and measure it on words (or instructions) it never saw."""
     _logging(False)
     from retouch.recipes.tiny_base import build_and_measure
     from retouch.recipes.tiny_encoder import build_encoder
 
-    result = build_encoder(out, seed) if family == "image_encoder" else build_and_measure(family, out, seed)
+    if family == "image_encoder":
+        result = build_encoder(out, seed)
+    elif family == "qwen_image_edit":
+        from retouch.recipes.tiny_edit import build_edit
+
+        result = build_edit(out, seed)
+    else:
+        result = build_and_measure(family, out, seed)
     typer.echo(json.dumps(result, indent=2))
 
 
@@ -403,6 +419,7 @@ EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
     "serve": ("fastapi", "uvicorn", "starlette"),
     "ocr": ("rapidocr", "onnxruntime"),
+    "vlm": ("trl", "datasets"),
 }
 """Extra of the package -> modules that come with it."""
 
@@ -418,6 +435,7 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         "FontsMissing": 2,
         "RewardOutage": 3,
         "FailureRateExceeded": 3,
+        "ResponseTooLong": 2,
         "Diverged": 1,
     }
     if type(error).__name__ == "Stopped":

@@ -19,6 +19,7 @@ from retouch.adapters.export import FORMATS, Base, export
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
+from retouch.config.algorithm_sections import RlConfig
 from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
 from retouch.config.errors import nearest
 from retouch.config.families import FACTS
@@ -37,6 +38,7 @@ from retouch.observe.statistics import paired_difference
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import ode_plan, sample, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example
+from retouch.vlm.use import evaluate_trained, sample_trained
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,9 @@ def sample_to_folder(trained: Trained, request: SampleRequest, out: Path) -> lis
     """Repaint and write PNGs of the sources' own size -> their paths. Outside the mask every pixel stays."""
     section, items = items_to_sample(trained.config, request)
     _make_folder(out)
+    if trained.config.algorithm.name == "vlm_grpo":
+        data = Dataset(section, items)
+        return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, out)
     loaded = Loaded(trained.config)
     _fits(section.size, loaded.model)
     loaded.load(trained.newest)
@@ -233,16 +238,19 @@ def compare(
     examples = dataset[: config.evaluation.num_examples]
     if out is not None:
         _make_folder(out)
-    loaded = Loaded(config)
     rewards = RewardTable(
         {name: e.model_copy(update={"url": None}) if e.url == "auto" else e for name, e in config.rewards.items()},
         config.reward_client,
     )
     rewards.start()
     try:
-        results = {"base": _evaluate(loaded, None, examples, images, rewards)}
-        for name, folder in trained.weights.items():
-            results[name] = _evaluate(loaded, folder, examples, images, rewards)
+        if config.algorithm.name == "vlm_grpo":
+            results = evaluate_trained(config, dataset, {"base": None, **trained.weights}, images, rewards)
+        else:
+            loaded = Loaded(config)
+            results = {"base": _evaluate(loaded, None, examples, images, rewards)}
+            for name, folder in trained.weights.items():
+                results[name] = _evaluate(loaded, folder, examples, images, rewards)
     finally:
         rewards.close()
     if out is not None:
@@ -368,7 +376,8 @@ def _stage(folder: Path, config: RunConfig) -> str:
     progress = read_state(folder)["progress"]
     if config.algorithm.name == "sft" or progress["phase"] != "rl":
         return "trained"
-    return "warmed up" if progress["step"] == config.algorithm.warmup_steps > 0 else "after RL"
+    warmup = config.algorithm.warmup_steps if isinstance(config.algorithm, RlConfig) else 0
+    return "warmed up" if progress["step"] == warmup > 0 else "after RL"
 
 
 def _examples_of(config: RunConfig, section: Any, purpose: str, reference: Path | None, *, scored: bool) -> Dataset:

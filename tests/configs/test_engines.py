@@ -15,17 +15,37 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from retouch.engine.checkpoint import complete_checkpoints
+from retouch.models.tiny import tiny_qwen_vl
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 
 from .conftest import CONFIGS, ENGINES, name_of, shrink
 
+KINDS = {
+    "gpu1": (1, "NO"),
+    "gpu8": (8, "MULTI_GPU"),
+    "zero2": (8, "DEEPSPEED"),
+    "zero3": (8, "DEEPSPEED"),
+    "zero3_offload": (8, "DEEPSPEED"),
+    "fsdp2": (8, "FSDP"),
+}
+
 
 @pytest.mark.parametrize("path", ENGINES, ids=name_of)
 def test_accelerate_reads_the_file(path: Path) -> None:
     engine: Any = load_config_from_file(str(path))
-    assert engine.num_processes == int(path.stem.removeprefix("gpu"))
-    assert engine.distributed_type == ("NO" if engine.num_processes == 1 else "MULTI_GPU")
+    processes, kind = KINDS[path.stem]
+    assert (engine.num_processes, engine.distributed_type) == (processes, kind)
+    if kind == "DEEPSPEED":
+        sharded, offloaded = path.stem != "zero2", path.stem == "zero3_offload"
+        assert engine.deepspeed_config["zero_stage"] == (3 if sharded else 2)
+        assert engine.deepspeed_config.get("zero3_save_16bit_model", False) == sharded  # or no weights are saved
+        for part in ("optimizer", "param"):
+            assert engine.deepspeed_config[f"offload_{part}_device"] == ("cpu" if offloaded else "none")
+    if kind == "FSDP":
+        assert engine.fsdp_config["fsdp_version"] == 2
+        layer = engine.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
+        assert layer in {type(module).__name__ for module in tiny_qwen_vl().modules()}
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=name_of)

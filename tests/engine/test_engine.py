@@ -190,7 +190,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(
         if len(calls) == flush:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "_flush", full)
+    monkeypatch.setattr(checkpoint, "flush", full)
     with pytest.raises(OSError, match="no space left"):
         store.save(4, engine, policy, {})
     assert store.newest() == first

@@ -44,7 +44,7 @@ elif where == "backward":
     Engine.backward = fatal(Engine.backward)
 elif where == "writing":
     import retouch.engine.checkpoint as module
-    module._flush = fatal(module._flush)
+    module.flush = fatal(module.flush)
 from retouch.cli import main
 main()
 """

@@ -42,6 +42,17 @@ EXPECTED = {
         f"{FOUR}retouch train configs/sd_inpaint_dpo.yaml optimizer.gradient_accumulation=2 resume=auto"
     ),
     "finetune_sd_inpainting_sft_4gpus": f"{FOUR}retouch train configs/sd_inpaint_sft.yaml resume=auto",
+    **{
+        name: (
+            f"accelerate launch --config_file configs/accelerate/{engine}.yaml -m retouch train configs/{run}.yaml "
+            "resume=auto"
+        )
+        for name, engine, run in (
+            ("run_8gpu", "zero2", "qwen_image_edit_vlm_grpo_8gpu"),
+            ("run_8gpu_full_finetune", "zero3", "qwen_image_edit_vlm_grpo_full_8gpu"),
+            ("run_8gpu_qwen_image", "zero2", "qwen_image_vlm_grpo_8gpu"),
+        )
+    },
 }
 TRAINING = [name for name, command in EXPECTED.items() if " train " in command]
 
@@ -97,7 +108,9 @@ def test_the_run_file_is_there_and_accepted(name: str, monkeypatch: pytest.Monke
     monkeypatch.chdir(REPOSITORY)
     words = shlex.split(EXPECTED[name])
     arguments = words[words.index("train") + 1 :]
-    processes = words[words.index("--num_processes") + 1] if "--num_processes" in words else "1"
+    processes = "8" if "--config_file" in words else "1"  # what the engines' files say
+    if "--num_processes" in words:
+        processes = words[words.index("--num_processes") + 1]
     outcome = retouch("check", *arguments, "--world-size", processes)
     assert outcome.code == 0, outcome.err
     # fewer devices take the optimizer step that the file describes for eight; SFT's file describes none

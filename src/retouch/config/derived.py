@@ -6,12 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from retouch.config.algorithm_sections import DpoConfig, GrpoConfig, NftConfig, RlConfig, SftConfig
+from retouch.config.algorithm_sections import (
+    DpoConfig,
+    GrpoConfig,
+    NftConfig,
+    RlConfig,
+    SftConfig,
+    VlmGrpoConfig,
+)
 from retouch.config.errors import ConfigError
 from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
 from retouch.config.model_sections import QwenImageEditModel
 from retouch.config.rules import seen_tokens, step_rule, trains_on_rewards
 from retouch.config.schema import RunConfig
+from retouch.config.vlm import VlmDerived, derive_vlm
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,19 @@ def snapshots(run: RunConfig) -> set[str]:
     return kept | {"old"} if isinstance(algorithm, NftConfig) else kept
 
 
+def numbers(run: RunConfig, world_size: int = 1) -> Derived | VlmDerived:
+    """What `retouch check` prints, whatever the algorithm.
+
+    Raises:
+        ConfigError: a run that could never take an optimizer step on this many processes.
+    """
+    if isinstance(run.algorithm, VlmGrpoConfig):
+        return derive_vlm(run, run.algorithm, world_size)
+    return derive(run, world_size)
+
+
 def derive(run: RunConfig, world_size: int = 1) -> Derived:
-    """Compute the numbers of a run.
+    """Compute the numbers of a run that trains the diffusion network.
 
     Raises:
         ConfigError: a run that could never take an optimizer step on this many processes.
@@ -104,6 +123,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     if world_size < 1:
         raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
     optimizer, training, algorithm = run.optimizer, run.training, run.algorithm
+    assert not isinstance(algorithm, VlmGrpoConfig)  # `derive_vlm` does those
     rows_per_step = optimizer.batch_size_per_device * optimizer.gradient_accumulation * world_size
     if not trains_on_rewards(run):
         return Derived(
@@ -174,6 +194,7 @@ def forwards_per_image(run: RunConfig) -> float:
         asked = len(snapshots(run) - {"ema"})
         noised = algorithm.timesteps_per_image * algorithm.inner_epochs * (asked + backward)
         return float(guided * rollout.num_steps + noised)
+    assert isinstance(algorithm, GrpoConfig)
     trained = trained_steps(run)
     reference = trained if algorithm.kl_weight else 0
     return guided * (_sampling_steps(run) + reference + algorithm.inner_epochs * trained * backward)

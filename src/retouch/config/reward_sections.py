@@ -355,9 +355,32 @@ class MaskCompositeReward(RewardEntry):
         return self
 
 
+class ThinkFormatReward(RewardEntry):
+    """1 for a completion that is a thought in its tags and an answer (algorithm vlm_grpo)."""
+
+    scorer: Literal["think_format"] = "think_format"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class CompletionQualityReward(RewardEntry):
+    """Length and distinctness of a completion's answer, in [0, 1] (algorithm vlm_grpo)."""
+
+    scorer: Literal["completion_quality"] = "completion_quality"  # pyright: ignore[reportIncompatibleVariableOverride]
+    min_words: PositiveInt = 8
+    """Shorter answers score in proportion."""
+    max_words: PositiveInt = 300
+    """Longer ones, too."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> CompletionQualityReward:
+        if self.min_words > self.max_words:
+            raise ValueError(f"min_words: given {self.min_words}, more than max_words {self.max_words}; lower it")
+        return self
+
+
 Reward = Annotated[
     AestheticReward
     | ClipReward
+    | CompletionQualityReward
     | ComplexEditReward
     | FnReward
     | HpsV2Reward
@@ -371,6 +394,7 @@ Reward = Annotated[
     | PreservationReward
     | SeamReward
     | StyleReward
+    | ThinkFormatReward
     | VlmReward,
     Field(discriminator="scorer"),
 ]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from retouch.config.algorithm_sections import AdvantageConfig, DpoConfig, GrpoConfig, SftConfig
+from retouch.config.algorithm_sections import (
+    AdvantageConfig,
+    DpoConfig,
+    GrpoConfig,
+    Objective,
+    RlConfig,
+    SftConfig,
+    VlmGrpoConfig,
+)
 from retouch.config.data_sections import (
     DISCIPLINES,
     LEVELS,
@@ -28,13 +36,20 @@ from retouch.config.families import (
 from retouch.config.model_sections import QwenImageEditModel, TrainIpAdapter
 from retouch.config.reward_rules import check_entries
 from retouch.config.schema import RunConfig
+from retouch.config.vlm import check_vlm
 
 
 def check(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
     _model(run)
-    _adapter(run)
     _rewards(run)
+    if isinstance(run.algorithm, VlmGrpoConfig):
+        check_vlm(run, run.algorithm)
+        _sizes(run)
+        _held_out(run)
+        _curriculum(run)
+        return
+    _adapter(run)
     _groups(run)
     _steps(run)
     _sampling(run)
@@ -122,7 +137,7 @@ def _adapter(run: RunConfig) -> None:
             f"model.train.rank: rank and alpha are of weights=kv_lora, but weights is {train.weights!r}; leave them "
             "out, or set weights=kv_lora"
         )
-    supervised = isinstance(run.algorithm, SftConfig) or run.algorithm.warmup_steps > 0
+    supervised = not isinstance(run.algorithm, RlConfig) or run.algorithm.warmup_steps > 0
     if train.reference_dropout and not supervised:
         raise ValueError(
             f"model.train.reference_dropout: given {train.reference_dropout}, but the run has no supervised steps; "
@@ -176,7 +191,7 @@ def _groups(run: RunConfig) -> None:
 
 
 def _steps(run: RunConfig) -> None:
-    if isinstance(run.algorithm, SftConfig):
+    if not isinstance(run.algorithm, RlConfig):
         return
     if run.algorithm.warmup_steps > run.training.max_steps:
         raise ValueError(
@@ -297,6 +312,7 @@ def _deterministic(run: RunConfig) -> None:
 
 def _objective(run: RunConfig) -> None:
     algorithm = run.algorithm
+    assert isinstance(algorithm, Objective)
     key = "shifted_times" if isinstance(algorithm, SftConfig) else "warmup_shifted_times"
     if not getattr(algorithm, key) and FACTS[run.model.family].prediction == "epsilon":
         raise ValueError(

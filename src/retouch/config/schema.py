@@ -6,7 +6,7 @@ quantities never share a name; every batch size says `_per_device` or `global_`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from retouch.config.families import DEFAULT_FAMILY
 from retouch.config.model_sections import Model
 from retouch.config.reward_sections import Reward, RewardClientConfig
 from retouch.config.section import Decay, NonNegative, Positive, Section, Unit
+from retouch.config.trl_fields import moved
 
 
 class Window(Section):
@@ -174,6 +175,20 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trl_says_it_too(cls, value: object) -> object:
+        """TRL's names for keys that the run file has itself (`algorithm.trl.max_steps`) go to these."""
+        if not isinstance(value, dict):
+            return value  # pyright: ignore[reportUnknownVariableType]
+        run: dict[str, object] = {str(key): part for key, part in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        algorithm: Any = run.get("algorithm")
+        if not isinstance(algorithm, dict) or not isinstance(algorithm.get("trl"), dict):  # pyright: ignore[reportUnknownMemberType]
+            return run
+        rest, run = moved(algorithm["trl"], run)  # pyright: ignore[reportUnknownArgumentType]
+        kept: dict[str, object] = {str(key): part for key, part in algorithm.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
+        return {**run, "algorithm": {**kept, "trl": rest}}
 
     @field_validator("model", mode="before")
     @classmethod

@@ -52,6 +52,8 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
         from retouch.build import enough_groups, needs_targets
     except ImportError:  # no torch: the extra's line says so
         return
+    if run.algorithm.name == "vlm_grpo":  # a prompt may come up in a generation as often as it likes
+        return
     try:
         needs_targets(run, warmup)
         enough_groups(run, derive(run, world_size), data)

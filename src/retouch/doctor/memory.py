@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.derived import snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.model_sections import TrainFull, TrainIpAdapter, TrainLora
@@ -72,13 +73,14 @@ class Part:
 
 
 def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
-    """By the networks on the meta device; None where the trained one, or the adapter, is not known.
+    """By the networks on the meta device; None where the trained one, or the adapter, is not known, and where it is not
+    the network that is trained.
 
     Raises:
         ConfigError: options of a style adapter that do not fit the network.
     """
     name, *_ = PIPELINES[run.model.family][1]
-    if name not in networks.parts:
+    if name not in networks.parts or isinstance(run.algorithm, VlmGrpoConfig):
         return None
     shapes = shapes_of(networks.parts[name])
     others = {part: number(shapes_of(made)) for part, made in networks.parts.items() if part != name}
@@ -219,6 +221,8 @@ def memory_table(report: Mapping[str, Any]) -> list[str]:
 
 
 def _unknown(run: RunConfig, networks: Networks) -> str:
+    if isinstance(run.algorithm, VlmGrpoConfig):
+        return "the weights that TRL trains in the text encoder, and its engine's share of them, are not known"
     if run.model.train.kind == "ip_adapter" and networks.reference_width is None:
         return f"the config of the image encoder {encoder_name(run.model)} is not known"
     return "the shapes of the network's weights are not known"

@@ -96,7 +96,7 @@ class Checkpoints:
                     (writing / "snapshots").mkdir(exist_ok=True)
                     _save_tensors(policy.state(name), writing / "snapshots" / f"{name}.safetensors")
             torch.save(engine.state_dict(), writing / "optimizer.pt")
-            torch.save(_rng_state(), writing / "rng.pt")
+            torch.save(rng_state(), writing / "rng.pt")
             if everyones is not None:
                 rows = {f"{rank}/{name}": t for rank, own in enumerate(everyones) for name, t in own.items()}
                 _save_tensors(rows, writing / "rollouts.safetensors")
@@ -106,9 +106,9 @@ class Checkpoints:
                 "pinned": pinned,
                 "files": sorted(str(p.relative_to(writing)) for p in writing.rglob("*")),
             }
-            _flush(writing)
+            flush(writing)
             (writing / "complete.json").write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
-            _flush(writing)
+            flush(writing)
             if folder.exists():
                 shutil.rmtree(folder)
             writing.rename(folder)
@@ -148,7 +148,7 @@ class Checkpoints:
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}; was model.train changed since?") from None
         engine.load_state_dict(optimizer)
-        _set_rng_state(rng)
+        set_rng_state(rng)
         return state, tensors
 
     def _prune(self) -> None:
@@ -213,7 +213,7 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Push files to the disk before the rename that declares them complete."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -221,7 +221,7 @@ def _flush(folder: Path) -> None:
                 os.fsync(stream.fileno())
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """Global generators; the run's own draws need none (they derive from seeds), libraries may."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
@@ -233,7 +233,7 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 
@@ -136,7 +136,7 @@ class Engine:
 
     def gather_list(self, values: Sequence[Any]) -> list[Any]:
         """Python objects of every rank, in rank order."""
-        return gather_object(list(values)) if self.world_size > 1 else list(values)
+        return gather_list(values)
 
     def any(self, flag: bool) -> bool:
         """True where any rank says so: how ranks agree to stop."""
@@ -159,3 +159,8 @@ class Engine:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def gather_list(values: Sequence[Any]) -> list[Any]:
+    """Python objects of every process, in rank order, whoever set the processes up."""
+    return gather_object(list(values)) if PartialState().num_processes > 1 else list(values)

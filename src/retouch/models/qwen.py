@@ -307,6 +307,34 @@ class ImageTextProcessor(Qwen2_5_VLProcessor):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
 
+CHAT_TEMPLATE = """\
+{%- set seen = namespace(count=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{%- set seen.count = seen.count + 1 -%}
+{%- if add_vision_id -%}{{ 'Picture ' ~ seen.count ~ ': ' }}{%- endif -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""What the released processor makes of text and pictures, as a template of its own: a policy that chats with it is
+asked what the diffusion network is conditioned on, token by token, whatever template its files bring."""
+
+
 @lru_cache
 def template(task: Task) -> str:
     """The chat that the released model was trained on, as diffusers has it; {} stands for the pictures and the prompt.
@@ -324,6 +352,11 @@ def chat(task: Task, prompt: str, pictures: int = 0) -> str:
     """A prompt and its pictures in the template of a task."""
     seen = "".join(f"Picture {i + 1}: {SEEN}" for i in range(pictures)) if task == "edit_plus" else SEEN * pictures
     return template(task).replace("{}", seen + prompt)
+
+
+def system_text(task: Task) -> str:
+    """What the system says in the chat of a task."""
+    return template(task).partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
 
 
 def prefix_length(tokenizer: Any, task: Task) -> int:

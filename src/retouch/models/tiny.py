@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from retouch.config.families import EditVariant
-from retouch.models.qwen import ImageTextProcessor
+from retouch.models.qwen import CHAT_TEMPLATE, ImageTextProcessor
 
 TEXT_TOKENS = 24
 """Tokens (bytes) of a prompt: "The text is 'WORD'." takes 21 of T5's, 18 of CLIP's, which have no spaces."""
@@ -247,11 +247,11 @@ def tiny_qwen_image_edit(variant: EditVariant = "edit") -> QwenImageEditPipeline
     """Qwen-Image-Edit or Edit-Plus, of the same networks; 28 x 28 pixels are a token of the text encoder."""
     kind: Any = QwenImageEditPlusPipeline if variant == "edit_plus" else QwenImageEditPipeline
     processor = tiny_qwen_processor()
-    return kind(tokenizer=byte_qwen_tokenizer(), processor=processor, **_tiny_qwen_parts())
+    return kind(tokenizer=byte_qwen_tokenizer(), processor=processor, **_tiny_qwen_parts(width=64))
 
 
-def _tiny_qwen_parts() -> dict[str, Any]:
-    """Networks and scheduler that both have."""
+def _tiny_qwen_parts(width: int = 32) -> dict[str, Any]:
+    """Networks and scheduler that both have, on text states of a width."""
     vae: Any = AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
@@ -268,26 +268,26 @@ def _tiny_qwen_parts() -> dict[str, Any]:
         num_layers=2,
         attention_head_dim=16,
         num_attention_heads=4,
-        joint_attention_dim=32,
+        joint_attention_dim=width,
         axes_dims_rope=(4, 6, 6),
     )
     mu = float(torch.tensor(SHIFT).log())
     scheduler: Any = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=mu, max_shift=mu, shift_terminal=0.02
     )
-    return {"scheduler": scheduler, "vae": vae, "text_encoder": tiny_qwen_vl(), "transformer": transformer}
+    return {"scheduler": scheduler, "vae": vae, "text_encoder": tiny_qwen_vl(width), "transformer": transformer}
 
 
-def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL over bytes and patches of pictures; 32 wide."""
+def tiny_qwen_vl(width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
+    """A two-layer Qwen2.5-VL over bytes and patches of pictures, with heads of 16."""
     tokenizer = byte_qwen_tokenizer()
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_attention_heads": width // 16,
+        "num_key_value_heads": width // 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -298,7 +298,7 @@ def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
         "hidden_size": 32,
         "intermediate_size": 32,
         "num_heads": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": width,
         "fullatt_block_indexes": [0],
     }
     marks = {
@@ -326,33 +326,6 @@ def tiny_qwen_processor() -> ImageTextProcessor:
     the released one does."""
     pictures = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=64 * 28 * 28)
     return ImageTextProcessor(pictures, byte_qwen_tokenizer(), chat_template=CHAT_TEMPLATE)
-
-
-CHAT_TEMPLATE = """\
-{%- set seen = namespace(count=0) -%}
-{%- for message in messages -%}
-{%- if loop.first and message.role != 'system' -%}
-{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif -%}
-{{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string -%}
-{{ message.content }}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}
-{%- set seen.count = seen.count + 1 -%}
-{%- if add_vision_id -%}{{ 'Picture ' ~ seen.count ~ ': ' }}{%- endif -%}
-{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- else -%}
-{{ part.text }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
-"""Of the tiny processor: what the released one makes of text and pictures."""
 
 
 TINY: dict[str, Callable[[], Any]] = {

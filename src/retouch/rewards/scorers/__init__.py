@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SCORERS = {
     "aesthetic": "retouch.rewards.scorers.imscore:AestheticScorer",
     "clip": "retouch.rewards.scorers.clip:ClipScorer",
+    "completion_quality": "retouch.rewards.scorers.completion:CompletionQualityScorer",
     "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditScorer",
     "fn": "retouch.rewards.scorers.fn:FnScorer",
     "hpsv2": "retouch.rewards.scorers.imscore:HpsV2Scorer",
@@ -29,6 +30,7 @@ SCORERS = {
     "preservation": "retouch.rewards.scorers.preservation:PreservationScorer",
     "seam": "retouch.rewards.scorers.seam:SeamScorer",
     "style": "retouch.rewards.scorers.style:StyleScorer",
+    "think_format": "retouch.rewards.scorers.completion:ThinkFormatScorer",
     "vlm": "retouch.rewards.scorers.vlm:VlmScorer",
 }
 """Scorer name -> module:class."""

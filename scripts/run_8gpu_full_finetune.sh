@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# GRPO of all weights of the text encoder of Qwen-Image-Edit, eight GPUs, ZeRO-3. key=value may follow.
+set -eu
+# shellcheck source=scripts/launch.sh
+. "$(dirname "$0")/launch.sh"
+launch accelerate launch --config_file configs/accelerate/zero3.yaml -m retouch train \
+  configs/qwen_image_edit_vlm_grpo_full_8gpu.yaml resume=auto "$@"

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# GRPO of an adapter on the text encoder of Qwen-Image, eight GPUs, ZeRO-2. key=value may follow.
+set -eu
+# shellcheck source=scripts/launch.sh
+. "$(dirname "$0")/launch.sh"
+launch accelerate launch --config_file configs/accelerate/zero2.yaml -m retouch train \
+  configs/qwen_image_vlm_grpo_8gpu.yaml resume=auto "$@"

@@ -1,0 +1,46 @@
+"""Between the trainer's loop and a run directory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class RunCallback(TrainerCallback):
+    """Writes what the trainer logs to the run directory; says when to save, to evaluate and to stop."""
+
+    def __init__(self, trainer: Any) -> None:  # retouch.recipes.vlm_grpo.VlmTrainer
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0 and self.trainer.first:  # here weights are where they are trained
+            self.trainer.evaluate_now("start")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.between_cycles():
+            self.trainer.remember()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        training, step = self.trainer.parts.config.training, state.global_step
+        last = step >= training.max_steps
+        if self.trainer.between_cycles() and not last:
+            self.trainer.stopping = self.trainer.asked_to_stop()
+            control.should_training_stop = control.should_training_stop or self.trainer.stopping is not None
+        due = training.checkpoint_every and step % training.checkpoint_every == 0
+        control.should_save = bool((due or self.trainer.stopping) and not last)
+        control.should_evaluate = bool(training.eval_every and step % training.eval_every == 0 and not last)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        values = dict(logs or {})
+        if "loss" not in values:  # the summary at the end
+            return
+        seconds = {name: values.pop(name) for name in list(values) if "time" in name or name.startswith("profiling")}
+        values = {name: value for name, value in values.items() if name not in ("total_flos", "epoch")}
+        values["lr"] = values.pop("learning_rate")
+        split = self.trainer.parts.clock.split()
+        self.trainer.parts.dir.log("train", state.global_step, {"phase": "rl", **values}, split)
+        logger.debug("step %d: %s, %s", state.global_step, values, seconds)

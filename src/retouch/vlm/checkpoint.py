@@ -1,0 +1,142 @@
+"""Checkpoints of a run of vlm_grpo: what the trainer writes, in the layout of every run.
+
+checkpoints/step-000040/
+    weights/      an adapter as PEFT takes it, or the text encoder as transformers takes it, with its processor
+    optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json      the trainer's (sharded engines have their own)
+    state.json    the run file
+    complete.json written last
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+
+from retouch.config import RunConfig, dump_run
+from retouch.engine import CheckpointError
+from retouch.engine.checkpoint import complete_checkpoints, flush, is_pinned
+from retouch.models.loading import ModelFilesError, load_component
+
+_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
+_DROPPED = ("training_args.bin", "README.md")
+"""What the trainer writes besides: its arguments as a pickle, which nobody needs, and a page about itself."""
+
+
+def newest_or(config: RunConfig, root: Path) -> Path | None:
+    """The checkpoint that `resume` means; None for a new run.
+
+    Raises:
+        CheckpointError: incomplete, or of a run of another kind.
+    """
+    if config.resume is None:
+        return None
+    found = complete_checkpoints(root)
+    folder = (found[-1] if found else None) if config.resume == "auto" else Path(config.resume).expanduser()
+    if folder is not None:
+        _may_go_on(folder, config)
+    return folder
+
+
+def read_step(folder: Path) -> int:
+    """Optimizer steps taken."""
+    return int(json.loads((folder / "complete.json").read_text(encoding="utf-8"))["step"])
+
+
+def finish_checkpoint(writing: Path, step: int, config: RunConfig, *, pinned: bool) -> Path:
+    """Turn what the trainer wrote below `writing` into a checkpoint, by one rename; drop old ones beyond
+    `training.keep_checkpoints`."""
+    root, [written] = writing.parent, list(writing.glob("checkpoint-*"))
+    weights = written / "weights"
+    weights.mkdir()
+    for file in list(written.iterdir()):
+        if file.name in _DROPPED:
+            file.unlink()
+        elif file.is_file() and not file.name.startswith(_STATE) and not file.name.endswith((".pt", ".pth")):
+            file.rename(weights / file.name)
+    state = {"progress": {"step": step, "phase": "rl"}, "config": dump_run(config)}
+    (written / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+    files = sorted(str(path.relative_to(written)) for path in written.rglob("*"))
+    flush(written)
+    complete = {"step": step, "pinned": pinned, "files": files}
+    (written / "complete.json").write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
+    flush(written)
+    folder = root / f"step-{step:06d}"
+    if folder.exists():
+        shutil.rmtree(folder)
+    written.rename(folder)
+    for leftover in root.glob(".writing-*"):
+        shutil.rmtree(leftover)
+    if config.training.keep_checkpoints is not None:
+        loose = [path for path in complete_checkpoints(root) if not is_pinned(path)]
+        for path in loose[: -config.training.keep_checkpoints]:
+            shutil.rmtree(path)
+    return folder
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Weights of a checkpoint into a policy, exactly: every name of one is in the other.
+
+    Raises:
+        CheckpointError: other names or shapes, or nothing there.
+    """
+    tensors = _saved_weights(model, folder)
+    own = _own_weights(model)
+    for name, missing in ((folder, own.keys() - tensors.keys()), ("the policy", tensors.keys() - own.keys())):
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} weights are not in {name}, {min(missing)} among them; was algorithm.trl "
+                "changed since (use_peft, lora_target_modules)?"
+            )
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"{folder}: {name} is {list(tensors[name].shape)}, of the policy {list(tensor.shape)}; was "
+                "algorithm.trl.lora_r changed since?"
+            )
+        tensor.copy_(tensors[name])
+
+
+def _saved_weights(model: Any, folder: Path) -> dict[str, Tensor]:
+    """What the files hold; whole models by the names that they have in memory, which transformers saves under others.
+
+    Raises:
+        CheckpointError: nothing there, or files of another model.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: holds no *.safetensors; give a complete checkpoint")
+    if isinstance(model, PeftModel):
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"{folder}: holds an adapter; set algorithm.trl.use_peft=true")
+    try:
+        return load_component(type(model), str(folder.parent), folder.name, model.dtype).state_dict()
+    except ModelFilesError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _own_weights(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds of a policy; the tensors are the policy's own."""
+    if isinstance(model, PeftModel):
+        return {name: tensor.data for name, tensor in get_peft_model_state_dict(model).items()}
+    return {name: tensor.data for name, tensor in model.state_dict().items()}
+
+
+def _may_go_on(folder: Path, config: RunConfig) -> None:
+    if not (folder / "complete.json").is_file():
+        raise CheckpointError(f"{folder}: no complete.json, so it is not a complete checkpoint; give another")
+    before = yaml.safe_load(json.loads((folder / "state.json").read_text(encoding="utf-8"))["config"])
+    for section, name in (("model", "family"), ("algorithm", "name")):
+        kept, given = before[section][name], getattr(getattr(config, section), name)
+        if kept != given:
+            raise CheckpointError(
+                f"{folder}: was written under {section}.{name}={kept}, the run file says {given}; set it back, or "
+                "start a new run under another name=..."
+            )

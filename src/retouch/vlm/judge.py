@@ -1,0 +1,304 @@
+"""From completions to rewards: encode what was said, draw it with the frozen network, have the pictures scored.
+
+Legend: B completions, K pictures of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from retouch.data.sampler import derive_seed
+from retouch.evaluate import Evaluation
+from retouch.models.qwen import NEGATIVE
+from retouch.models.response import Responses, encode_response, model_inputs
+from retouch.observe.grids import grid
+from retouch.rewards.protocol import RewardItem
+from retouch.rollout import Drawing, PendingBatch, draw, settle, to_uint8
+from retouch.types import Example, Failure, Outcome, Score, Scores
+from retouch.vlm.parts import Parts, asked, chat_messages
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of B completions.
+
+    Attributes:
+        images: [K, H, W, 3] uint8 of each.
+        scores: outcomes of B * K pictures, those of a completion together.
+        rewards: the mean combined score of each; None where any of its pictures lacks a reward with a weight.
+        truncated: how many conditions were cut.
+    """
+
+    examples: Sequence[Example]
+    texts: Sequence[str]
+    images: Sequence[Tensor]
+    scores: Scores
+    rewards: list[float | None]
+    truncated: int
+
+    @property
+    def pictures_each(self) -> int:
+        return len(self.images[0])
+
+
+class Judge:
+    """Scores completions; keeps the states of negative prompts that stay the same."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.ends = {parts.tokenizer.eos_token_id, parts.tokenizer.pad_token_id}
+        self._negatives: dict[int, Tensor] = {}
+
+    def __call__(
+        self,
+        policy: Any,
+        examples: Sequence[Example],
+        responses: Responses,
+        noise_seeds: Sequence[int],
+        *,
+        training: bool = True,
+    ) -> Judged:
+        """Draw and score.
+
+        Args:
+            policy: the text encoder as it is now, with its weights at hand.
+            noise_seeds: of each completion; a group shares one.
+            training: false for an evaluation, which reports failures instead of stopping.
+
+        Raises:
+            RewardOutage, FailureRateExceeded: nothing was trained on these.
+            ResponseTooLong: a condition that does not fit.
+        """
+        parts, clock = self.parts, self.parts.clock
+        drawn = self.draw_only(policy, examples, responses, noise_seeds)
+        ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
+        rows = zip(examples, drawn.texts, ends, drawn.images, strict=True)
+        items = [item for row in rows for item in items_of(*row)]
+        with clock.part("reward_wait"):
+            pending = PendingBatch(items, parts.rewards.submit(items))
+            [scores] = settle(parts.rewards, [pending], parts.config.reward_client, training=training)
+        rewards = mean_rewards(scores, parts.algorithm.images_per_completion)
+        return replace(drawn, scores=scores, rewards=rewards)
+
+    def draw_only(
+        self, policy: Any, examples: Sequence[Example], responses: Responses, noise_seeds: Sequence[int]
+    ) -> Judged:
+        """The pictures, without any score."""
+        parts, clock = self.parts, self.parts.clock
+        texts = parts.tokenizer.batch_decode([list(ids) for ids in responses.completion_ids], skip_special_tokens=True)
+        with clock.part("text"):
+            states, truncated = self.states(policy, examples, texts, responses)
+            negatives = self.negatives(policy, examples) if parts.guidance_scale > 1 else [None] * len(examples)
+        with clock.part("rollout"):
+            drawings = [
+                Drawing(text, seed, size_of(example), negative, (example.source,) if example.source else ())
+                for example, text, seed, negative in zip(examples, states, noise_seeds, negatives, strict=True)
+            ]
+            rollout, k = parts.config.rollout, parts.algorithm.images_per_completion
+            drawn = draw(
+                parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
+            )
+        images = [to_uint8(rows) for rows in drawn]
+        return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)
+
+    def states(
+        self, policy: Any, examples: Sequence[Example], texts: Sequence[str], responses: Responses
+    ) -> tuple[list[Tensor], int]:
+        """Text states [S, D] of each completion, and how many of them were cut."""
+        if self.parts.algorithm.conditioning == "rewrite_text":
+            responses = self._asked(texts, examples)
+        return self._encode(policy, responses)
+
+    def negatives(self, policy: Any, examples: Sequence[Example]) -> list[Tensor]:
+        """States of the negative prompt beside each example's pictures."""
+        base = self.parts.algorithm.encodes_negatives == "base"
+        if not base:
+            self._negatives.clear()
+        keys = [example.id if example.source else -1 for example in examples]
+        missing = {key: e for key, e in zip(keys, examples, strict=True) if key not in self._negatives}
+        if missing:
+            empty = self._asked([NEGATIVE] * len(missing), list(missing.values()))
+            states, _ = self._encode(policy, empty, adapter=not base)
+            self._negatives |= dict(zip(missing, (state.cpu() for state in states), strict=True))
+        return [self._negatives[key] for key in keys]
+
+    def _asked(self, texts: Sequence[str], examples: Sequence[Example]) -> Responses:
+        """Texts in the place of the prompt, in the chat of the diffusion model."""
+        parts = self.parts
+        chats = [chat_messages(parts.task, text) for text in texts]
+        return asked(parts.processor, parts.task, chats, [parts.shown(example) for example in examples])
+
+    def _encode(self, policy: Any, responses: Responses, *, adapter: bool = True) -> tuple[list[Tensor], int]:
+        parts = self.parts
+        return encode_response(
+            policy,
+            responses,
+            pad_token_id=parts.tokenizer.pad_token_id,
+            drop=parts.drop,
+            limit=parts.config.model.max_sequence_length,  # type: ignore[union-attr]
+            truncate=parts.algorithm.on_overflow == "truncate",
+            batch_size=parts.config.rollout.batch_size_per_device,
+            adapter=adapter,
+        )
+
+
+def size_of(example: Example) -> tuple[int, int]:
+    """(height, width) that an example is drawn at."""
+    if example.source is not None:
+        return example.source.height, example.source.width
+    assert example.size is not None  # data sets give one to every example without a source
+    return example.size
+
+
+def items_of(example: Example, text: str, finished: bool, images: Tensor) -> list[RewardItem]:
+    """What scorers see of the K pictures of a completion; in the metadata what was said, and whether to its end."""
+    return [
+        RewardItem(
+            id=k,
+            prompt=example.prompt,
+            image=image.numpy(),
+            mask=None if example.mask is None else np.asarray(example.mask),
+            source=None if example.source is None else np.asarray(example.source),
+            reference=None if example.reference is None else np.asarray(example.reference),
+            group=example.id,
+            metadata={**example.metadata, "completion": text, "finished": finished},
+        )
+        for k, image in enumerate(images)
+    ]
+
+
+def mean_rewards(scores: Scores, each: int) -> list[float | None]:
+    """Mean combined score of every `each` pictures; None where one of them has none: a failure is never a number."""
+    combined = scores.combined()
+    groups = [combined[i : i + each] for i in range(0, len(combined), each)]
+    return [None if None in group else sum(v for v in group if v is not None) / each for group in groups]
+
+
+def reward_means(scores: Scores) -> dict[str, float]:
+    """Mean of each reward over the pictures that have it, and how many failed."""
+    means: dict[str, float] = {}
+    for name in scores.outcomes:
+        values = [value for value in scores.values(name) if value is not None]
+        if values:
+            means[f"reward/{name}"] = sum(values) / len(values)
+        means[f"failed/{name}"] = float(len(scores) - len(values))
+    return means
+
+
+def evaluation_of(rounds: Sequence[Judged]) -> Evaluation:
+    """A row for every picture of one or more rounds over the same examples: what was said stands under `read`."""
+    rows: list[dict[str, Any]] = []
+    for number, judged in enumerate(rounds):
+        each, combined = judged.pictures_each, judged.scores.combined()
+        for at, total in enumerate(combined):
+            i, k = divmod(at, each)
+            row: dict[str, Any] = {"example": judged.examples[i].id, "index": number * each + k, "text": None}
+            for name, column in judged.scores.outcomes.items():
+                row |= _measure(name, column[at])
+            rows.append({**row, "combined": total, "read": judged.texts[i]})
+    pictures = [picture.numpy() for judged in rounds for images in judged.images for picture in images]
+    return Evaluation(rows, pictures)
+
+
+def judged_grid(judged: Judged, rows: int = 8) -> Image:
+    """Source with its instruction, edit with what was said, and the scores, a completion a row."""
+    cells: list[list[tuple[Any, str]]] = []
+    for i, (example, text) in list(enumerate(zip(judged.examples, judged.texts, strict=True)))[:rows]:
+        first = judged.images[i][0].numpy()
+        at = i * judged.pictures_each
+        told = [f"{n} {_short(column[at])}" for n, column in judged.scores.outcomes.items()]
+        source = first * 0 + 255 if example.source is None else example.source
+        reward = judged.rewards[i]
+        cells.append([(source, example.prompt), (first, text), *_words(told, reward, first)])
+    return grid(cells, ["source", "edit", "scores"])
+
+
+def first_of(judged: Judged, count: int) -> Judged:
+    """The first `count` completions."""
+    pictures = count * judged.pictures_each
+    outcomes = {name: column[:pictures] for name, column in judged.scores.outcomes.items()}
+    return replace(
+        judged,
+        examples=judged.examples[:count],
+        texts=judged.texts[:count],
+        images=judged.images[:count],
+        scores=Scores(outcomes, judged.scores.weights),
+        rewards=judged.rewards[:count],
+    )
+
+
+def joined(parts: Sequence[Judged]) -> Judged:
+    """Several batches as one."""
+    first = parts[0]
+    outcomes: dict[str, list[Outcome]] = {
+        name: [outcome for part in parts for outcome in part.scores.outcomes[name]] for name in first.scores.outcomes
+    }
+    return replace(
+        first,
+        examples=[e for part in parts for e in part.examples],
+        texts=[t for part in parts for t in part.texts],
+        images=[image for part in parts for image in part.images],
+        scores=Scores(outcomes, first.scores.weights),
+        rewards=[r for part in parts for r in part.rewards],
+        truncated=sum(part.truncated for part in parts),
+    )
+
+
+def _words(told: Sequence[str], reward: float | None, like: Any) -> list[tuple[Any, str]]:
+    """A blank picture that carries the scores in its label."""
+    total = "failed" if reward is None else f"{reward:.2f}"
+    return [(np.full_like(like, 255), f"{total}: {', '.join(told)}" if len(told) > 1 else total)]
+
+
+def _measure(name: str, outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, Failure):
+        return {name: None}
+    detail = {f"{name}.{k}": v for k, v in outcome.detail.items() if isinstance(v, int | float)}
+    return {name: outcome.value, **detail}
+
+
+def _short(outcome: Outcome) -> str:
+    return f"{outcome.value:.2f}" if isinstance(outcome, Score) else outcome.code
+
+
+def seeds_of(purpose: str, seed: int, examples: Sequence[Example], number: int) -> list[int]:
+    """Noise seeds of completions: one for all that are about an example, another each time it comes up."""
+    return [derive_seed(seed, purpose, example.id, number) for example in examples]
+
+
+@torch.no_grad()
+def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[str, Any], seed: int) -> Responses:
+    """Answers of the policy to examples, drawn from a seed of their own; the caller's randomness goes on as it was.
+
+    Args:
+        policy: with its weights at hand, and able to `generate`.
+        options: as of transformers' `generate`.
+    """
+    responses = asked(
+        parts.processor,
+        parts.task,
+        [parts.messages(example) for example in examples],
+        [parts.shown(example) for example in examples],
+    )
+    device = next(policy.parameters()).device
+    inputs = {n: v.to(device) for n, v in model_inputs(responses, parts.tokenizer.pad_token_id).items()}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        output = policy.generate(**inputs, **options)
+    start = inputs["input_ids"].shape[1]
+    ends = options.get("eos_token_id", parts.tokenizer.eos_token_id)
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    return replace(responses, completion_ids=[_until(row[start:].tolist(), ends) for row in output])
+
+
+def _until(ids: list[int], ends: set[int]) -> list[int]:
+    """The ids up to and including the first that ends a turn."""
+    stop = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:stop]

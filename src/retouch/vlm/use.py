@@ -1,0 +1,131 @@
+"""Using a text encoder that vlm_grpo trained: `retouch sample` and `retouch eval` by its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from PIL import Image
+
+from retouch.config import RunConfig
+from retouch.config.algorithm_sections import VlmGrpoConfig
+from retouch.config.vlm import derive_vlm
+from retouch.data import Dataset
+from retouch.data.sampler import derive_seed
+from retouch.evaluate import Evaluation
+from retouch.models import family_class
+from retouch.models.qwen import prefix_length
+from retouch.observe import RunDir, Stopwatch
+from retouch.rewards.compose import RewardTable
+from retouch.rollout import freeze
+from retouch.types import Example
+from retouch.vlm.checkpoint import load_weights
+from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, speak
+from retouch.vlm.parts import Parts, load_policy, tokenizer_of
+
+
+def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards: RewardTable, device: Any) -> Parts:
+    """The parts of a run with trained weights in its policy; None: the base.
+
+    Raises:
+        ModelFilesError, CheckpointError: files that are missing or of another model.
+    """
+    algorithm = config.algorithm
+    assert isinstance(algorithm, VlmGrpoConfig)
+    policy, processor, task = load_policy(config)
+    policy.to(device).eval().requires_grad_(False)
+    if weights is not None and (weights / "adapter_config.json").is_file():
+        policy = PeftModel.from_pretrained(policy, str(weights)).eval()
+        load_weights(policy, weights)  # exactly: from_pretrained takes what fits
+    elif weights is not None:
+        load_weights(policy, weights)
+    painter: Any = family_class(config.model.family).from_config(config.model, device, with_text=False)
+    painter.network.to(device)
+    freeze(painter)
+    return Parts(
+        config=config,
+        algorithm=algorithm,
+        derived=derive_vlm(config, _alone(algorithm)),
+        policy=policy,
+        processor=processor,
+        task=task,
+        drop=prefix_length(tokenizer_of(processor), task),
+        painter=painter,
+        data=data,
+        eval_data=data,
+        eval_is_held_out=False,
+        rewards=rewards,
+        dir=RunDir(config, main=False),
+        clock=Stopwatch(),
+    )
+
+
+def generation_options(parts: Parts) -> dict[str, Any]:
+    """How the policy answers: as in training, by the options of the run file."""
+    trl, tokenizer = parts.algorithm.trl, parts.tokenizer
+    told = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {
+        "max_new_tokens": parts.algorithm.count("max_completion_length"),
+        "do_sample": True,
+        "top_k": 0,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        **{name: trl[name] for name in told if name in trl},
+    }
+
+
+def answer(parts: Parts, examples: Sequence[Example], seed: int, purpose: str, k: int, *, score: bool) -> Judged:
+    """Answers to examples and their pictures, from seeds that depend on the example and `k` alone."""
+    judge, found = Judge(parts), list[Judged]()
+    for example in examples:  # one by one: an answer must not depend on what it was batched with
+        said = speak(
+            parts.policy, parts, [example], generation_options(parts), derive_seed("say", purpose, seed, example.id, k)
+        )
+        draw = judge if score else judge.draw_only
+        found.append(draw(parts.policy, [example], said, [derive_seed(purpose, seed, example.id, k)]))
+    return joined(found)
+
+
+def evaluate_trained(
+    config: RunConfig, data: Dataset, weights: Mapping[str, Path | None], images: int | None, rewards: RewardTable
+) -> dict[str, Evaluation]:
+    """Every set of weights on the same examples and seeds."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    examples = data[: config.evaluation.num_examples]
+    found: dict[str, Evaluation] = {}
+    for name, folder in weights.items():
+        parts = open_trained(config, data, folder, rewards, device)
+        rounds = range(images or config.evaluation.images_per_example)
+        found[name] = evaluation_of([answer(parts, examples, 0, "eval", k, score=True) for k in rounds])
+    return found
+
+
+def sample_trained(
+    config: RunConfig, data: Dataset, weights: Path | None, seed: int, count: int, steps: int | None, out: Path
+) -> list[Path]:
+    """Answer and draw every example; PNGs, and beside each what was said as a text file -> paths of the pictures."""
+    if steps is not None:
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_steps": steps})})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = open_trained(config, data, weights, RewardTable({}, config.reward_client), device)
+    written: list[Path] = []
+    for position in range(len(data)):
+        example = data[position]
+        for k in range(count):
+            judged = answer(parts, [example], seed, "sample", k, score=False)
+            path = out / f"{example.id:05d}-{k}.png"
+            Image.fromarray(judged.images[0][0].numpy()).save(path)
+            path.with_suffix(".txt").write_text(judged.texts[0] + "\n", encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def _alone(algorithm: VlmGrpoConfig) -> VlmGrpoConfig:
+    """The algorithm with batches that fit one process, which using it does not train with."""
+    group = algorithm.count("num_generations")
+    sizes = {"per_device_train_batch_size": group, "gradient_accumulation_steps": 1, "num_iterations": 1}
+    rest = {n: v for n, v in algorithm.trl.items() if n not in ("steps_per_generation", "generation_batch_size")}
+    return algorithm.model_copy(update={"trl": {**rest, **sizes}})

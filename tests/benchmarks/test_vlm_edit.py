@@ -1,0 +1,32 @@
+"""What GRPO taught the tiny text encoder, as committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/vlm_edit.json").read_text(encoding="utf-8"))[
+    "rows"
+]
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import inputs  # noqa: E402
+import vlm_edit  # noqa: E402
+
+
+def test_an_adapter_and_all_weights() -> None:
+    assert {row["kind"] for row in ROWS} == {"adapter", "full"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+def test_it_learned_in_ten_minutes_of_a_cpu(row: dict[str, Any]) -> None:
+    assert row["inputs"] == inputs.inputs(vlm_edit.CONFIGS[row["kind"]])  # of the run file and base that lie here
+    assert row["gain"][0] >= 0.2
+    assert row["gain"][1] > 0
+    assert row["cpu_seconds"] <= 600
