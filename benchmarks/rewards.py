@@ -4,7 +4,8 @@ batching: 64 callers with one picture each, again and again, against our server 
 scores one picture a request (and a LitServe app, where litserve is installed), all with a scorer that costs 20 ms a
 call and 1 ms a picture, which is a GPU's shape. Rounds are interleaved; every server is a process of its own.
 
-ocr: the same with the ocr reward and 8 callers, which is what this CPU does.
+convnet, ocr: the same with a fixed small convolutional network, and with the ocr reward, both on the CPU and with 8
+callers: what this machine does without a GPU.
 
 balance: four servers that answer one at a time, one of them four times slower; the client's two ways to choose.
 
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +46,33 @@ def gpu_like(items: Sequence[Any]) -> list[float]:
     """20 ms a call, 1 ms a picture."""
     time.sleep(CALL_S + ITEM_S * len(items))
     return [float(item.image.mean() / 255) for item in items]
+
+
+def convnet(items: Sequence[Any]) -> list[float]:
+    """Three convolutions of fixed random weights, one forward for all pictures, on one thread of the CPU."""
+    import torch
+
+    network = _network()
+    pixels = torch.from_numpy(np.stack([item.image for item in items])).permute(0, 3, 1, 2).float() / 255
+    with torch.inference_mode():
+        return network(pixels).flatten().tolist()
+
+
+@functools.cache
+def _network() -> Any:
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for given, made in ((3, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(given, made, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1)).eval()
+
+
+FUNCTIONS: dict[str, Callable[[Sequence[Any]], list[float]]] = {"gpu_like": gpu_like, "convnet": convnet}
+"""Scorers of this file; the others are those of the package."""
 
 
 # --- the servers that are compared ---
@@ -70,34 +100,10 @@ def one_per_request(port: int, reward: str) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 
-def litserve_app(port: int, reward: str) -> None:
-    """LitServe with its batching on."""
-    import litserve  # pyright: ignore[reportMissingImports]
-    from fastapi import Request  # noqa: F401  # litserve reads the annotation
-
-    class Api(litserve.LitAPI):
-        def setup(self, device: str) -> None:
-            self.scorer = scorer_of(reward)
-
-        def decode_request(self, request: Any) -> Any:
-            import base64
-
-            return item_of(base64.b64decode(request["body"]))
-
-        def predict(self, batch: Any) -> Any:
-            return self.scorer(batch)
-
-        def encode_response(self, output: float) -> dict[str, float]:
-            return {"value": output}
-
-    server = litserve.LitServer(Api(max_batch_size=32, batch_timeout=0.004), accelerator="cpu")
-    server.run(port=port, host="127.0.0.1", log_level="error", generate_client_file=False)
-
-
 def scorer_of(reward: str) -> Callable[[Sequence[Any]], list[float]]:
-    """`gpu_like`, or the ocr reward read as one line."""
-    if reward == "gpu_like":
-        return gpu_like
+    """A function of this file, or the ocr reward read as one line."""
+    if reward in FUNCTIONS:
+        return FUNCTIONS[reward]
     from retouch.rewards.protocol import score_checked
     from retouch.rewards.scorers import make_scorer
     from retouch.types import Score
@@ -118,7 +124,7 @@ SIDE = 64
 
 def picture(reward: str) -> bytes:
     """[64, 128, 3]: noise, or a sign that says MOKA."""
-    if reward == "gpu_like":
+    if reward in FUNCTIONS:
         return np.random.default_rng(0).integers(0, 256, (SIDE, 2 * SIDE, 3), np.uint8).tobytes()
     from retouch.data.synth import draw_sign
 
@@ -139,7 +145,7 @@ def bodies(name: str, reward: str) -> Callable[[int], tuple[bytes, str]]:
         body = json.dumps({"body": base64.b64encode(raw).decode()}).encode()
         return lambda n: (body, "application/json")
 
-    served = "fn" if reward == "gpu_like" else "ocr"
+    served = "fn" if reward in FUNCTIONS else "ocr"
 
     def ours(n: int) -> tuple[bytes, str]:
         manifest = {
@@ -191,17 +197,18 @@ def batching(reward: str, callers: int, with_litserve: bool) -> list[dict[str, A
     """Requests a second and latencies of every kind of server, rounds interleaved."""
     names = ["retouch", "one per request", *(["litserve"] if with_litserve else [])]
     context = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
     ocr: dict[str, Any] = {"detect": False, "threads": 1}
-    options = {"fn": {"fn": "rewards:gpu_like"}} if reward == "gpu_like" else {"ocr": ocr}
+    options = {"fn": {"fn": f"rewards:{reward}"}} if reward in FUNCTIONS else {"ocr": ocr}
     command = [sys.executable, "-m", "retouch", "reward", "serve", next(iter(options)), "--port", str(PORTS["retouch"])]
     here = Path(__file__).resolve().parent
     ours = subprocess.Popen([*command, "--options", json.dumps(options)], cwd=here, stderr=subprocess.DEVNULL)
-    for name, target in (("one per request", one_per_request), ("litserve", litserve_app)):
-        if name in names:
-            process = context.Process(target=target, args=(PORTS[name], reward), daemon=name != "litserve")
-            process.start()
-            processes.append(process)
+    usual = context.Process(target=one_per_request, args=(PORTS["one per request"], reward), daemon=True)
+    usual.start()
+    litserve: subprocess.Popen[bytes] | None = None
+    if with_litserve:
+        app = [sys.executable, str(here / "litserve_app.py"), str(PORTS["litserve"]), reward]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        litserve = subprocess.Popen(app, start_new_session=True, **quiet)
     seen: dict[str, list[float]] = {name: [] for name in names}
     counter = [0]
     try:
@@ -213,8 +220,10 @@ def batching(reward: str, callers: int, with_litserve: bool) -> list[dict[str, A
     finally:
         ours.terminate()
         ours.wait()
-        for process in processes:
-            process.terminate()
+        usual.terminate()
+        if litserve is not None:
+            os.killpg(litserve.pid, signal.SIGKILL)  # its own processes outlive it
+            litserve.wait()
     return [
         {
             "server": name, "scorer": reward, "callers": callers, "requests_per_s": len(found) / (ROUNDS * ROUND_S),
@@ -371,7 +380,7 @@ def part_s(record: dict[str, Any], name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["batching", "ocr", "balance", "overlap"])
+    parser.add_argument("--parts", nargs="+", default=["batching", "convnet", "ocr", "balance", "overlap"])
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
     arguments = parser.parse_args()
     here = str(Path(__file__).resolve().parent)
@@ -380,9 +389,12 @@ def main() -> None:
     found: dict[str, Any] = {}
     if arguments.out and arguments.out.exists():
         found = json.loads(arguments.out.read_text())
-    with_litserve = has_module("litserve")
+    with_litserve = has_module("litserve") and has_module("zmq")
+    if not with_litserve:
+        print("LitServe is not compared: pip install litserve pyzmq", file=sys.stderr)
     measures: dict[str, Callable[[], Any]] = {
         "batching": lambda: batching("gpu_like", CALLERS, with_litserve),
+        "convnet": lambda: batching("convnet", 8, with_litserve),
         "ocr": lambda: batching("ocr", 8, with_litserve),
         "balance": balance,
         "overlap": overlap,

@@ -35,6 +35,7 @@ REWARD_BOUNDS = [
     ("rewards.openai_judge.timeout_s", "0", "0", POSITIVE),
     ("rewards.clip.images_per_forward", "0", "0", POSITIVE),
     ("rewards.ocr.engine", "tesseract", "'tesseract'", "input should be 'rapidocr' or 'paddleocr'"),
+    ("rewards.vlm.path", "''", "''", "string should have at least 1 character"),
     ("rewards.vlm.mode", "chat", "'chat'", "input should be 'digits' or 'yes'"),
     ("rewards.vlm.min_mass", "1.1", "1.1", AT_MOST_1),
     ("rewards.vlm.dtype", "fp64", "'fp64'", "input should be 'bf16', 'fp16' or 'fp32'"),

@@ -75,13 +75,14 @@ def win_rates(rewards: Tensor, group_ids: Tensor, valid: Tensor, noise: float = 
         noise: rewards that differ by no more are a tie.
     """
     ids, ok, r = _checked(rewards, group_ids, valid)
-    r = torch.where(ok, r, torch.zeros_like(r))
-    others = (ids[:, None] == ids) & ok[:, None] & ok
-    others.fill_diagonal_(False)
-    lead = r[:, None] - r
-    points = (lead > noise).double() + 0.5 * (lead.abs() <= noise).double()
-    count = others.sum(1)
-    return torch.where(count > 0, (points * others).sum(1) / count.clamp(min=1), torch.full_like(r, 0.5))
+    rates = torch.full_like(r, 0.5)
+    for group in range(int(ids.max()) + 1 if len(ids) else 0):
+        members = ((ids == group) & ok).nonzero().flatten()
+        if len(members) > 1:
+            lead = r[members][:, None] - r[members]
+            points = (lead > noise).double() + 0.5 * (lead.abs() <= noise).double()
+            rates[members] = (points.sum(1) - 0.5) / (len(members) - 1)  # without the tie with itself
+    return rates
 
 
 def zero_std_rows(
