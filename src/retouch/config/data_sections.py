@@ -187,6 +187,8 @@ class ComplexEditData(ProtocolData):
     """How many atomic edits an instruction puts together: "8", "1-8" or "1,3,5"."""
     image_type: Literal["real", "syn", "all"] = "real"
     """Photographs, synthetic pictures, or both."""
+    fit: Fit = "crop"
+    """"crop" scales to cover and cuts out the middle; "stretch" ignores the aspect ratio."""
 
     @field_validator("complexity", mode="before")
     @classmethod

@@ -358,7 +358,7 @@ def _references(run: RunConfig) -> None:
     for name, data in data_sections(run).items():
         if not isinstance(data, PictureSection):
             needs = needed_pictures(run, training=name == "data")
-            if needs:
+            if needs and not isinstance(data, ComplexEditData):
                 raise ValueError(
                     f"{name}.format: given {data.format!r}, which has no pictures, but the run needs "
                     f"{', '.join(sorted(needs))} of every example; set format=manifest, or train what needs none "

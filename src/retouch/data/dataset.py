@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
-from retouch.config.data_sections import PictureSection, ProtocolData
+from retouch.config.data_sections import ComplexEditData, PictureSection, ProtocolData
 from retouch.imaging import (
     ImageProblem,
     PackedPicture,
@@ -209,7 +209,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
         ImageProblem: a file that is missing, unreadable or of the wrong size.
     """
     height, width = config.size
-    if not isinstance(config, PictureSection):
+    if not isinstance(config, PictureSection | ComplexEditData):
         example = Example(item.id, item.prompt, metadata=item.metadata, size=config.size)
         return example, {"mask_channel": None, "scaled": (width, height), "window": (0, 0, width, height)}
     source = to_rgb(open_image(item.source_path)) if item.source_path else None
@@ -219,7 +219,8 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
     lose = to_rgb(open_image(item.lose_path)) if item.lose_path else None
     mask, channel = None, None
     if item.mask_path:
-        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=config.invert_mask)
+        invert = isinstance(config, PictureSection) and config.invert_mask
+        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
         _same_size(mask, source, str(item.mask_path), "mask")
     first = next((i for i in (source, target, win, lose) if i is not None), None)
     other_is = "source" if source is not None else "target" if target is not None else "preferred picture"
@@ -236,7 +237,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
         other, _ = read_mask(open_image(item.reference_mask_path), str(item.reference_mask_path))
         reference = reference.crop(mask_box(other)) if other.size == reference.size else reference
     shown = target or source
-    if mask is not None and shown is not None:
+    if mask is not None and shown is not None and isinstance(config, PictureSection):
         if config.reference == "half_box":
             reference, mask = _half(shown, mask, second=item.id % 2 == 1, name=str(item.mask_path))
         elif config.reference == "mask_box" and reference is None:
@@ -266,8 +267,9 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
                     f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
                 )
     strip = None
-    if config.reference_strip is not None and source is not None and reference is not None:
-        strip = into_strip(reference, config.reference_strip, width)
+    height_of_strip = config.reference_strip if isinstance(config, PictureSection) else None
+    if height_of_strip is not None and source is not None and reference is not None:
+        strip = into_strip(reference, height_of_strip, width)
     example = Example(
         item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size, strip
     )
