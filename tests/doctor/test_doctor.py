@@ -31,6 +31,7 @@ CHECKED = [
     "extra train",
     "extra serve",
     "extra ocr",
+    "extra vlm",
     "GPUs",
     "model",
     "memory",
