@@ -76,6 +76,7 @@ def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
     first, last = rows[records[0]["step"]], rows[records[-1]["step"]]
     gain = paired_difference([row["colour"] for row in last], [row["colour"] for row in first])
     said = {step: [row["read"] == colour for row, colour in zip(found, asked)] for step, found in rows.items()}
+    agreed = [(row["colour"] > 0.5) == right for row, right in zip(last, said[records[-1]["step"]])]
     return {
         "run": run.name,
         "kind": kind,
@@ -84,6 +85,7 @@ def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
         "tasks": len(first),
         "held_out": {str(step): round(sum(r["colour"] for r in found) / len(found), 4) for step, found in rows.items()},
         "says_the_colour": {str(step): round(sum(right) / len(right), 4) for step, right in said.items()},
+        "judge_and_words_agree_at_the_end": sum(agreed),
         "gain": [round(value, 4) for value in gain],
     }
 

@@ -27,6 +27,7 @@ def test_the_page_has_these_numbers() -> None:
         gain = f"{row['gain'][0]:+.3f} [{row['gain'][1]:+.3f}, {row['gain'][2]:+.3f}]"
         path = f"{judged[0]:.3f} → {judged[-1]:.3f}"
         words = f"{said[0]:.3f} → {said[-1]:.3f}"
+        assert f"on {row['judge_and_words_agree_at_the_end']} of 96" in page
         assert f"| {path} | {gain} | {words} | {row['cpu_seconds']:.0f} s |" in page
 
 
