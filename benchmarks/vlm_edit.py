@@ -1,8 +1,8 @@
 """Does GRPO teach a text encoder what to say to a frozen editor? The tiny editing task, with an adapter and in full.
 
-For every kind and seed: one run of configs/tiny/qwen_image_edit_vlm_grpo(_full).yaml. Measured is the colour judge on
-96 held-out instructions, whose answers are drawn at the temperature of training, from fixed seeds, before and after;
-and the CPU time of the whole run, start and evaluations included.
+For every kind and seed: one run of configs/tiny/qwen_image_edit_vlm_grpo(_full).yaml. Measured are the colour judge on
+96 held-out instructions, whose answers are drawn as in training, from fixed seeds, before and after; how many answers
+name the right colour, which pixels cannot fake; and the CPU time of the whole run, start and evaluations included.
 
     python benchmarks/vlm_edit.py --seeds 0 1 2 --out benchmarks/results/vlm_edit.json
 """
@@ -71,18 +71,21 @@ def measure(kind: str, seed: int, data: Path, work: Path) -> dict[str, Any]:
 def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
     """Held-out means over the run, and the paired gain from its first to its last evaluation."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "eval"]
-    first, last = (
-        read_metrics(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in (records[0], records[-1])
-    )
-    pairs = [(b["colour"], a["colour"]) for a, b in zip(first, last, strict=True)]
-    gain = paired_difference([a for _, a in pairs], [b for b, _ in pairs])
+    rows = {r["step"]: read_metrics(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in records}
+    asked = [entry["colour"] for entry in json.loads((run.parent / "data/held_out/manifest.json").read_text())]
+    first, last = rows[records[0]["step"]], rows[records[-1]["step"]]
+    gain = paired_difference([row["colour"] for row in last], [row["colour"] for row in first])
+    said = {step: [row["read"] == colour for row, colour in zip(found, asked)] for step, found in rows.items()}
+    agreed = [(row["colour"] > 0.5) == right for row, right in zip(last, said[records[-1]["step"]])]
     return {
         "run": run.name,
         "kind": kind,
         "seed": seed,
         "inputs": inputs(CONFIGS[kind]),
         "tasks": len(first),
-        "held_out": {str(record["step"]): round(record["colour"], 4) for record in records},
+        "held_out": {str(step): round(sum(r["colour"] for r in found) / len(found), 4) for step, found in rows.items()},
+        "says_the_colour": {str(step): round(sum(right) / len(right), 4) for step, right in said.items()},
+        "judge_and_words_agree_at_the_end": sum(agreed),
         "gain": [round(value, 4) for value in gain],
     }
 

@@ -20,6 +20,17 @@ import inputs  # noqa: E402
 import vlm_edit  # noqa: E402
 
 
+def test_the_page_has_these_numbers() -> None:
+    page = (REPOSITORY / "docs/vlm-grpo.md").read_text(encoding="utf-8")
+    for row in ROWS:
+        judged, said = (list(row[key].values()) for key in ("held_out", "says_the_colour"))
+        gain = f"{row['gain'][0]:+.3f} [{row['gain'][1]:+.3f}, {row['gain'][2]:+.3f}]"
+        path = f"{judged[0]:.3f} → {judged[-1]:.3f}"
+        words = f"{said[0]:.3f} → {said[-1]:.3f}"
+        assert f"on {row['judge_and_words_agree_at_the_end']} of 96" in page
+        assert f"| {path} | {gain} | {words} | {row['cpu_seconds']:.0f} s |" in page
+
+
 def test_an_adapter_and_all_weights() -> None:
     assert {row["kind"] for row in ROWS} == {"adapter", "full"}
 

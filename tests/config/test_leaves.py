@@ -34,6 +34,7 @@ RECEIVERS = {
 """Names under which the code holds a section; a section that is not here is held under its own."""
 
 READ_ELSEWHERE = {
+    "VlmGrpoConfig.trl": "option by option, by TRL's own classes",
     "DpoConfig.reference_refresh_every": "through the property DpoConfig.refresh_every",
     "SelfBenchData.resolution": "through the property DataSection.size",
     "CrossBenchData.resolution": "through the property DataSection.size",

@@ -21,7 +21,7 @@ import torch
 torch.set_num_threads(1)
 from trl import GRPOTrainer
 
-def replayed(self, prompt_ids, images, multimodal_fields, num_generations, **options):
+def replayed(self, prompt_ids, images, multimodal_fields, num_generations, *options):
     said, seen = [], {}
     for ids in prompt_ids:
         number = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1

@@ -129,7 +129,7 @@ def test_decay_types_are_those_of_the_page() -> None:
 def test_the_published_files_read_the_variables_as_said() -> None:
     for path in (REPOSITORY / "configs").glob("*.yaml"):
         text = path.read_text(encoding="utf-8")
-        if "extends:" in text:
+        if "extends:" in text or "_vlm_grpo" in path.stem:  # these have a page and tests of their own
             continue
         assert re.search(r'path: "\$\{MODEL_PATH:-', text)
         sft = path.stem.endswith("_sft")

@@ -35,6 +35,7 @@ CHECKED = [
     "extra train",
     "extra serve",
     "extra ocr",
+    "extra vlm",
     "GPUs",
     "model",
     "memory",

@@ -126,6 +126,7 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     vae = {name: tensor.clone() for name, tensor in parts.painter.vae.state_dict().items()}
     policy = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
     trainer = Watched(parts, arguments)
+    trainer.first = False  # no evaluation, which encodes, too
     trainer.train()
     assert len(conditioned) == len(trainer.inputs) == 2
     for responses, inputs in zip(conditioned, trainer.inputs, strict=True):
