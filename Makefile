@@ -49,5 +49,5 @@ clean: ## Remove .venv and caches; runs/ stays
 
 # what tests need besides
 .venv/.installed: .venv/.runtime
-	$(PIP) -e ".[train,serve,ocr,dev]"
+	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,dev]"
 	@touch $@

@@ -47,7 +47,10 @@ TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
         ),
         (
             "rewards.preservation={detect: true}",
-            "rewards.preservation.detect: unknown key; known: paste_back, scorer, url, weight",
+            (
+                "rewards.preservation.detect: unknown key; known: box_margin, box_min_side, crop, gate_floor, "
+                "gate_threshold, gated_by, noise, paste_back, role, scorer, transform, url, weight"
+            ),
         ),
     ],
 )
@@ -63,7 +66,10 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
         (
             "evaluation.data={format: foo, path: x}",
-            "evaluation.data.format: given 'foo'; known: complex_edit, manifest, mmmg, self_bench",
+            (
+                "evaluation.data.format: given 'foo'; known: complex_edit, cross_bench, manifest, mmmg, prompts, "
+                "self_bench"
+            ),
         ),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
         ("rewards.fn={fn: score}", "rewards.fn.fn: given 'score'; write module:function, like my_rewards:score"),
@@ -74,7 +80,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(SCORERS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
         ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, qwen_image_edit, sd_inpaint"),
-        ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft"),
+        ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft, vlm_grpo"),
     ],
 )
 def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Problems) -> None:

@@ -216,6 +216,17 @@ ELEMENTS = [
         ("model.train.scale: given [1, -1]; write a factor of 0 or more, like 1.0, or a list with one for each block"),
     ),
     *DATA_ELEMENTS,
+    *(
+        ("algorithm", f"{{name: vlm_grpo, {key}: {written}}}", f"algorithm.{key}: given {shown}; {says}")
+        for key, written, shown, says in (
+            ("conditioning", "prompt", "'prompt'", "input should be 'response_states' or 'rewrite_text'"),
+            ("negative_encoder", "none", "'none'", "input should be 'base' or 'policy'"),
+            ("images_per_completion", "0", "0", POSITIVE),
+            ("on_overflow", "cut", "'cut'", "input should be 'error' or 'truncate'"),
+        )
+    ),
+    ("rewards", "{completion_quality: {min_words: 0}}", f"rewards.completion_quality.min_words: given 0; {POSITIVE}"),
+    ("rewards", "{completion_quality: {max_words: 0}}", f"rewards.completion_quality.max_words: given 0; {POSITIVE}"),
 ]
 
 
