@@ -59,11 +59,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--images", type=int, default=192, help="held-out words to measure on")
     parser.add_argument("--algorithms", nargs="*", default=["grpo", "nft"], help="of RL, from the adapter of SFT")
-    parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
+    parser.add_argument("--out", type=Path, help="JSON to write")
     parser.add_argument("--grid", type=Path, help="picture to write: reference, base, SFT, RL of the first seed")
     parser.add_argument("--option", action="append", default=[], help="of every run, like training.max_steps=3")
     arguments = parser.parse_args()
-    rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
+    rows: list[Row] = []
+    seeds: list[dict[str, dict[str, list[float]]]] = []
     data, work = arguments.work / "data", arguments.work
     make_data(data, arguments.images)
     for seed in arguments.seeds:
@@ -75,11 +76,10 @@ def main() -> None:
             options = (f"training.max_steps={steps}", "algorithm.warmup_steps=0", start)
             runs[name] = train(name, seed, work, data, *options, *arguments.option)
         found, pictures, examples = measured(runs, arguments.images)
-        for name, run in runs.items():
-            row = describe(name, seed, run, found)
-            rows = [r for r in rows if r["run"] != row["run"]] + [row]
+        seeds.append(found)
+        rows += [describe(name, seed, run, found) for name, run in runs.items()]
         if arguments.out:
-            write(sorted(rows, key=lambda r: r["run"]), arguments.out)
+            write(sorted(rows, key=lambda r: r["run"]), pooled(seeds), arguments.out)
         if arguments.grid and seed == arguments.seeds[0]:
             picture(examples, pictures, 8).save(arguments.grid)
     print(table(rows))
@@ -185,16 +185,31 @@ def describe(name: str, seed: int, run: Path, found: dict[str, dict[str, list[fl
     }
 
 
+def pooled(seeds: Sequence[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
+    """Gains of the mean over seeds of each held-out item, so that an item counts once: run -> measure -> mean and 95 %
+    interval."""
+    gains: dict[str, dict[str, list[float]]] = {}
+    for name in [n for n in seeds[0] if n != "base"]:
+        before = "base" if name == "sft" else "sft"
+        gains[name] = {}
+        for measure in MEASURES:
+            after, start = (np.mean([s[n][measure] for s in seeds], axis=0).tolist() for n in (name, before))
+            gains[name][measure] = [round(v, 4) for v in paired_difference(after, start)]
+    return gains
+
+
 def committed_inputs(algorithm: str) -> dict[str, str]:
     """Digests of the run file, the tiny base and the tiny image encoder."""
     encoder = (tiny_path("image_encoder") / "model.safetensors").read_bytes()
     return inputs(config_file(algorithm)) | {"image_encoder": digest(encoder)}
 
 
-def write(rows: Sequence[Row], out: Path) -> None:
+def write(rows: Sequence[Row], gains: dict[str, dict[str, list[float]]], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     machine = {"cores": os.cpu_count(), "processor": platform.machine(), **environment()["packages"]}
-    out.write_text(json.dumps({"machine": machine, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+    out.write_text(
+        json.dumps({"machine": machine, "rows": list(rows), "pooled": gains}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def table(rows: Sequence[Row]) -> str:

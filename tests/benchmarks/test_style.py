@@ -1,0 +1,47 @@
+"""What the style benchmark found, as committed: adapters carry font and ink over, and DiffusionNFT adds to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOUND: dict[str, Any] = json.loads((REPOSITORY / "benchmarks/results/style.json").read_text(encoding="utf-8"))
+ROWS: list[dict[str, Any]] = FOUND["rows"]
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import style  # noqa: E402
+
+
+def test_three_seeds_each() -> None:
+    runs = {(row["algorithm"], row["seed"]) for row in ROWS}
+    assert runs >= {(name, seed) for name in ("sft", "nft") for seed in range(3)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+def test_a_row_is_of_the_run_file_base_and_encoder_that_lie_here(row: dict[str, Any]) -> None:
+    assert row["inputs"] == style.committed_inputs(row["algorithm"])
+    assert row["images"] >= 192
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["algorithm"] == "sft"], ids=lambda row: row["run"])
+def test_supervision_carries_font_and_ink_over_and_reads_better(row: dict[str, Any]) -> None:
+    assert row["gain"]["font_right"][1] > 0.3 and row["gain"]["ink_error"][2] < -5 and row["gain"]["ocr"][1] > 0
+    held_out = row["held_out"]
+    # it is the reference that is followed: by another item's style the same images are no better than the base
+    assert held_out["shuffled/font_right"] < 0.35 and held_out["shuffled/ink_error"] > held_out["ink_error"] + 5
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["algorithm"] == "nft"], ids=lambda row: row["run"])
+def test_nft_raises_the_likeness_of_the_font_on_every_seed(row: dict[str, Any]) -> None:
+    assert row["gain"]["font_margin"][1] > 0 and row["gain"]["font_right"][0] > 0 and row["gain"]["ocr"][0] > 0
+
+
+def test_nft_raises_reading_and_font_over_seeds() -> None:
+    gain = FOUND["pooled"]["nft"]
+    assert gain["ocr"][1] > 0 and gain["font_right"][1] > 0 and gain["font_margin"][1] > 0
