@@ -17,7 +17,7 @@ from retouch.models.tiny import tiny_pipeline
 from .conftest import random_example
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen_image_edit"])  # whose text needs the picture, too
 def test_a_picture_is_encoded_once_under_every_guidance_and_prompt(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,14 +24,16 @@ SIZE = (32, 64)
 LENGTHS = (9, 30, 17)
 
 Make = Callable[[int, int], Drawing]
+EDITS = 64
 
 
 def picture(number: int, height: int = 32, width: int = 64) -> Image.Image:
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8))
 
 
-def states(length: int, seed: int = 0) -> Tensor:
-    return torch.randn(length, 32, generator=torch.Generator().manual_seed(seed))
+def states(length: int, seed: int = 0, width: int = 32) -> Tensor:
+    """As wide as those of the tiny text encoder; that of edits is `EDITS` wide."""
+    return torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,8 @@ def make(model: QwenModel, request: pytest.FixtureRequest) -> Make:
     """(length of the states, noise seed) -> a drawing: with no source, with one, with two of different sizes."""
     task = request.node.callspec.params["model"]
     sources = {"draw": (), "edit": (picture(1),), "edit_plus": (picture(1), picture(2, 32, 32))}[task]
-    return lambda length, seed: Drawing(states(length, length), seed, SIZE, states(4), sources)
+    width = 32 if task == "draw" else EDITS
+    return lambda length, seed: Drawing(states(length, length, width), seed, SIZE, states(4, width=width), sources)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -114,7 +117,12 @@ def test_a_group_of_one_seed_starts_from_one_noise(model: QwenModel, make: Make)
 
 def test_text_and_sources_and_guidance_all_count(model: QwenModel, make: Make) -> None:
     drawing = make(9, 5)
-    variants = [drawing, replace(drawing, text=states(9, 99)), replace(drawing, negative=states(4, 98))]
+    width = drawing.text.shape[1]
+    variants = [
+        drawing,
+        replace(drawing, text=states(9, 99, width)),
+        replace(drawing, negative=states(4, 98, width)),
+    ]
     if drawing.sources:
         variants.append(replace(drawing, sources=(picture(9), *drawing.sources[1:])))
     images = draw(model, variants, 2, 4.0)
@@ -122,7 +130,7 @@ def test_text_and_sources_and_guidance_all_count(model: QwenModel, make: Make) -
 
 
 def test_drawings_of_several_sizes_keep_their_order(models: dict[str, QwenModel]) -> None:
-    model, text = models["edit"], states(9)
+    model, text = models["edit"], states(9, width=EDITS)
     sizes = [(32, 64), (48, 24), (32, 64)]
     drawings = [Drawing(text, i, size, sources=(picture(i, *size),)) for i, size in enumerate(sizes)]
     images = draw(model, drawings, 2)
@@ -137,7 +145,7 @@ def test_a_source_is_encoded_once(models: dict[str, QwenModel], monkeypatch: pyt
     model, source, encoded = models["edit"], picture(1), []
     stock = model.encode_images
     monkeypatch.setattr(model, "encode_images", lambda images: encoded.append(images) or stock(images))
-    draw(model, [Drawing(states(n), 1, SIZE, sources=(source,)) for n in LENGTHS], 1, batch_size=2)
+    draw(model, [Drawing(states(n, width=EDITS), 1, SIZE, sources=(source,)) for n in LENGTHS], 1, batch_size=2)
     assert len(encoded) == 1
 
 
@@ -180,7 +188,7 @@ def test_a_loaded_folder_draws_without_its_text_encoder() -> None:
         model = family.from_config(config, with_text=False)
         freeze(model)
         with drawing_on(model, "cpu"):
-            [image] = draw(model, [Drawing(states(9), 1, SIZE, sources=sources)], 2)
+            [image] = draw(model, [Drawing(states(9, width=EDITS if sources else 32), 1, SIZE, sources=sources)], 2)
         assert bool(image.isfinite().all()) and model.text is None
 
 
