@@ -45,3 +45,11 @@ def test_nft_raises_the_likeness_of_the_font_on_every_seed(row: dict[str, Any]) 
 def test_nft_raises_reading_and_font_over_seeds() -> None:
     gain = FOUND["pooled"]["nft"]
     assert gain["ocr"][1] > 0 and gain["font_right"][1] > 0 and gain["font_margin"][1] > 0
+
+
+def test_the_page_says_what_was_found() -> None:
+    page = " ".join((REPOSITORY / "docs/style-adapter.md").read_text(encoding="utf-8").split())
+    assert " ".join(style.table(ROWS).split()) in page
+    for measure in ("ocr", "font_right", "font_margin"):
+        mean, low, high = FOUND["pooled"]["nft"][measure]
+        assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in page
