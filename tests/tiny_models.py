@@ -31,8 +31,8 @@ def tiny_model(family: str) -> str:
 
 
 def attentive(pipeline: Any) -> Any:
-    """Random weights hardly look at what they are shown. Larger ones do: another picture moves a pixel by 0.05, and
-    states of the text by more when their places change."""
+    """Random weights hardly look at what they are shown. Larger ones do: another picture moves a pixel by some
+    thousandths, and states of the text by more when their places change."""
     with torch.no_grad():
         for name, weight in pipeline.transformer.named_parameters():
             if weight.ndim > 1 and ("_mod." in name or "attn" in name or "time_text" in name):

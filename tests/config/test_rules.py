@@ -378,7 +378,15 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             ("data={format: prompts, path: x.txt, resolution: 64}",),
             (
                 "data.format: given 'prompts', which has no pictures, but the run needs mask, source of every example; "
-                "set format=manifest, or train what needs none (model.family=qwen_image with full weights or LoRA)"
+                "set format=manifest, or train what needs no more (model.family=qwen_image with full weights or LoRA)"
+            ),
+        ),
+        (
+            ("data={format: complex_edit, path: x, resolution: 64}",),
+            (
+                "data.format: given 'complex_edit', which has sources alone, but the run needs mask, source of every "
+                "example; set format=manifest, or train what needs no more (model.family=qwen_image_edit with full "
+                "weights or LoRA)"
             ),
         ),
         (

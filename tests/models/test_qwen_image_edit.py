@@ -128,7 +128,7 @@ def test_two_pictures_of_different_sizes_are_edit_plus(pipelines: Any, models: A
         images[name] = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
     expected = torch.from_numpy(drawn_by(pipeline, sources, encoded, 4.0, 5))
     torch.testing.assert_close(images["given"], expected, atol=1e-4, rtol=0)
-    assert float((images["swapped"] - expected).abs().max()) > 2e-3  # twenty times what the parity above allows
+    assert float((images["swapped"] - expected).abs().max()) > 2e-3  # 0.007; of the given order, at most 1e-4
 
 
 def text_pairs(condition: Condition) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -24,7 +24,6 @@ SIZE = (32, 64)
 LENGTHS = (9, 30, 17)
 
 Make = Callable[[int, int], Drawing]
-EDITS = 64
 
 
 def picture(number: int, height: int = 32, width: int = 64) -> Image.Image:
@@ -32,8 +31,12 @@ def picture(number: int, height: int = 32, width: int = 64) -> Image.Image:
 
 
 def states(length: int, seed: int = 0, width: int = 32) -> Tensor:
-    """As wide as those of the tiny text encoder; that of edits is `EDITS` wide."""
     return torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
+
+
+def width_of(model: QwenModel) -> int:
+    """Of the text states that its network takes."""
+    return model.network.config.joint_attention_dim
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +60,8 @@ def model(request: pytest.FixtureRequest, models: dict[str, QwenModel]) -> QwenM
 @pytest.fixture
 def make(model: QwenModel, request: pytest.FixtureRequest) -> Make:
     """(length of the states, noise seed) -> a drawing: with no source, with one, with two of different sizes."""
-    task = request.node.callspec.params["model"]
+    task, width = request.node.callspec.params["model"], width_of(model)
     sources = {"draw": (), "edit": (picture(1),), "edit_plus": (picture(1), picture(2, 32, 32))}[task]
-    width = 32 if task == "draw" else EDITS
     return lambda length, seed: Drawing(states(length, length, width), seed, SIZE, states(4, width=width), sources)
 
 
@@ -116,13 +118,8 @@ def test_a_group_of_one_seed_starts_from_one_noise(model: QwenModel, make: Make)
 
 
 def test_text_and_sources_and_guidance_all_count(model: QwenModel, make: Make) -> None:
-    drawing = make(9, 5)
-    width = drawing.text.shape[1]
-    variants = [
-        drawing,
-        replace(drawing, text=states(9, 99, width)),
-        replace(drawing, negative=states(4, 98, width)),
-    ]
+    drawing, width = make(9, 5), width_of(model)
+    variants = [drawing, replace(drawing, text=states(9, 99, width)), replace(drawing, negative=states(4, 98, width))]
     if drawing.sources:
         variants.append(replace(drawing, sources=(picture(9), *drawing.sources[1:])))
     images = draw(model, variants, 2, 4.0)
@@ -130,7 +127,8 @@ def test_text_and_sources_and_guidance_all_count(model: QwenModel, make: Make) -
 
 
 def test_drawings_of_several_sizes_keep_their_order(models: dict[str, QwenModel]) -> None:
-    model, text = models["edit"], states(9, width=EDITS)
+    model = models["edit"]
+    text = states(9, width=width_of(model))
     sizes = [(32, 64), (48, 24), (32, 64)]
     drawings = [Drawing(text, i, size, sources=(picture(i, *size),)) for i, size in enumerate(sizes)]
     images = draw(model, drawings, 2)
@@ -142,10 +140,11 @@ def test_drawings_of_several_sizes_keep_their_order(models: dict[str, QwenModel]
 
 
 def test_a_source_is_encoded_once(models: dict[str, QwenModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, source, encoded = models["edit"], picture(1), []
+    model, source, encoded = models["edit"], picture(31), []  # no other test shows it this one
     stock = model.encode_images
     monkeypatch.setattr(model, "encode_images", lambda images: encoded.append(images) or stock(images))
-    draw(model, [Drawing(states(n, width=EDITS), 1, SIZE, sources=(source,)) for n in LENGTHS], 1, batch_size=2)
+    texts = [states(n, width=width_of(model)) for n in LENGTHS]
+    draw(model, [Drawing(text, 1, SIZE, sources=(source,)) for text in texts], 1, batch_size=2)
     assert len(encoded) == 1
 
 
@@ -188,7 +187,7 @@ def test_a_loaded_folder_draws_without_its_text_encoder() -> None:
         model = family.from_config(config, with_text=False)
         freeze(model)
         with drawing_on(model, "cpu"):
-            [image] = draw(model, [Drawing(states(9, width=EDITS if sources else 32), 1, SIZE, sources=sources)], 2)
+            [image] = draw(model, [Drawing(states(9, width=width_of(model)), 1, SIZE, sources=sources)], 2)
         assert bool(image.isfinite().all()) and model.text is None
 
 

@@ -358,11 +358,13 @@ def _references(run: RunConfig) -> None:
     for name, data in data_sections(run).items():
         if not isinstance(data, PictureSection):
             needs = needed_pictures(run, training=name == "data")
-            if needs and not isinstance(data, ComplexEditData):
+            has = {"source"} if isinstance(data, ComplexEditData) else frozenset[str]()
+            told, family = ("sources alone", "qwen_image_edit") if has else ("no pictures", "qwen_image")
+            if not needs <= has:
                 raise ValueError(
-                    f"{name}.format: given {data.format!r}, which has no pictures, but the run needs "
-                    f"{', '.join(sorted(needs))} of every example; set format=manifest, or train what needs none "
-                    "(model.family=qwen_image with full weights or LoRA)"
+                    f"{name}.format: given {data.format!r}, which has {told}, but the run needs "
+                    f"{', '.join(sorted(needs))} of every example; set format=manifest, or train what needs no more "
+                    f"(model.family={family} with full weights or LoRA)"
                 )
             continue
         if data.reference_strip != reference_strip(run):

@@ -32,6 +32,7 @@ from transformers import Qwen2_5_VLProcessor
 
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.models.flux_fill import pack, unpack
+from retouch.models.inputs import KeptLatents
 from retouch.models.loading import ModelFilesError
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example, ModelSpec
@@ -84,6 +85,7 @@ class QwenModel(ABC):
 
     Attributes:
         text: None where the family was opened to draw from given text states only.
+        kept_latents: `encode_images` of each picture once.
     """
 
     network_name = "transformer"
@@ -111,6 +113,7 @@ class QwenModel(ABC):
         self._mean, self._std = (
             torch.tensor(list(values)).view(1, -1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
         )
+        self.kept_latents = KeptLatents(lambda images: self.encode_images(images))
         self.spec = ModelSpec(
             family=family,
             prediction="flow",
@@ -172,14 +175,14 @@ class QwenModel(ABC):
         return self.vae.decode(frames).sample[:, :, 0].float().clamp(-1, 1)
 
     def encode_picture(self, picture: Image) -> Tensor:
-        """A picture to edit -> latents [1, C, h, w].
+        """A picture to edit -> latents [1, C, h, w], kept for the next time.
 
         Raises:
             ValueError: sides that are no multiples of what the network takes.
         """
         self.require_size((picture.height, picture.width))
-        pixels = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32))
-        return self.encode_images(pixels.permute(2, 0, 1)[None] / 127.5 - 1)
+        pixels = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32)).to(self.device)
+        return self.kept_latents(pixels.permute(2, 0, 1)[None] / 127.5 - 1)
 
     def require_size(self, size: tuple[int, int]) -> None:
         multiple = self.spec.size_multiple

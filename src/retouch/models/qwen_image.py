@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.image_encoder import ImageEncoder
-from retouch.models.inputs import KeptLatents, inpainting_inputs, reference_encoder, reference_inputs
+from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import load_component, open_pipeline
 from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, QwenModel
 from retouch.models.text import TextEncoders
@@ -58,7 +58,6 @@ class QwenImage(QwenModel):
         self.image_encoder = image_encoder
         if image_encoder is not None:
             image_encoder.to(device)
-        self._kept = KeptLatents(lambda images: self.encode_images(images))
 
     @classmethod
     def from_config(
@@ -120,7 +119,7 @@ class QwenImage(QwenModel):
             images, mask = inpainting_inputs(examples, self.spec, self.device)
             size = (images.shape[2], images.shape[3])
             cells = (size[0] // self.spec.downsampling, size[1] // self.spec.downsampling)
-            tensors["source_latents"] = self._kept(images)
+            tensors["source_latents"] = self.kept_latents(images)
             tensors["mask_cells"] = nn.functional.interpolate(mask, size=cells)
             return Condition(tensors, mask, size)
         sizes = {e.size for e in examples}
