@@ -26,6 +26,7 @@ def test_accelerate_reads_the_file(path: Path) -> None:
     engine: Any = load_config_from_file(str(path))
     assert engine.num_processes == int(path.stem.removeprefix("gpu"))
     assert engine.distributed_type == ("NO" if engine.num_processes == 1 else "MULTI_GPU")
+    assert engine.num_machines == (2 if engine.num_processes == 16 else 1)
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=name_of)

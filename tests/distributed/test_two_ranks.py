@@ -137,6 +137,22 @@ def backwards(run: Path, rank: int) -> int:
         return int(file.metadata()["backwards"])
 
 
+def test_two_ranks_of_sharded_weights_train_as_one_process_does(run_yaml: Path) -> None:
+    """FSDP2: each holds a half of every weight, moment and snapshot. More in test_sharded.py."""
+    one = on_one(run_yaml, "optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=5")
+    shape = ("optimizer.batch_size_per_device=1", "optimizer.gradient_accumulation=5")
+    two = on_two(run_yaml, *shape, "training.sharding=fsdp2")
+    halves = [sum(t.numel() for t in load_file(two / f"rank-{rank}.safetensors").values()) for rank in range(2)]
+    alone = load_file(one / "checkpoints" / "step-000003" / "weights" / WEIGHTS)
+    whole = sum(t.numel() for t in alone.values())
+    assert sum(halves) == whole and max(halves) < 0.52 * whole
+    for file in (f"weights/{WEIGHTS}", f"ema/{WEIGHTS}", "snapshots/reference.safetensors"):
+        mine, theirs = (load_file(run / "checkpoints" / "step-000003" / file) for run in (one, two))
+        for name, expected in mine.items():
+            torch.testing.assert_close(theirs[name], expected, atol=1e-5, rtol=0, msg=f"{file}: {name}")
+    same_records(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
+
+
 def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) -> None:
     """Of four groups of two both of rank 0 are flat: the four rows left are two for each, not four and none."""
     four = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")

@@ -111,6 +111,11 @@ def test_the_released_network_is_counted_without_its_files() -> None:
     # fp32 weights, gradients and two moments of the adapters; bf16 network
     assert device_bytes(run, counted) == 16 * 6_377_472 + 2 * 859_535_364
     assert device_bytes(run, counted, world_size=2) == 20 * 6_377_472 + 2 * 859_535_364  # and the exchange of gradients
+    sharded = run.model_copy(update={"training": run.training.model_copy(update={"sharding": "fsdp2"})})
+    assert device_bytes(sharded, counted, world_size=2) == 8 * 6_377_472 + 859_535_364
+    whole = sharded.training.model_copy(update={"shard_gradients": False})
+    sharded = sharded.model_copy(update={"training": whole})
+    assert device_bytes(sharded, counted, world_size=2) == 12 * 6_377_472 + 859_535_364
     assert count_weights(run, Found(problems=["no folder"])) is None
 
 

@@ -27,6 +27,7 @@ def check(run: RunConfig) -> None:
     _objective(run)
     _sizes(run)
     _weights(run)
+    _sharding(run)
 
 
 def trains_on_rewards(run: RunConfig) -> bool:
@@ -314,4 +315,25 @@ def _weights(run: RunConfig) -> None:
         raise ValueError(
             "evaluation.weights: given 'ema', but there is no ema section; set ema.decay=0.999, or "
             "evaluation.weights=raw"
+        )
+
+
+def _sharding(run: RunConfig) -> None:
+    training = run.training
+    if training.sharding == "none":
+        if not training.shard_gradients:
+            raise ValueError(
+                "training.shard_gradients: given false, but training.sharding is none; leave it out, or set "
+                "sharding=fsdp2"
+            )
+        return
+    if run.model.train.kind == "ip_adapter":
+        raise ValueError(
+            "training.sharding: given 'fsdp2', but the files of a style adapter need its frozen weights whole; set "
+            "sharding=none"
+        )
+    if training.mixed_precision == "fp16":
+        raise ValueError(
+            "training.mixed_precision: given 'fp16', whose loss scaler would see only its own piece of the gradients "
+            "under training.sharding=fsdp2; set bf16"
         )

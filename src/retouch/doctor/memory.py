@@ -110,9 +110,14 @@ def _released(family: str) -> Shapes | None:
 
 def device_bytes(run: RunConfig, weights: Counted, world_size: int = 1) -> int:
     """What a process holds on its device before any activation: state of what is trained, frozen weights, and on
-    several processes the buckets in which gradients travel."""
-    state = derive(run, world_size).state_bytes_per_weight + (4 if world_size > 1 else 0)
-    return state * weights.trained + _BYTES[run.model.dtype] * (weights.frozen + weights.others)
+    several processes the buckets in which gradients travel. Of a sharded network its share, of gradients that are not
+    sharded all."""
+    state, frozen = derive(run, world_size).state_bytes_per_weight * weights.trained, weights.frozen
+    gradients = 4 * weights.trained if world_size > 1 else 0
+    if run.training.sharding == "fsdp2":
+        state, frozen = math.ceil(state / world_size), math.ceil(frozen / world_size)
+        gradients = 0 if run.training.shard_gradients else gradients
+    return state + gradients + _BYTES[run.model.dtype] * (frozen + weights.others)
 
 
 def checkpoint_bytes(run: RunConfig, weights: Counted) -> int:
@@ -145,6 +150,7 @@ def memory_line(run: RunConfig, found: Found, gpus: Gpus, world_size: int) -> Li
     if need > has:
         full = run.model.train.kind == "full"
         less = "model.train.kind=lora, ema=null" if full else "a smaller model.train.rank, model.dtype=bf16"
+        less += ", training.sharding=fsdp2 on several devices" if run.training.sharding == "none" else ""
         return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")
     if need > free:
         return Line("fix", "memory", f"{counted}; only {size(free)} is free: end what holds the rest (nvidia-smi)")
