@@ -18,6 +18,8 @@ from retouch.data import Dataset, ItemFiles, load_dataset
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.models import load_model
 from retouch.observe import RunDir, Stopwatch
+from retouch.observe.cost import Costs
+from retouch.observe.timing import stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.types import DiffusionModel
 
@@ -50,6 +52,7 @@ class Run:
     dir: RunDir
     checkpoints: Checkpoints
     clock: Stopwatch
+    costs: Costs
 
     @property
     def guidance_scale(self) -> float:
@@ -64,6 +67,7 @@ class Run:
         return 1.0 if FACTS[self.config.model.family].doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:
+        self.costs.close()
         self.rewards.close()
         self.dir.close()
         self.engine.close()
@@ -91,6 +95,8 @@ def build(config: RunConfig) -> Run:
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
     network = engine.prepare(model.network, gradient_checkpointing=config.training.gradient_checkpointing)
     policy = Policy(model.network)
+    clock = stopwatch(engine.device.type)
+    frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
     if config.model.free_text_encoders:
         model.cache_prompts([p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
         model.release_text_encoders()
@@ -109,7 +115,8 @@ def build(config: RunConfig) -> Run:
         rewards=rewards,
         dir=run_dir,
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
-        clock=Stopwatch(),
+        clock=clock,
+        costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
     )
 
 
