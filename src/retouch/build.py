@@ -17,6 +17,7 @@ from retouch.config.rules import needed_pictures
 from retouch.data import Dataset, ItemFiles, load_dataset
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.models import load_model
+from retouch.models.embeddings import require_prompts
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
@@ -89,6 +90,7 @@ def build(config: RunConfig) -> Run:
     enough_groups(config, derived, data)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
+    require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
     initial_adapter(config.model.train)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)

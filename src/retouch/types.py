@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from PIL.Image import Image
     from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ class Example:
         metadata: further fields of the item; `text` is the text to write.
         win, lose: RGB pictures of which the first is preferred; pairs of offline DPO.
         size: (height, width) in pixels to draw at where there is no source.
+        embedding_path: a file with what text encoders made of the prompt; only flux_fill reads it.
     """
 
     id: int
@@ -46,6 +49,7 @@ class Example:
     win: Image | None = None
     lose: Image | None = None
     size: tuple[int, int] | None = None
+    embedding_path: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,18 @@ def test_what_must_be_there_is_what_is_loaded(family: str, part: str, tmp_path: 
         load_model(model)
 
 
+def test_text_encoders_are_not_missed_where_their_embeddings_are(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_path("flux_fill"), tmp_path / "model"))
+    for part in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
+        shutil.rmtree(folder / part)
+    train = {"kind": "lora"}
+    assert len(find_model(run_of("flux_fill", train, path=str(folder)).model).problems) == 4
+    run = run_of("flux_fill", train, path=str(folder), embeddings="somewhere")
+    assert find_model(run.model).problems == []
+    counted = count_weights(run, find_model(run.model))
+    assert counted is not None and counted.whole and counted.host == 0
+
+
 def test_shards_and_their_index(tmp_path: Path) -> None:
     """diffusers writes large networks in several files."""
     folder = Path(shutil.copytree(tiny_path("flux_fill"), tmp_path / "model"))

@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -56,6 +56,7 @@ class ItemFiles:
     target_path: Path | None = None
     win_path: Path | None = None
     lose_path: Path | None = None
+    embedding_path: Path | None = None
     target: TargetRole = "none"
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -176,6 +177,8 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
         ImageProblem: a file that is missing, unreadable or of the wrong size.
     """
     height, width = config.size
+    if item.embedding_path and not item.embedding_path.is_file():
+        raise ImageProblem(f"{item.embedding_path}: no such file of embeddings")
     source = to_rgb(open_image(item.source_path)) if item.source_path else None
     reference = to_rgb(open_image(item.reference_path)) if item.reference_path else None
     target = to_rgb(open_image(item.target_path)) if item.target_path else None
@@ -218,6 +221,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
                     f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
                 )
     example = Example(item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size)
+    example = replace(example, embedding_path=item.embedding_path)
     return example, {"mask_channel": channel, "scaled": scaled, "window": window}
 
 

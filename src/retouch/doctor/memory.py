@@ -60,7 +60,7 @@ def count_weights(run: RunConfig, found: Found) -> Counted | None:
         frozen=number(shapes) if lora else 0,
         others=sum(sizes.values()) - (0 if stays else text),
         host=0 if stays else text,
-        whole=len(sizes) == len(PIPELINES[run.model.family][1]) - 1,
+        whole=len(sizes) == len(PIPELINES[run.model.family][1]) - 1 or run.model.embeddings is not None,
     )
 
 

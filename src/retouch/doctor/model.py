@@ -77,6 +77,8 @@ def find_model(model: Model) -> Found:
         require_pipeline(str(folder), kind)
     except ModelFilesError as error:
         return Found(problems=[str(error)])
+    if model.embeddings is not None:  # training loads no text encoder
+        networks = {name: expected for name, expected in networks.items() if not name.startswith("text_")}
     weights: dict[str, Shapes] = {}
     problems: list[str] = []
     for name, expected in networks.items():
@@ -186,5 +188,5 @@ def model_lines(model: Model, found: Found) -> Iterator[Line]:
         remedy = "; copy the model anew" if found.folder else ""
         yield Line("fix", "model", f"{here}{'; '.join(found.problems)}{remedy}")
     else:
-        networks = ", ".join(PIPELINES[model.family][1])
+        networks = ", ".join(n for n in PIPELINES[model.family][1] if model.embeddings is None or "text_" not in n)
         yield Line("ok", "model", f"{found.folder}: {networks}, their configs and files complete")

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.image_encoder import ImageEncoder
+from retouch.models.embeddings import open_cache
 from retouch.models.flux_fill import pack, unpack
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import ModelFilesError, load_component, open_pipeline
@@ -125,12 +126,17 @@ class QwenImage:
             ConfigError: no such image encoder.
         """
         path, trained, frozen = open_pipeline(config, "QwenImagePipeline")
-        model = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", frozen)
-        tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
+        stored = open_cache(config)
+        if stored is None:
+            model = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", frozen)
+            tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
+            text = _encoders(model, tokenizer, config.max_sequence_length, device, config.offload_text_encoders)
+        else:
+            text = TextEncoders({}, device, config.offload_text_encoders, stored)
         return cls(
             network=load_component(QwenImageTransformer2DModel, path, "transformer", trained),
             vae=load_component(AutoencoderKLQwenImage, path, "vae", frozen),
-            text=_encoders(model, tokenizer, config.max_sequence_length, device, config.offload_text_encoders),
+            text=text,
             scheduler=load_component(FlowMatchEulerDiscreteScheduler, path, "scheduler", None),
             device=device,
             image_encoder=reference_encoder(config),

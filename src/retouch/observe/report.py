@@ -310,7 +310,8 @@ def _costs(train: Sequence[Record]) -> str:
         f"forward-equivalents, {part}": sum(t.get(f"nfe_{part}", 0.0) for t in times) for part in COUNTED
     }
     images = sum(t.get("images", 0.0) for t in times)
-    rows["forward-equivalents for each image"] = sum(rows.values()) / images if images else 0.0
+    trained = sum(rows.values()) - rows["forward-equivalents, eval"]
+    rows["forward-equivalents for each image"] = trained / images if images else 0.0
     rows |= {"images": images, "images a second": images / whole if whole > 0 else 0.0}
     rows["peak of GPU memory, GiB"] = max((t.get("peak_memory_gib", 0.0) for t in times), default=0.0)
     rows["TFLOP/s"] = sum(t.get("tflops", 0.0) * t["step"] for t in times) / whole if whole > 0 else 0.0
