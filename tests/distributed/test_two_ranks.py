@@ -73,7 +73,7 @@ def in_child(run: Path, name: str, launcher: list[str], *overrides: str, **envir
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment},
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return run.parent / "runs" / name
