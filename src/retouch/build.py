@@ -19,7 +19,10 @@ from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.models import load_model
+from retouch.models.embeddings import require_prompts
 from retouch.observe import RunDir, Stopwatch
+from retouch.observe.cost import Costs
+from retouch.observe.timing import stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.types import DiffusionModel
 
@@ -52,6 +55,7 @@ class Run:
     dir: RunDir
     checkpoints: Checkpoints
     clock: Stopwatch
+    costs: Costs
 
     @property
     def guidance_scale(self) -> float:
@@ -66,6 +70,7 @@ class Run:
         return 1.0 if FACTS[self.config.model.family].doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:
+        self.costs.close()
         self.rewards.close()
         self.dir.close()
         self.engine.close()
@@ -89,12 +94,15 @@ def build(config: RunConfig) -> Run:
         is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
+    require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
     initial_adapter(config.model.train, config.model.family)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
     network = engine.prepare(model.network, gradient_checkpointing=config.training.gradient_checkpointing)
     policy = Policy(model.network)
+    clock = stopwatch(engine.device.type)
+    frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
     if config.model.free_text_encoders:
         model.cache_prompts([p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
         model.release_text_encoders()
@@ -113,7 +121,8 @@ def build(config: RunConfig) -> Run:
         rewards=rewards,
         dir=run_dir,
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
-        clock=Stopwatch(),
+        clock=clock,
+        costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
     )
 
 

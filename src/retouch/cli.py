@@ -310,6 +310,22 @@ def data_split(
         typer.echo(f"{written}: {count} items")
 
 
+@data_app.command("precompute")
+def data_precompute(
+    run: RunFile,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder of the embeddings; what is in it already stays.")] = Path(
+        "embeddings"
+    ),
+) -> None:
+    """Encode all prompts, references and pictures of RUN.yaml; model.embeddings=OUT then trains without encoders."""
+    config = load_run(run, overrides or [])
+    from retouch.precompute import precompute
+
+    counts = precompute(config, out)
+    typer.echo(f"{out}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+
+
 @data_app.command("synth")
 def data_synth(
     out: Annotated[Path, typer.Option(help="Folder to write, in the self_bench layout.")],

@@ -91,7 +91,7 @@ class ImageEncoder:
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """[B, D] fp32 on the CPU."""
-        keys = [_digest(image) for image in images]
+        keys = [picture_key(image) for image in images]
         missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._cache}
         if missing:
             self.model.to(self.device)
@@ -131,5 +131,6 @@ def _preprocessor(path: str) -> dict[str, Any]:
     return {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
 
 
-def _digest(image: Image.Image) -> str:
+def picture_key(image: Image.Image) -> str:
+    """Hash of what a picture shows."""
     return hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()

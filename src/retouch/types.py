@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from PIL.Image import Image
     from torch import Tensor, nn
 
@@ -35,6 +37,7 @@ class Example:
         win, lose: RGB pictures of which the first is preferred; pairs of offline DPO.
         size: (height, width) in pixels to draw at where there is no source.
         strip: RGB, as wide as the source: what the model sees above it, and nobody else (in-context reference).
+        embedding_path: a file with what text encoders made of the prompt; only flux_fill reads it.
     """
 
     id: int
@@ -48,6 +51,7 @@ class Example:
     lose: Image | None = None
     size: tuple[int, int] | None = None
     strip: Image | None = None
+    embedding_path: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
         (
             "model={family: sd_inpaint, max_sequence_length: 77}",
             (
-                "model.max_sequence_length: unknown key; known: dtype, family, free_text_encoders, "
+                "model.max_sequence_length: unknown key; known: dtype, embeddings, family, free_text_encoders, "
                 "offload_text_encoders, path, train"
             ),
         ),

@@ -108,6 +108,7 @@ BOUNDS = [
     ("training.eval_every", "-1", "-1", NOT_NEGATIVE),
     ("training.mixed_precision", "tf32", "'tf32'", "input should be 'no', 'bf16' or 'fp16'"),
     ("training.gradient_checkpointing", "ys", "'ys'", "input should be a valid boolean, unable to interpret input"),
+    ("training.sharding", "zero3", "'zero3'", "input should be 'none' or 'fsdp2'"),
     ("evaluation.num_examples", "0", "0", POSITIVE),
     ("evaluation.images_per_example", "0", "0", POSITIVE),
     ("evaluation.num_steps", "0", "0", POSITIVE),
@@ -294,6 +295,27 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             (
                 "algorithm.timestep_fraction: given 0.5 beside rollout.window; the window already says which steps are "
                 "trained; leave timestep_fraction at 1.0"
+            ),
+        ),
+        (
+            ("training.shard_gradients=false",),
+            (
+                "training.shard_gradients: given false, but training.sharding is none; leave it out, or set "
+                "sharding=fsdp2"
+            ),
+        ),
+        (
+            ("training.sharding=fsdp2", "model.train={kind: ip_adapter}"),
+            (
+                "training.sharding: given 'fsdp2', but the files of a style adapter need its frozen weights whole; set "
+                "sharding=none"
+            ),
+        ),
+        (
+            ("training.sharding=fsdp2", "training.mixed_precision=fp16"),
+            (
+                "training.mixed_precision: given 'fp16', whose loss scaler would see only its own piece of the "
+                "gradients under training.sharding=fsdp2; set bf16"
             ),
         ),
         (

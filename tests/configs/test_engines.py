@@ -24,6 +24,7 @@ from .conftest import CONFIGS, ENGINES, name_of, shrink
 KINDS = {
     "gpu1": (1, "NO"),
     "gpu8": (8, "MULTI_GPU"),
+    "gpu16": (16, "MULTI_GPU"),
     "zero2": (8, "DEEPSPEED"),
     "zero3": (8, "DEEPSPEED"),
     "zero3_offload": (8, "DEEPSPEED"),
@@ -36,6 +37,7 @@ def test_accelerate_reads_the_file(path: Path) -> None:
     engine: Any = load_config_from_file(str(path))
     processes, kind = KINDS[path.stem]
     assert (engine.num_processes, engine.distributed_type) == (processes, kind)
+    assert engine.num_machines == (2 if engine.num_processes == 16 else 1)
     if kind == "DEEPSPEED":
         sharded, offloaded = path.stem != "zero2", path.stem == "zero3_offload"
         assert engine.deepspeed_config["zero_stage"] == (3 if sharded else 2)

@@ -73,7 +73,7 @@ def in_child(run: Path, name: str, launcher: list[str], *overrides: str, **envir
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment},
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return run.parent / "runs" / name
@@ -135,6 +135,22 @@ def ranks_agree_with(alone: Path, two: Path, step: str) -> None:
 def backwards(run: Path, rank: int) -> int:
     with safe_open(run / f"rank-{rank}.safetensors", "pt") as file:
         return int(file.metadata()["backwards"])
+
+
+def test_two_ranks_of_sharded_weights_train_as_one_process_does(run_yaml: Path) -> None:
+    """FSDP2: each holds a half of every weight, moment and snapshot. More in test_sharded.py."""
+    one = on_one(run_yaml, "optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=5")
+    shape = ("optimizer.batch_size_per_device=1", "optimizer.gradient_accumulation=5")
+    two = on_two(run_yaml, *shape, "training.sharding=fsdp2")
+    halves = [sum(t.numel() for t in load_file(two / f"rank-{rank}.safetensors").values()) for rank in range(2)]
+    alone = load_file(one / "checkpoints" / "step-000003" / "weights" / WEIGHTS)
+    whole = sum(t.numel() for t in alone.values())
+    assert sum(halves) == whole and max(halves) < 0.52 * whole
+    for file in (f"weights/{WEIGHTS}", f"ema/{WEIGHTS}", "snapshots/reference.safetensors"):
+        mine, theirs = (load_file(run / "checkpoints" / "step-000003" / file) for run in (one, two))
+        for name, expected in mine.items():
+            torch.testing.assert_close(theirs[name], expected, atol=1e-5, rtol=0, msg=f"{file}: {name}")
+    same_records(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
 
 
 def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) -> None:

@@ -74,6 +74,18 @@ def test_what_must_be_there_is_what_is_loaded(family: str, part: str, tmp_path: 
         load_model(model)
 
 
+def test_text_encoders_are_not_missed_where_their_embeddings_are(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_path("flux_fill"), tmp_path / "model"))
+    for part in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
+        shutil.rmtree(folder / part)
+    train = {"kind": "lora"}
+    assert len(find_model(run_of("flux_fill", train, path=str(folder)).model).problems) == 4
+    run = run_of("flux_fill", train, path=str(folder), embeddings="somewhere")
+    assert find_model(run.model).problems == []
+    counted = counted_of(run)
+    assert counted.whole and set(counted.others) == {"vae"} and host_bytes(run, counted) == 0
+
+
 def test_shards_and_their_index(tmp_path: Path) -> None:
     """diffusers writes large networks in several files."""
     folder = Path(shutil.copytree(tiny_path("flux_fill"), tmp_path / "model"))
@@ -206,6 +218,11 @@ def test_the_released_network_is_counted_without_its_files() -> None:
     # fp32 weights, gradients and two moments of the adapters; bf16 network
     assert device_bytes(run, counted) == 16 * 6_377_472 + 2 * 859_535_364
     assert device_bytes(run, counted, world_size=2) == 20 * 6_377_472 + 2 * 859_535_364  # and the exchange of gradients
+    sharded = run.model_copy(update={"training": run.training.model_copy(update={"sharding": "fsdp2"})})
+    assert device_bytes(sharded, counted, world_size=2) == 8 * 6_377_472 + 859_535_364
+    whole = sharded.training.model_copy(update={"shard_gradients": False})
+    sharded = sharded.model_copy(update={"training": whole})
+    assert device_bytes(sharded, counted, world_size=2) == 12 * 6_377_472 + 859_535_364
     assert count_weights(run, build_networks(run.model, Found(problems=["no folder"]))) is None
     adapter = run_of("sd_inpaint", {"kind": "ip_adapter", "image_encoder": "some/encoder"})
     assert count_weights(adapter, build_networks(adapter.model, Found(missing="elsewhere"))) is None

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
 from retouch.config.schema import OptimizerConfig, TrainingConfig
 from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
 from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.engine import PLUGINS
 
 
 class Plain(nn.Linear):
@@ -97,6 +99,22 @@ def test_fp16_without_a_gpu_is_refused_in_one_sentence() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=r"training\.mixed_precision: given 'fp16'"):
         engine_for(linear(), precision="fp16")
+
+
+def test_sharding_on_one_process_is_none() -> None:
+    """The run file of many GPUs runs on one."""
+    net = linear()
+    made = Engine(TrainingConfig(mixed_precision="no", sharding="fsdp2"), OptimizerConfig(), seed=0)
+    assert made.prepare(net, gradient_checkpointing=False) is net
+    assert type(net) is Plain and type(net.weight) is nn.Parameter
+
+
+def test_the_plugins_of_accelerate_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wrap the network a second time, and save it their way."""
+    for plugin in PLUGINS:
+        monkeypatch.setattr(Accelerator, "distributed_type", plugin)
+        with pytest.raises(ConfigError, match=rf"distributed_type is {plugin.value}; set MULTI_GPU.*sharding=fsdp2"):
+            Engine(TrainingConfig(mixed_precision="no"), OptimizerConfig(), seed=0)
 
 
 def test_bf16_autocasts_the_forward_and_keeps_fp32_weights() -> None:

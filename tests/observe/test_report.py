@@ -114,6 +114,28 @@ def test_the_time_split_adds_up(run: Path) -> None:
     assert f"of {sum(steps):.1f} s of steps" in page
 
 
+def test_what_was_computed_is_that_of_all_steps(run: Path) -> None:
+    """Peaks are peaks, shares are weighted by time, evaluations are no cost of an image."""
+    steps = [
+        {"step": 1.0, "nfe_rollout": 30.0, "nfe_eval": 500.0, "images": 10.0, "peak_memory_gib": 7.0, "mfu": 0.1},
+        {"step": 3.0, "nfe_train_forward": 20.0, "nfe_train_backward": 40.0, "peak_memory_gib": 5.0, "mfu": 0.3},
+    ]
+    records: list[dict[str, Any]] = [
+        {"step": i, "kind": "train", "phase": "rl", "time": t} for i, t in enumerate(steps)
+    ]
+    rewrite(run, lambda old: [r for r in old if r["kind"] != "train"] + records)
+    page = report(run)
+    for name, value in {
+        "forward-equivalents, train_backward": "40",
+        "forward-equivalents for each image": "9",
+        "images a second": "2.5",
+        "peak of GPU memory, GiB": "7",
+        "share of peak FLOP/s": "0.25",
+    }.items():
+        assert f"{name} {value} " in page, name
+    assert "TFLOP/s" not in page
+
+
 @pytest.mark.parametrize(
     ("gains", "word"),
     [

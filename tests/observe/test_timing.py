@@ -70,5 +70,28 @@ def test_the_steps_of_a_run_are_explained(finished: Any) -> None:
     steps = [r["time"] for r in read_metrics(finished("full") / "metrics.jsonl") if r["kind"] == "train"]
     assert len(steps) == 4
     for step in steps:
-        assert set(step) == {*PARTS, "step"}
+        assert set(step) >= {*PARTS, "step", "images", "images_per_s"}
         assert sum(step[part] for part in PARTS) == pytest.approx(step["step"], rel=0.02, abs=1e-3)
+
+
+def test_marks_of_a_device_are_read_when_a_step_is_over() -> None:
+    """A GPU finishes parts later than the program asks for them; only `split` may wait for it."""
+    made: list[float] = []
+    asked: list[tuple[float, float]] = []
+
+    def mark() -> float:
+        made.append(float(len(made)) ** 2)
+        return made[-1]
+
+    def seconds(start: float, end: float) -> float:
+        asked.append((start, end))
+        return end - start
+
+    clock = Stopwatch(mark, seconds)
+    with clock.part("rollout"):  # between the marks 1 and 4
+        pass
+    with clock.part("vae"):  # between the marks 9 and 16
+        pass
+    assert not asked
+    assert spent(clock) == {"rollout": 3.0, "vae": 7.0, "other": (1 - 0) + (9 - 4) + (25 - 16), "step": 25.0}
+    assert asked[0] == (0.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,10 +57,12 @@ class FullWeights:
 
     def __init__(self, network: Any) -> None:
         self._network = network
+        self._class = type(network).__name__  # sharding gives it another
 
     def save(self, state: Mapping[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._network.save_config(folder)
+        config = {**json.loads(self._network.to_json_string()), "_class_name": self._class}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
         save_torch_state_dict(tensors, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
 

@@ -35,8 +35,9 @@ class Derived:
             inner epoch (a backward counts as 2; 1 more with gradient checkpointing). Classifier-free guidance
             doubles what goes through the solver: sampling, and the trained steps of GRPO and PPO.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, all in fp32: the
-            weight, its gradient, two moments of AdamW, and one copy in each snapshot. Frozen weights, activations,
-            autocast's copies and, on several processes, the buckets of the gradient exchange (4 more) come on top.
+            weight, its gradient, two moments of AdamW, and one copy in each snapshot; with training.sharding this is
+            shared out over the devices. Frozen weights, activations, autocast's copies and, on several processes
+            without sharding, the buckets of the gradient exchange (4 more) come on top.
         vision_tokens: tokens of the text encoder that a source of `data` takes; 0 where it reads no pictures.
     """
 

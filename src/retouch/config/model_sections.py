@@ -91,6 +91,9 @@ class FluxFillModel(Section):
     """Keep the text encoders on the CPU and move them to the device only while they encode."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoders from memory altogether."""
+    embeddings: Text | None = None
+    """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
+    not loaded. Null encodes while training."""
     train: Train = TrainLora()
     """What of the network is trained, and how it is saved."""
 
@@ -107,6 +110,9 @@ class SdInpaintModel(Section):
     """Keep the text encoder on the CPU and move it to the device only while it encodes."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
+    embeddings: Text | None = None
+    """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
+    not loaded. Null encodes while training."""
     train: Train = TrainLora()
     """What of the network is trained, and how it is saved."""
 
@@ -126,6 +132,9 @@ class QwenImageModel(Section):
     """Keep the text encoder on the CPU and move it to the device only while it encodes."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
+    embeddings: Text | None = None
+    """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
+    not loaded. Null encodes while training."""
     train: Train = TrainLora()
     """What of the network is trained, and how it is saved."""
 
@@ -158,6 +167,8 @@ class QwenImageEditModel(Section):
     """Keep the text encoder on the CPU and move it to the device only while it encodes."""
     free_text_encoders: bool = False
     """Must stay false: what the text encoder reads depends on the picture."""
+    embeddings: Text | None = None
+    """Must stay null, for the same reason."""
     train: Train = TrainLora()
     """What of the network is trained, and how it is saved."""
 

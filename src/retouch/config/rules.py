@@ -59,6 +59,7 @@ def check(run: RunConfig) -> None:
     _weights(run)
     _held_out(run)
     _curriculum(run)
+    _sharding(run)
 
 
 def trains_on_rewards(run: RunConfig) -> bool:
@@ -112,6 +113,11 @@ def _model(run: RunConfig) -> None:
         raise ValueError(
             f"model.free_text_encoders: given true, but what the text encoder of {run.model.family} reads depends on "
             "the picture, so that it is needed all along; set offload_text_encoders=true"
+        )
+    if FACTS[run.model.family].edits and run.model.embeddings is not None:
+        raise ValueError(
+            f"model.embeddings: given {run.model.embeddings!r}, but what the text encoder of {run.model.family} reads "
+            "depends on the picture, and embeddings are kept by the prompt; leave it out"
         )
 
 
@@ -475,3 +481,24 @@ def _curriculum(run: RunConfig) -> None:
                 f"{name}.curriculum: given {data.curriculum}, but a curriculum is of rollouts, which draw from data; "
                 "leave it out"
             )
+
+
+def _sharding(run: RunConfig) -> None:
+    training = run.training
+    if training.sharding == "none":
+        if not training.shard_gradients:
+            raise ValueError(
+                "training.shard_gradients: given false, but training.sharding is none; leave it out, or set "
+                "sharding=fsdp2"
+            )
+        return
+    if run.model.train.kind == "ip_adapter":
+        raise ValueError(
+            "training.sharding: given 'fsdp2', but the files of a style adapter need its frozen weights whole; set "
+            "sharding=none"
+        )
+    if training.mixed_precision == "fp16":
+        raise ValueError(
+            "training.mixed_precision: given 'fp16', whose loss scaler would see only its own piece of the gradients "
+            "under training.sharding=fsdp2; set bf16"
+        )

@@ -134,6 +134,16 @@ def _untouched(run: RunConfig) -> None:
         )
     if model.free_text_encoders:
         raise ValueError("model.free_text_encoders: given true, but the text encoder is what is trained; leave it out")
+    if model.embeddings is not None:
+        raise ValueError(
+            f"model.embeddings: given {model.embeddings!r}, but the text encoder is what is trained; leave it out"
+        )
+    for key in ("sharding", "shard_gradients"):
+        if getattr(run.training, key) != getattr(type(run.training)(), key):
+            raise ValueError(
+                f"training.{key}: given {getattr(run.training, key)!r}, but vlm_grpo is sharded by TRL's trainer; "
+                "leave it out, and launch with configs/accelerate/fsdp2.yaml or zero2.yaml"
+            )
     pairs: list[tuple[str, Section, Section]] = [
         ("optimizer", run.optimizer, type(run.optimizer)()),
         ("rollout", run.rollout, type(run.rollout)()),

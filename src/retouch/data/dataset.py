@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -74,6 +74,7 @@ class ItemFiles:
     target_path: Path | None = None
     win_path: Path | None = None
     lose_path: Path | None = None
+    embedding_path: Path | None = None
     target: TargetRole = "none"
     reference_mask_path: Path | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -209,6 +210,8 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
         ImageProblem: a file that is missing, unreadable or of the wrong size.
     """
     height, width = config.size
+    if item.embedding_path and not item.embedding_path.is_file():
+        raise ImageProblem(f"{item.embedding_path}: no such file of embeddings")
     if not isinstance(config, PictureSection | ComplexEditData):
         example = Example(item.id, item.prompt, metadata=item.metadata, size=config.size)
         return example, {"mask_channel": None, "scaled": (width, height), "window": (0, 0, width, height)}
@@ -273,6 +276,7 @@ def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, 
     example = Example(
         item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size, strip
     )
+    example = replace(example, embedding_path=item.embedding_path)
     return example, {"mask_channel": channel, "scaled": scaled, "window": window}
 
 

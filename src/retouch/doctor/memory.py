@@ -150,16 +150,27 @@ def _family_targets(family: str) -> Sequence[str]:
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
     """What a process holds before any activation: state of what is trained (on several processes with the buckets in
-    which gradients travel) in fp32, and frozen weights in the precision of the run file."""
+    which gradients travel) in fp32, and frozen weights in the precision of the run file. Of a sharded network its
+    share; of gradients that are not sharded all."""
     trained, small = weights.trained, _BYTES[run.model.dtype]
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
     state = {f"{what}, trained": 4, "gradients": 4, "optimizer": 8}
     state |= {f"snapshot {name}" if name != "ema" else "ema": 4 for name in sorted(snapshots(run))}
-    state |= {"exchange of gradients": 4} if world_size > 1 else {}
+    shared = world_size if run.training.sharding == "fsdp2" else 1
+    whole: dict[str, int] = {}
+    if world_size > shared:
+        whole = {"exchange of gradients": 4}
+    elif shared > 1 and not run.training.shard_gradients:
+        whole = {"gradients, until exchanged": 4}
     frozen = {"style adapter, frozen": weights.adapter, "network, frozen": weights.frozen, **weights.others}
     return [
-        *(Part(name, trained, size * trained) for name, size in state.items()),
-        *(Part(name, n, small * n, name in weights.waiting) for name, n in frozen.items() if n),
+        *(Part(name, trained, math.ceil(size * trained / shared)) for name, size in state.items()),
+        *(Part(name, trained, size * trained) for name, size in whole.items()),
+        *(
+            Part(name, n, math.ceil(small * n / (shared if name == "network, frozen" else 1)), name in weights.waiting)
+            for name, n in frozen.items()
+            if n
+        ),
     ]
 
 
@@ -253,6 +264,7 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
     )
     if need > has:
         less = _LESS[run.model.train.kind]
+        less += ", training.sharding=fsdp2 on several devices" if run.training.sharding == "none" else ""
         return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")
     if need > free:
         return Line("fix", "memory", f"{counted}; only {size(free)} is free: end what holds the rest (nvidia-smi)")

@@ -80,7 +80,7 @@ def find_model(model: Model) -> Found:
         from retouch.models.loading import ModelFilesError, component_path, require_pipeline
     except ImportError:
         return Found(missing="not looked at: that needs the train extra")
-    kind, networks = PIPELINES[model.family]
+    kind, networks = PIPELINES[model.family][0], loaded(model)
     if isinstance(model, QwenImageEditModel):
         kind = EDIT_PIPELINES[model.variant]
     try:
@@ -105,6 +105,12 @@ def find_model(model: Model) -> Found:
         problems += _processor(folder / "processor")
     problems += [] if (folder / "scheduler/scheduler_config.json").is_file() else ["no scheduler/scheduler_config.json"]
     return Found(folder, weights, problems)
+
+
+def loaded(model: Model) -> dict[str, str]:
+    """Component -> class of what training loads: no text encoder where `model.embeddings` stands for it."""
+    networks = PIPELINES[model.family][1]
+    return {name: kind for name, kind in networks.items() if model.embeddings is None or not name.startswith("text_")}
 
 
 def _downloaded(hub_id: str) -> Path | None:
@@ -220,5 +226,5 @@ def model_lines(model: Model, found: Found) -> Iterator[Line]:
         remedy = "; copy the model anew" if found.folder else ""
         yield Line("fix", "model", f"{here}{'; '.join(found.problems)}{remedy}")
     else:
-        networks = ", ".join(PIPELINES[model.family][1])
+        networks = ", ".join(loaded(model))
         yield Line("ok", "model", f"{found.folder}: {networks}, their configs and files complete")

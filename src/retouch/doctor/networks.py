@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.errors import ConfigError
 from retouch.config.families import ADAPTERS
 from retouch.config.model_sections import Model, TrainIpAdapter
-from retouch.doctor.model import PIPELINES, Found
+from retouch.doctor.model import PIPELINES, Found, loaded
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
@@ -52,7 +52,7 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         return Networks()
     if found.problems and found.folder is None:
         return Networks()
-    kinds = PIPELINES[model.family][1]
+    kinds = loaded(model)
     folder = found.folder or (_fetch(model, list(kinds)) if download else None)
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
@@ -68,7 +68,8 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         parts[network] = on_meta(family_class(model.family).released_network)
     # where one cannot be had, waiting for the other is in vain
     encoder, width = _encoder(model, download=download and folder is not None)
-    needed = len(kinds) + (model.train.kind == "ip_adapter")
+    encoder = None if model.embeddings is not None else encoder  # its vectors are there already
+    needed = len(kinds) + (model.train.kind == "ip_adapter" and model.embeddings is None)
     return Networks(parts, encoder, width, len(parts) + (encoder is not None) == needed)
 
 

@@ -74,7 +74,8 @@ class Checkpoints:
         *,
         pinned: bool = False,
     ) -> Path:
-        """Write checkpoint `step`; an existing complete one of that step is replaced.
+        """Write checkpoint `step`; an existing complete one of that step is replaced. Every process must ask; the first
+        one writes, whole weights where they are sharded, so that any number of processes can go on from it.
 
         Args:
             state: JSON values the recipe goes on from.
@@ -82,20 +83,17 @@ class Checkpoints:
         """
         folder = self.root / f"step-{step:06d}"
         everyones = None if tensors is None else engine.gather_list([dict(tensors)])  # each rank has rows of its own
+        writing = self.root / f".writing-{folder.name}"
         if engine.is_main:
             self.root.mkdir(parents=True, exist_ok=True)
             for leftover in self.root.glob(".writing-*"):
                 shutil.rmtree(leftover)
-            writing = self.root / f".writing-{folder.name}"
             writing.mkdir()
-            self._save_weights(policy.state(), writing / "weights")
-            for name in policy.snapshots:
-                if name == "ema":
-                    self._save_weights(policy.state("ema"), writing / "ema")
-                else:
-                    (writing / "snapshots").mkdir(exist_ok=True)
-                    _save_tensors(policy.state(name), writing / "snapshots" / f"{name}.safetensors")
-            torch.save(engine.state_dict(), writing / "optimizer.pt")
+        for name in (None, *policy.snapshots):  # one after the other: whole weights may fill the memory of a process
+            self._save_policy(policy.whole(name, keep=engine.is_main), name, writing, engine)
+        optimizer = engine.state_dict()
+        if engine.is_main:
+            torch.save(optimizer, writing / "optimizer.pt")
             torch.save(rng_state(), writing / "rng.pt")
             if everyones is not None:
                 rows = {f"{rank}/{name}": t for rank, own in enumerate(everyones) for name, t in own.items()}
@@ -115,6 +113,15 @@ class Checkpoints:
             self._prune()
         engine.barrier()
         return folder
+
+    def _save_policy(self, weights: Mapping[str, Tensor], name: str | None, writing: Path, engine: Engine) -> None:
+        if not engine.is_main:
+            return
+        if name in (None, "ema"):
+            self._save_weights(weights, writing / (name or "weights"))
+            return
+        (writing / "snapshots").mkdir(exist_ok=True)
+        _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step."""

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from retouch.config.errors import ConfigError
+from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
+"""What accelerate would wrap the network in by itself, and save in files of its own."""
 
 
 class Diverged(RuntimeError):
@@ -25,7 +34,8 @@ class Diverged(RuntimeError):
 class Engine:
     """Precision, gradients, collectives.
 
-    Collectives run once an optimizer step (`sum`, `step`), never inside the loop over micro-batches.
+    Collectives run once an optimizer step (`sum`, `step`), never inside the loop over micro-batches; where weights are
+    sharded, they are gathered for each forward and backward besides, so that every process must take as many.
     """
 
     def __init__(self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int) -> None:
@@ -37,10 +47,16 @@ class Engine:
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
+        if self.accelerator.distributed_type in PLUGINS:
+            raise ConfigError(
+                f"accelerate's configuration: distributed_type is {self.accelerator.distributed_type.value}; set "
+                "MULTI_GPU (configs/accelerate), and in the run file training.sharding=fsdp2 to shard weights"
+            )
         if training.mixed_precision == "fp16" and self.device.type == "cpu":
             # accelerate would run in fp32 without a word
             raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
         set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
+        self.training = training
         self.config = optimizer
         self.network: nn.Module | None = None
         self.optimizer: Any = None
@@ -74,8 +90,16 @@ class Engine:
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
         network.eval()
+        sharded = self.training.sharding == "fsdp2" and self.world_size > 1
+        if self.training.sharding == "fsdp2" and not sharded:
+            logger.info("training.sharding=fsdp2 on one process: there is nothing to share out")
+        if sharded:  # accelerate only autocasts
+            network = self.accelerator.prepare_model(network, device_placement=False, evaluation_mode=True)
+            shard(network, self.device, self.world_size, self.training.mixed_precision)
+            self.network = network
+        else:
+            self.network = self.accelerator.prepare_model(network)
         self._parameters = [p for p in network.parameters() if p.requires_grad]
-        self.network = self.accelerator.prepare_model(network)
         return self.network
 
     def new_optimizer(self) -> None:
@@ -96,8 +120,13 @@ class Engine:
 
     @contextlib.contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch; gradients are exchanged in the last one only."""
+        """Around forward and backward of one micro-batch; gradients are exchanged in the last one only, or in each
+        where they are kept sharded."""
         assert self.network is not None
+        if isinstance(self.network, FSDPModule):
+            self.network.set_requires_gradient_sync(last or self.training.shard_gradients)
+            yield
+            return
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.network):
             yield
 
@@ -112,7 +141,8 @@ class Engine:
             Diverged: a gradient norm that is not finite, outside fp16.
         """
         total = self.accelerator.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
-        norm = float(torch.as_tensor(total))
+        total = total.full_tensor() if isinstance(total, DTensor) else torch.as_tensor(total)
+        norm = float(total)
         scaled = self.accelerator.scaler is not None
         if not scaled and not torch.isfinite(torch.tensor(norm)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -151,12 +181,13 @@ class Engine:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and loss scaler."""
+        """Optimizer, whole where it is sharded, and loss scaler. Every process must ask; the first one's counts."""
         scaler = self.accelerator.scaler
-        return {"optimizer": self.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}
+        moments = whole_optimizer(self.optimizer.state_dict(), keep=self.is_main)
+        return {"optimizer": moments, "scaler": scaler.state_dict() if scaler else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(sharded_optimizer(state["optimizer"], self._parameters))
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

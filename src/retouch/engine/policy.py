@@ -1,4 +1,7 @@
-"""The trained weights and their named snapshots."""
+"""The trained weights and their named snapshots.
+
+Where weights are sharded, everything here is about this process's pieces: a snapshot is as small as they are.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from retouch.engine.sharding import piece, piece_of, whole_of
 
 
 class Policy:
@@ -29,13 +34,13 @@ class Policy:
 
     def snapshot(self, name: str) -> None:
         """Copy the current weights under a name, replacing what stood there."""
-        self.snapshots[name] = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self.snapshots[name] = {n: piece(p.detach()).clone() for n, p in self.parameters.items()}
 
     def blend(self, name: str, decay: float) -> None:
         """snapshot <- decay · snapshot + (1 - decay) · weights."""
         with torch.no_grad():
             for n, average in self.snapshots[name].items():
-                average.lerp_(self.parameters[n].detach().to(average.dtype), 1 - decay)
+                average.lerp_(piece(self.parameters[n].detach()).to(average.dtype), 1 - decay)
 
     @contextmanager
     def use(self, name: str | None) -> Iterator[None]:
@@ -55,29 +60,45 @@ class Policy:
                     self._swap(name)
 
     def state(self, name: str | None = None) -> dict[str, Tensor]:
-        """Weights by parameter name: the current ones, or a snapshot."""
+        """Weights by parameter name: the current ones, or a snapshot. Pieces where they are sharded."""
         if name is None:
-            return {n: p.detach() for n, p in self.parameters.items()}
+            return {n: piece(p.detach()) for n, p in self.parameters.items()}
         return self.snapshots[name]
 
+    def whole(self, name: str | None = None, *, keep: bool = True) -> dict[str, Tensor]:
+        """`state`, gathered where it is sharded. Every process must ask.
+
+        Args:
+            keep: False on processes that only take part: they drop what they gather, and get nothing.
+        """
+        kept: dict[str, Tensor] = {}
+        for n, part in self.state(name).items():  # one at a time: no device holds all of it
+            tensor = whole_of(part, self.parameters[n])
+            if keep:
+                kept[n] = tensor if tensor is part else tensor.cpu()
+        return kept
+
     def load(self, state: Mapping[str, Tensor], name: str | None = None) -> None:
-        """Fill the current weights or a snapshot.
+        """Fill the current weights or a snapshot from whole tensors.
 
         Raises:
             ValueError: names or shapes that do not match exactly.
         """
         check_state(state, self.parameters)
         if name is not None:
-            self.snapshots[name] = {n: state[n].to(p.device, p.dtype).clone() for n, p in self.parameters.items()}
+            self.snapshots[name] = {
+                n: piece_of(state[n], p).to(p.device, p.dtype).clone() for n, p in self.parameters.items()
+            }
             return
         with torch.no_grad():
             for n, p in self.parameters.items():
-                p.copy_(state[n])
+                piece(p).copy_(piece_of(state[n], p))
 
     def _swap(self, name: str) -> None:
         for n, other in self.snapshots[name].items():
-            mine = self.parameters[n].data.clone()
-            self.parameters[n].data.copy_(other)
+            active = piece(self.parameters[n].data)
+            mine = active.clone()
+            active.copy_(other)
             other.copy_(mine)
 
 

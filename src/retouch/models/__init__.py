@@ -27,4 +27,11 @@ def family_class(family: str) -> Any:
 
 def load_model(config: Model, device: Any = "cpu") -> DiffusionModel:
     """Load what `model:` of a run file names; the network stays on the CPU until the engine places it."""
-    return family_class(config.family).from_config(config, device)
+    model = family_class(config.family).from_config(config, device)
+    if config.embeddings is not None:
+        from retouch.models.embeddings import open_cache, through_cache
+
+        cache = open_cache(config)
+        assert cache is not None
+        model.encode_images = through_cache(cache, model.encode_images, model.device)
+    return model

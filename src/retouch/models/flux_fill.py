@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.image_encoder import ImageEncoder
+from retouch.models.embeddings import open_cache
 from retouch.models.inputs import KeptLatents, inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
@@ -117,17 +120,17 @@ class FluxFill:
             ConfigError: no such image encoder.
         """
         path, trained, frozen = open_pipeline(config, "FluxFillPipeline")
+        stored, encoders = open_cache(config), {}
+        network = load_component(FluxTransformer2DModel, path, "transformer", trained)
+        if stored is None:
+            encoders = {
+                "text": TextEncoder.load(T5EncoderModel, path, "_2", frozen, config.max_sequence_length),
+                "pooled": TextEncoder.load(CLIPTextModel, path, "", frozen, output="pooler_output"),
+            }
         return cls(
-            network=load_component(FluxTransformer2DModel, path, "transformer", trained),
+            network=network,
             vae=load_component(AutoencoderKL, path, "vae", frozen),
-            text=TextEncoders(
-                {
-                    "text": TextEncoder.load(T5EncoderModel, path, "_2", frozen, config.max_sequence_length),
-                    "pooled": TextEncoder.load(CLIPTextModel, path, "", frozen, output="pooler_output"),
-                },
-                device,
-                config.offload_text_encoders,
-            ),
+            text=TextEncoders(encoders, device, config.offload_text_encoders, stored=stored),
             scheduler=load_component(FlowMatchEulerDiscreteScheduler, path, "scheduler", None),
             device=device,
             image_encoder=reference_encoder(config),
@@ -172,13 +175,27 @@ class FluxFill:
         """Text, masked-image latents, unshuffled mask and vectors of the references of examples of one size."""
         images, mask = inpainting_inputs(examples, self.spec, self.device)
         tensors = {
-            **self.text.encode([e.prompt for e in examples]),
+            **self._text(examples),
             "masked_latents": self._kept(images * (1 - mask)),
             "mask_cells": nn.functional.pixel_unshuffle(mask, self._factor),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
             **reference_inputs(examples, self.image_encoder, self.device),
         }
         return Condition(tensors, mask, (images.shape[2], images.shape[3]))
+
+    def _text(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Of the files that examples name; what they lack is encoded."""
+        rows = [given_embeddings(e.embedding_path) if e.embedding_path else {} for e in examples]
+        for row, example in zip(rows, examples, strict=True):
+            if row.keys() != {"text", "pooled"}:
+                made = self.text.of(example.prompt)
+                if "text" in row and row["text"].shape != made["text"].shape:
+                    raise ModelFilesError(
+                        f"{example.embedding_path}: prompt_embeds of {tuple(row['text'].shape)}, but the model makes "
+                        f"{tuple(made['text'].shape)}; set model.max_sequence_length={len(row['text'])}, or encode anew"
+                    )
+                row.update({name: t for name, t in made.items() if name not in row})
+        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in ("text", "pooled")}
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
@@ -217,6 +234,32 @@ class FluxFill:
 
     def release_text_encoders(self) -> None:
         self.text.release()
+
+
+def given_embeddings(path: Path) -> dict[str, Tensor]:
+    """A torch file with T5's states [S, D] or [1, S, D], or a dict with them as `prompt_embeds` and optionally
+    `pooled_prompt_embeds` [D] or [1, D] -> `text` [S, D] and, where it is there, `pooled` [D].
+
+    Raises:
+        ModelFilesError: not such a file.
+    """
+    try:
+        found: Any = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise ModelFilesError(f"{path}: no torch file of tensors ({str(error).splitlines()[0]})") from None
+    found = {"prompt_embeds": found} if isinstance(found, Tensor) else found
+    tensors = found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    given: dict[str, Tensor] = {}
+    for name, key, rank in (("text", "prompt_embeds", 2), ("pooled", "pooled_prompt_embeds", 1)):
+        tensor: Any = tensors.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if isinstance(tensor, Tensor):
+            tensor = tensor[0] if tensor.ndim == rank + 1 and len(tensor) == 1 else tensor
+            if tensor.ndim != rank:
+                raise ModelFilesError(f"{path}: {key} is {list(tensor.shape)}; it must have {rank} dimensions")
+            given[name] = tensor
+    if "text" not in given:
+        raise ModelFilesError(f"{path}: holds no tensor, and no dict with prompt_embeds")
+    return given
 
 
 def _reference(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:

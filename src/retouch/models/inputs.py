@@ -14,6 +14,7 @@ from torch import Tensor
 from retouch.config.families import ADAPTERS
 from retouch.image_encoder import ImageEncoder
 from retouch.imaging import stack_above
+from retouch.models.embeddings import StoredVectors, open_cache
 from retouch.models.loading import DTYPES
 from retouch.types import Example, ModelSpec
 
@@ -56,6 +57,9 @@ def reference_encoder(config: Model) -> ImageEncoder | None:
     train = config.train
     if train.kind != "ip_adapter":
         return None
+    stored = open_cache(config)
+    if stored is not None:
+        return StoredVectors(stored, stored.vector_width())
     return ImageEncoder.load(train.image_encoder or ADAPTERS[config.family].image_encoder, DTYPES[config.dtype])
 
 

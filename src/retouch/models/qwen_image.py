@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.image_encoder import ImageEncoder
+from retouch.models.embeddings import open_cache
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import load_component, open_pipeline
 from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, QwenModel
@@ -70,8 +71,11 @@ class QwenImage(QwenModel):
             ConfigError: no such image encoder.
         """
         path, trained, frozen = open_pipeline(config, "QwenImagePipeline")
+        stored = open_cache(config)
         text = None
-        if with_text:
+        if stored is not None:
+            text = TextEncoders({}, device, config.offload_text_encoders, stored=stored)
+        elif with_text:
             model = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", frozen)
             tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
             text = _encoders(model, tokenizer, config.max_sequence_length, device, config.offload_text_encoders)

@@ -22,6 +22,7 @@ from transformers import CLIPTextModel
 
 from retouch.core.schedule import AlphaBarSchedule
 from retouch.image_encoder import ImageEncoder
+from retouch.models.embeddings import open_cache
 from retouch.models.inputs import KeptLatents, inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import ModelFilesError, load_component, open_pipeline
 from retouch.models.text import TextEncoder, TextEncoders
@@ -110,12 +111,13 @@ class SdInpaint:
             ConfigError: no such image encoder.
         """
         path, trained, frozen = open_pipeline(config, "StableDiffusionInpaintPipeline")
+        stored = open_cache(config)
+        network = load_component(UNet2DConditionModel, path, "unet", trained)
+        encoders = {"text": TextEncoder.load(CLIPTextModel, path, "", frozen)} if stored is None else {}
         return cls(
-            network=load_component(UNet2DConditionModel, path, "unet", trained),
+            network=network,
             vae=load_component(AutoencoderKL, path, "vae", frozen),
-            text=TextEncoders(
-                {"text": TextEncoder.load(CLIPTextModel, path, "", frozen)}, device, config.offload_text_encoders
-            ),
+            text=TextEncoders(encoders, device, config.offload_text_encoders, stored=stored),
             scheduler=load_component(DDIMScheduler, path, "scheduler", None),
             device=device,
             image_encoder=reference_encoder(config),

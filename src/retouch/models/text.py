@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from retouch.config.errors import ConfigError
+from retouch.models.embeddings import EmbeddingCache
 from retouch.models.loading import load_component
 
 CACHE_SIZE = 2048
@@ -75,13 +77,14 @@ class TextEncoders:
         device: torch.device | str = "cpu",
         offload: bool = True,
         capacity: int = CACHE_SIZE,
+        stored: EmbeddingCache | None = None,  # where prompts are looked up instead
     ) -> None:
         self.encoders = dict(encoders)
+        self.stored = stored
         self.offload = offload
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
-        self._names = tuple(encoders)
-        self._cache: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+        self._cache: OrderedDict[Hashable, dict[str, Tensor]] = OrderedDict()
         self._capacity = capacity
         self.to(device)
 
@@ -102,7 +105,16 @@ class TextEncoders:
             self._cache.move_to_end(prompt)
         while len(self._cache) > self._capacity:
             self._cache.popitem(last=False)
-        return {name: torch.stack([row[i] for row in rows]).to(self.device) for i, name in enumerate(self._names)}
+        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+
+    def of(self, prompt: str) -> dict[str, Tensor]:
+        """What is kept of a prompt, by name, on the CPU: tensors without a batch.
+
+        Raises:
+            RuntimeError: as `encode`.
+        """
+        self._fill([prompt])
+        return self._cache[prompt]
 
     def cache(self, prompts: Sequence[str]) -> None:
         """Encode now and keep."""
@@ -118,15 +130,29 @@ class TextEncoders:
         missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
         if not missing:
             return
+        if self.stored is not None:
+            for prompt in missing:
+                self._cache[prompt] = self._look_up(self.stored, prompt)
+            return
         if not self.encoders:
             raise RuntimeError(
                 f"the text encoders were released and {missing[0]!r} is not cached; set model.free_text_encoders=false"
             )
         self._place(self.device)
         for prompt in missing:  # one by one: an embedding must not depend on what it was batched with
-            self._cache[prompt] = tuple(encoder([prompt])[0].cpu() for encoder in self.encoders.values())
+            self._cache[prompt] = {name: encoder([prompt])[0].cpu() for name, encoder in self.encoders.items()}
         if self.offload:
             self._place(torch.device("cpu"))
+
+    @staticmethod
+    def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:
+        found = stored.text(prompt)
+        if found is None:
+            raise ConfigError(
+                f"model.embeddings: {stored.folder} lacks the prompt {prompt!r}; run `retouch data precompute` again, "
+                "or set model.embeddings=null"
+            )
+        return found
 
     def _place(self, device: torch.device) -> None:
         for encoder in self.encoders.values():

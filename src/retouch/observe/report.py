@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from retouch.config.errors import ConfigError
+from retouch.observe.cost import COUNTED
 from retouch.observe.run_dir import read_metrics
 from retouch.observe.statistics import paired_difference
 from retouch.observe.timing import PARTS
@@ -94,6 +95,7 @@ def write_report(run: Path) -> Path:
             _readings(rows),
             _curves(by_kind),
             _time_split(by_kind["train"]),
+            _costs(by_kind["train"]),
             _details(run),
         )
     )
@@ -298,6 +300,24 @@ def _time_split(train: Sequence[Record]) -> str:
         f"<h2>Where the time went</h2><div class=bar>{bar}</div>"
         f"<table><tr><th></th><th>seconds</th><th></th></tr>{rows}{total}</table>"
     )
+
+
+def _costs(train: Sequence[Record]) -> str:
+    """What the network computed, of the first process."""
+    times = [r["time"] for r in train]
+    whole = sum(t["step"] for t in times)
+    rows: dict[str, float] = {
+        f"forward-equivalents, {part}": sum(t.get(f"nfe_{part}", 0.0) for t in times) for part in COUNTED
+    }
+    images = sum(t.get("images", 0.0) for t in times)
+    trained = sum(rows.values()) - rows["forward-equivalents, eval"]
+    rows["forward-equivalents for each image"] = trained / images if images else 0.0
+    rows |= {"images": images, "images a second": images / whole if whole > 0 else 0.0}
+    rows["peak of GPU memory, GiB"] = max((t.get("peak_memory_gib", 0.0) for t in times), default=0.0)
+    rows["TFLOP/s"] = sum(t.get("tflops", 0.0) * t["step"] for t in times) / whole if whole > 0 else 0.0
+    rows["share of peak FLOP/s"] = sum(t.get("mfu", 0.0) * t["step"] for t in times) / whole if whole > 0 else 0.0
+    shown = "".join(f"<tr><td>{name}</td><td>{value:,.4g}</td></tr>" for name, value in rows.items() if value)
+    return f"<h2>What was computed</h2><table>{shown}</table>" if shown else ""
 
 
 def _details(run: Path) -> str:

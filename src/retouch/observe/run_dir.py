@@ -2,8 +2,9 @@
 
     RUN/config.yaml  environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
 
-metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings stand
-under "time" and in no other key, so that two runs can be compared with them left out.
+metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings, and
+what else a step cost the first process, stand under "time" and in no other key, so that two runs can be compared with
+them left out.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 PARTS = (
     "rollout",
@@ -23,13 +24,30 @@ PARTS = (
 
 
 class Stopwatch:
-    """Charges wall time to named parts; an inner part is not counted in the outer one, and "other" is the rest, so
-    that the parts of a step sum to the step exactly."""
+    """Charges time to named parts; an inner part is not counted in the outer one, and "other" is the rest, so that the
+    parts of a step sum to the step exactly.
 
-    def __init__(self) -> None:
-        self._spent: dict[str, float] = defaultdict(float)
+    On a GPU a part ends when the device is done with it, not when the program has asked for it: the marks between parts
+    are events in the device's queue, and are read at `split` alone, which is the only place that waits for it.
+
+    Args:
+        mark: makes a mark of now; None takes the time of the CPU.
+        seconds: between two marks; may wait until both have passed.
+    """
+
+    def __init__(
+        self, mark: Callable[[], Any] | None = None, seconds: Callable[[Any, Any], float] | None = None
+    ) -> None:
+        self._mark_now = mark or (lambda: time.perf_counter())
+        self._seconds = seconds or (lambda start, end: end - start)
+        self._marks: list[tuple[str, Any]] = []
         self._stack: list[str] = []
-        self._mark = self._start = time.perf_counter()
+        self._start = self._mark_now()
+
+    @property
+    def current(self) -> str:
+        """The part that time is charged to now."""
+        return self._stack[-1] if self._stack else "other"
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -47,13 +65,31 @@ class Stopwatch:
     def split(self) -> dict[str, float]:
         """Seconds by part since the last split, with their sum as "step"; starts anew."""
         self._charge()
-        total = self._mark - self._start
-        parts = {name: self._spent.get(name, 0.0) for name in PARTS}
-        self._spent.clear()
-        self._start = self._mark
-        return {**parts, "step": total}
+        spent: dict[str, float] = defaultdict(float)
+        start = self._start
+        for name, end in self._marks:
+            spent[name] += self._seconds(start, end)
+            start = end
+        self._marks, self._start = [], start
+        return {**{name: spent.get(name, 0.0) for name in PARTS}, "step": sum(spent.values())}
 
     def _charge(self) -> None:
-        now = time.perf_counter()
-        self._spent[self._stack[-1] if self._stack else "other"] += now - self._mark
-        self._mark = now
+        self._marks.append((self.current, self._mark_now()))
+
+
+def stopwatch(device_type: str) -> Stopwatch:
+    """The one for computations on a device."""
+    if device_type != "cuda":
+        return Stopwatch()
+    import torch
+
+    def mark() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    return Stopwatch(mark, seconds)

@@ -129,6 +129,7 @@ def given_pairs(session: Session, data: EncodedData) -> Pairs:
     run, optimizer, step = session.run, session.run.config.optimizer, session.progress.step
     per_rank = optimizer.batch_size_per_device * optimizer.gradient_accumulation
     chosen = batch_examples(len(run.data), per_rank * run.engine.world_size, run.config.seed, step)
+    run.costs.images += 2 * per_rank
     rows = range(run.engine.rank * per_rank, (run.engine.rank + 1) * per_rank)
     positions = [chosen[row] for row in rows]
     return Pairs(

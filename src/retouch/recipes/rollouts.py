@@ -180,6 +180,7 @@ def roll_out(session: Session, data: EncodedData, algorithm: RlConfig, slots: Se
         trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=guard)
     with run.clock.part("vae"):
         images = without_strip(to_uint8(run.model.decode(trajectory.final)), examples)
+    run.costs.images += len(slots)
     items = items_of(examples, images, [e.id for e in examples])
     return Rollouts(list(slots), seeds, [trajectory], [PendingBatch(items, run.rewards.submit(items))], [])
 

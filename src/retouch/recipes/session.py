@@ -164,9 +164,9 @@ class Session:
         last = progress.step >= training.max_steps
         evaluate_now = training.eval_every and progress.step % training.eval_every == 0
         save_now = training.checkpoint_every and progress.step % training.checkpoint_every == 0
-        self.run.dir.log(
-            "train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, self.run.clock.split()
-        )
+        seconds = self.run.clock.split()
+        seconds |= self.run.costs.split(seconds["step"])
+        self.run.dir.log("train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, seconds)
         self._bar.update(self._task, completed=progress.step)
         self._watch_kl(values)
         if evaluate_now and not last:

@@ -80,6 +80,7 @@ def supervised_phase(session: Session, until: int, lr: float, shifted: bool, obj
         positions = batch_examples(len(run.warmup_data), total, config.seed, progress.step)
         rows = range(engine.rank * per_rank, (engine.rank + 1) * per_rank)
         chunks = [rows[start : start + micro] for start in range(0, per_rank, micro)]
+        run.costs.images += per_rank
         losses = [partial(_loss, session, data, positions, chunk, shifted, objective, total) for chunk in chunks]
         values, updated = optimizer_step(session, losses, session.learning_rate(lr, progress.step, until))
         session.end_step(values, updated=updated)

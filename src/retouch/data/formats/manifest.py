@@ -1,6 +1,7 @@
 """A JSON list, or JSONL with one object a line: `prompt`, and optionally `image_path` (what is repainted or edited;
-none for text to image), `id`, `mask_path`, `reference_path`, `target_path`, `win_path` and `lose_path`, `text`; other
-keys are kept as metadata. Relative paths start from the manifest's folder or from `data.image_root`.
+none for text to image), `id`, `mask_path`, `reference_path`, `target_path`, `win_path` and `lose_path`, `text`, and
+`t5_embedding_path`, which flux_fill reads instead of encoding the prompt; other keys are kept as metadata. Relative
+paths start from the manifest's folder or from `data.image_root`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from retouch.data.dataset import DataError, ItemError, ItemFiles
 if TYPE_CHECKING:
     from retouch.config.data_sections import ManifestData
 
-_PATHS = ("image_path", "mask_path", "reference_path", "target_path", "win_path", "lose_path")
+_PATHS = ("image_path", "mask_path", "reference_path", "target_path", "win_path", "lose_path", "t5_embedding_path")
 
 
 def list_items(config: ManifestData) -> list[ItemFiles | ItemError]:
@@ -95,6 +96,7 @@ def _item(entry: Any, position: int, root: Path) -> ItemFiles | ItemError:
         target_path=paths["target_path"],
         win_path=paths["win_path"],
         lose_path=paths["lose_path"],
+        embedding_path=paths["t5_embedding_path"],
         target="file" if paths["target_path"] else "none",
         metadata={key: value for key, value in entry.items() if key not in known},
     )

@@ -1,0 +1,227 @@
+"""Sharded weights (FSDP2) on two processes are replicated ones, and those of one process: torchrun, gloo, a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from retouch.observe.run_dir import read_metrics
+from tests.command_line import retouch
+from tests.conftest import small_run
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+ONE = ("optimizer.batch_size_per_device=2",)
+SHARDED = ("training.sharding=fsdp2",)
+DPO = "algorithm={name: dpo, beta: 100.0, timesteps_per_pair: 2, inner_epochs: 2}"
+NFT = "algorithm={name: nft, kl_weight: 0.1, timesteps_per_image: 2, inner_epochs: 2}"
+ODE = ("rollout.window=null", "rollout.noise_level=null")
+SD = ("model={family: sd_inpaint, path: tiny, dtype: fp32, train: {kind: full}}", "rollout.noise_level=null")
+
+CASES: dict[str, tuple[str, ...]] = {
+    "flux_grpo": (),
+    "flux_dpo": (DPO, *ODE),  # three pairs: one process has one pair less
+    "flux_nft": (NFT, *ODE),
+    "sd_grpo": SD,
+    "sd_dpo": (*SD, DPO, *ODE),
+    "sd_nft": (*SD, NFT, *ODE),
+    "sft": ("algorithm={name: sft}", "training.gradient_checkpointing=true"),
+    "lora": ("model.train={kind: lora, rank: 4, alpha: 8}",),
+    "flat": ("rollout.group_size=2", "rollout.global_groups_per_batch=4"),
+}
+"""Name of a comparison -> what its runs have in common beside `run_yaml`."""
+
+ONLY_SHARDED = {
+    "whole_gradients": ("training.shard_gradients=false",),
+    "slow": (),
+}
+"""Runs that must equal flux_grpo."""
+
+
+def on_two(runs: Sequence[Sequence[Any]], timeout: float = 2400) -> subprocess.CompletedProcess[str]:
+    """Runs of `many_runs`, one after the other in two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocess.run(
+        [*launcher, "-m", "tests.distributed.many_runs", json.dumps(runs)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        timeout=timeout,
+    )
+
+
+def write_run(signs: Path, folder: Path) -> Path:
+    """Two steps on the nine images of three groups, which lie across the processes; one slot is padding.
+
+    Sampled one by one and once, so that all have the same pixels, and so the same rewards, to the last bit: pixels are
+    whole numbers, and rounding would tip some of them over. AdamW's eps is raised, or it would blow up rounding where a
+    gradient is almost 0.
+    """
+    run = small_run(
+        signs,
+        folder / "runs",
+        algorithm__kl_weight=0.01,
+        algorithm__inner_epochs=2,
+        rollout__group_size=3,
+        rollout__global_groups_per_batch=3,
+        rollout__batch_size_per_device=1,
+        optimizer__eps=1e-3,
+        optimizer__lr=1e-4,
+        optimizer__batch_size_per_device=1,
+        optimizer__gradient_accumulation=5,
+        training__max_steps=2,
+        evaluation__num_examples=1,
+        evaluation__grid_examples=0,
+        ema={"decay": 0.5},
+    )
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with every run of `CASES` as `NAME-one`, `NAME-ddp` and `NAME-fsdp2`, and the others by their name."""
+    folder = tmp_path_factory.mktemp("sharded")
+    run = write_run(signs, folder)
+    two: list[list[Any]] = []
+    for name, options in CASES.items():
+        fault = ["flat"] if name == "flat" else []
+        two.append([fault, "train", str(run), f"name={name}-ddp", *options])
+        two.append([fault, "train", str(run), f"name={name}-fsdp2", *options, *SHARDED])
+    for name, options in ONLY_SHARDED.items():
+        two.append([["slow"] if name == "slow" else [], "train", str(run), f"name={name}", *options, *SHARDED])
+    bf16 = ("algorithm={name: sft}", "training.mixed_precision=bf16")
+    two.append([[], "train", str(run), "name=bf16-ddp", *bf16])
+    two.append([[], "train", str(run), "name=bf16-fsdp2", *bf16, *SHARDED])
+    two.append([[], "train", str(run), "name=resumed", *SHARDED])
+    done = on_two(two)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for name, options in CASES.items():
+        if name != "flat":
+            outcome = retouch("train", run, f"name={name}-one", *options, *ONE)
+            assert outcome.code == 0, outcome.err
+    return folder
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return read_metrics(run / "metrics.jsonl")
+
+
+def same_numbers(one: Path, two: Path, tolerance: float = 1e-5) -> None:
+    """Every number that was logged, timings aside."""
+    first, second = records(one), records(two)
+    assert [(r["kind"], r["step"]) for r in first] == [(r["kind"], r["step"]) for r in second]
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"time"}:
+            numeric = isinstance(a[name], float)
+            assert b[name] == (pytest.approx(a[name], rel=0, abs=tolerance) if numeric else a[name]), (a["step"], name)
+
+
+def same_weights(one: Path, two: Path, step: str = "step-000002") -> None:
+    """In the weights, the averages and every snapshot of a checkpoint."""
+    files = sorted(p.relative_to(one) for p in (one / "checkpoints" / step).rglob("*.safetensors"))
+    assert files == sorted(p.relative_to(two) for p in (two / "checkpoints" / step).rglob("*.safetensors"))
+    assert len(files) >= 2
+    for file in files:
+        mine, theirs = load_file(one / file), load_file(two / file)
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            assert float((tensor - theirs[name]).abs().max()) <= 1e-5, (file, name)
+
+
+def held(run: Path, rank: int) -> dict[str, Any]:
+    return json.loads((run / f"rank-{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "flat"])
+def test_sharded_is_replicated_is_one_process(runs: Path, name: str) -> None:
+    one, ddp, sharded = (runs / "runs" / f"{name}-{engine}" for engine in ("one", "ddp", "fsdp2"))
+    norms = [r["grad_norm"] for r in records(one) if r["kind"] == "train"]
+    assert len(norms) == 2 and min(norms) > 5e-4  # numbers that 1e-5 can tell apart
+    for other in (ddp, one):
+        same_numbers(other, sharded)
+        same_weights(other, sharded)
+
+
+def test_every_process_holds_a_half(runs: Path) -> None:
+    """Of weights, moments and snapshots; the halves are the whole."""
+    for name in ("flux_nft-fsdp2", "sd_nft-fsdp2"):
+        first, second = (held(runs / "runs" / name, rank) for rank in range(2))
+        trained = first["trained"]
+        assert trained == second["trained"] > 1e6
+        for part in ("weights", "moments"):
+            whole = trained * (2 if part == "moments" else 1)
+            assert first[part] + second[part] == whole
+            assert first[part] == pytest.approx(whole / 2, rel=0.02)
+        assert first["snapshots"].keys() == {"ema", "old", "reference"}
+        for snapshot in first["snapshots"]:
+            assert first["snapshots"][snapshot] + second["snapshots"][snapshot] == trained
+    replicated = held(runs / "runs" / "flux_nft-ddp", 0)
+    assert replicated["weights"] == replicated["trained"]
+
+
+@pytest.mark.parametrize("name", ONLY_SHARDED)
+def test_late_rewards_and_whole_gradients_change_nothing(runs: Path, name: str) -> None:
+    same_numbers(runs / "runs" / "flux_grpo-one", runs / "runs" / name)
+    same_weights(runs / "runs" / "flux_grpo-one", runs / "runs" / name)
+
+
+def test_a_process_with_dead_groups_alone_does_not_hang(runs: Path) -> None:
+    """Both groups of the first process are flat; the four rows left are dealt out, two each."""
+    same_numbers(runs / "runs" / "flat-ddp", runs / "runs" / "flat-fsdp2")
+    assert [held(runs / "runs" / "flat-fsdp2", rank)["backwards"] for rank in range(2)] == [4, 4]
+    rows = [r["rows"] for r in records(runs / "runs" / "flat-fsdp2") if r["kind"] == "train"]
+    assert rows == [4.0, 4.0]  # of eight, in each of two steps
+
+
+def test_weights_that_are_gathered_in_bf16_train_as_whole_ones_under_autocast(runs: Path) -> None:
+    """Not with the same roundings."""
+    for a, b in zip(records(runs / "runs" / "bf16-ddp"), records(runs / "runs" / "bf16-fsdp2"), strict=True):
+        if a["kind"] == "train":
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.02)
+            assert b["loss"] == pytest.approx(a["loss"], rel=0.01)
+
+
+def test_two_one_two_processes_resume_as_if_nothing_had_happened(runs: Path) -> None:
+    """An epoch each: sharded on two, replicated on one, sharded on two; against one process throughout."""
+    run, name = runs / "run.yaml", ("name=resumed", "resume=auto")
+    on_one = retouch("train", run, *name, "training.max_steps=4", *ONE)
+    assert on_one.code == 0, on_one.err
+    again = on_two([[[], "train", str(run), *name, "training.max_steps=6", *SHARDED]])
+    assert again.returncode == 0, again.stderr[-4000:]
+    whole = retouch("train", run, "name=whole", "training.max_steps=6", *ONE)
+    assert whole.code == 0, whole.err
+    a, b = ([r for r in records(runs / "runs" / name) if r["kind"] == "train"] for name in ("whole", "resumed"))
+    assert [r["step"] for r in b] == [1, 2, 3, 4, 5, 6]
+    for mine, theirs in zip(a, b, strict=True):
+        for name in ("loss", "grad_norm", "kl", "error"):
+            assert theirs.get(name, 0.0) == pytest.approx(mine.get(name, 0.0), rel=0, abs=1e-5), (mine["step"], name)
+    same_weights(runs / "runs" / "whole", runs / "runs" / "resumed", "step-000006")
+
+
+def test_a_checkpoint_of_sharded_weights_is_a_diffusers_folder(runs: Path) -> None:
+    config = json.loads(
+        (runs / "runs" / "flux_grpo-fsdp2" / "checkpoints" / "step-000002" / "weights" / "config.json").read_text()
+    )
+    assert config["_class_name"] == "FluxTransformer2DModel"
+
+
+def test_a_process_that_fails_stops_the_other(signs: Path, tmp_path: Path) -> None:
+    run = write_run(signs, tmp_path)
+    done = on_two([[["raise"], "train", str(run), "name=t", *SHARDED]], timeout=600)
+    assert done.returncode != 0
+    assert "fails on purpose" in done.stdout + done.stderr
+    assert not list((tmp_path / "runs" / "t" / "checkpoints").glob("step-*"))
