@@ -79,7 +79,8 @@ class NoRewards:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
-    def submit(self, items: Sequence[Any]) -> NoRewards:
+    def submit(self, items: Sequence[Any], *, training: bool = True) -> NoRewards:
+        del training  # there are no rewards for evaluations alone
         self._count = len(items)
         return self
 

@@ -253,8 +253,8 @@ def test_models_with_missing_weights(run_yaml: Callable[..., Path], model: Path)
     path = run_yaml(model__path=str(model))
     file = "diffusion_pytorch_model.safetensors"
     for part, kind, weights, name in (  # what is loaded last comes first
-        ("text_encoder_2", "T5EncoderModel", "model.safetensors", "encoder.final_layer_norm.weight"),
         ("vae", "AutoencoderKL", file, "decoder.conv_in.bias"),
+        ("text_encoder_2", "T5EncoderModel", "model.safetensors", "encoder.final_layer_norm.weight"),
         ("transformer", "FluxTransformer2DModel", file, "proj_out.bias"),
     ):
         tensors = load_file(model / part / weights)

@@ -159,10 +159,16 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+TOO_SMALL = (
+    "set model.train.kind=lora, ema=null, training.sharding=fsdp2 on several devices or "
+    "model.offload_text_encoders=true, or take a larger one"
+)
+
+
 @pytest.mark.parametrize(
     ("memory", "free", "said"),
     [
-        (2**24, 2**24, "set model.train.kind=lora, ema=null or model.offload_text_encoders=true, or take a larger one"),
+        (2**24, 2**24, TOO_SMALL),
         (2**30, 2**24, "only 16 MiB is free: end what holds the rest (nvidia-smi)"),
     ],
 )
