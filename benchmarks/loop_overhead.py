@@ -79,12 +79,12 @@ class NoRewards:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
-    def submit(self, items: Sequence[Any], *, training: bool = True) -> NoRewards:
-        del training  # there are no rewards for evaluations alone
+    def submit(self, items: Sequence[Any], **_: Any) -> NoRewards:
         self._count = len(items)
         return self
 
-    def result(self) -> Scores:
+    def result(self, aside_s: float | None = None) -> Scores:
+        del aside_s  # nothing is waited for
         return Scores({"preservation": [Score(i / 10) for i in range(self._count)]}, {"preservation": 1.0})
 
 
