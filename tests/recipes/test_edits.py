@@ -70,7 +70,7 @@ def edit_run(
         model=model,
         data=section,
         warmup_data=None,
-        evaluation={"data": section, "num_examples": 2, "grid_examples": 1},
+        evaluation={"data": section, "num_examples": 2, "grid_examples": 1, "allow_overlap": True},
         algorithm=algorithm,
         rollout__window={"size": 1, "range": [0, 0.5]} if algorithm["name"] == "grpo" else None,
         rollout__noise_level=None,
