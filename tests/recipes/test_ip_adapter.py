@@ -244,7 +244,7 @@ def test_sample_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) 
     assert same == {"00002-0.png"}  # the one whose own reference it is
     assert not np.array_equal(drawn["single"]["00000-0.png"], drawn["single other"]["00000-0.png"])
     refused = retouch("sample", "--run", finished, *one, "--out", tmp_path / "refused")
-    assert refused.code == 2 and "--image needs --reference: the run trained a style adapter" in refused.err
+    assert refused.code == 2 and "--image needs --reference: the run trained with style pictures" in refused.err
 
 
 def test_eval_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) -> None:

@@ -350,9 +350,10 @@ class Session:
             return
         if self._saved_at != self.progress.step:
             self.save(None if between_epochs else rollouts, pinned=late)
-        received = f"received {self._stop or 'a signal on another process'}"
-        reason = received if signalled else f"training.max_minutes = {limit} reached"
-        if alarmed:
+        reason = f"training.max_minutes = {limit} reached"
+        if signalled:
+            reason = f"received {self._stop or 'a signal on another process'}"
+        elif alarmed:
             reason = self._alarm or "an alarm on the first process"
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
         raise Stopped(f"{reason} at step {self.progress.step}", code=3 if signalled or alarmed else 0)
