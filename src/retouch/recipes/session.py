@@ -286,7 +286,7 @@ class Session:
     def _watch_kl(self, values: Mapping[str, float]) -> None:
         if "kl" in values:
             self._kl.append(values["kl"])
-            alarm = kl_jumps(self._kl)
+            alarm = kl_jumps(list(self._kl))
             if alarm is not None:
                 self._alert(alarm, stop=False)
                 self._kl.clear()  # once for each jump
