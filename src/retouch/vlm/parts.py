@@ -103,9 +103,6 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
     asked = {item.prompt for item in data.items}  # of an edit it is picture and instruction that are learnt together
     seen = held_out is not None and any(item.prompt in asked for item in trained_on(held_out, data))
     policy, processor, task = load_policy(config)
-    painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
-    painter.network.to(device)
-    freeze(painter)
     return Parts(
         config=config,
         algorithm=algorithm,
@@ -114,7 +111,7 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
         processor=processor,
         task=task,
         drop=prefix_length(tokenizer_of(processor), task),
-        painter=painter,
+        painter=load_painter(config, "cpu" if algorithm.offload_painter else device),
         data=data,
         eval_data=held_out or data,
         eval_is_held_out=held_out is not None and not seen,
@@ -122,6 +119,18 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
         dir=run_dir,
         clock=Stopwatch(),
     )
+
+
+def load_painter(config: RunConfig, device: Any) -> QwenModel:
+    """The frozen diffusion network and autoencoder of a run file, without a text encoder.
+
+    Raises:
+        ModelFilesError: a component is missing or of another class.
+    """
+    painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
+    painter.network.to(device)
+    freeze(painter)
+    return painter
 
 
 def load_policy(config: RunConfig) -> tuple[Any, Any, Task]:
