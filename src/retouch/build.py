@@ -14,7 +14,7 @@ from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.algorithm_sections import RlConfig
 from retouch.config.families import FACTS
-from retouch.config.rules import needed_pictures
+from retouch.config.needs import needed_pictures
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy

@@ -23,7 +23,7 @@ from retouch.config.algorithm_sections import RlConfig
 from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
 from retouch.config.errors import nearest
 from retouch.config.families import FACTS
-from retouch.config.rules import needed_pictures, takes_references
+from retouch.config.needs import needed_pictures, takes_references
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at

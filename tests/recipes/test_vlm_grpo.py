@@ -19,7 +19,7 @@ pytest.importorskip("trl")
 from retouch.config import load_run
 from retouch.data import curriculum_order
 from retouch.engine import CheckpointError
-from retouch.models.qwen import ChatStates
+from retouch.models.qwen_text import ChatStates
 from retouch.models.response import Responses
 from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
 from retouch.types import Failure, Score, Scores

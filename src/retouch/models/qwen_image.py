@@ -24,7 +24,8 @@ from retouch.image_encoder import ImageEncoder
 from retouch.models.embeddings import open_cache
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import load_component, open_pipeline
-from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, QwenModel
+from retouch.models.qwen import LORA_TARGETS, NEGATIVE, QwenModel
+from retouch.models.qwen_text import ChatStates
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example
 

@@ -26,7 +26,8 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from retouch.config.families import EDIT_PIPELINES, EditVariant, shown_size
 from retouch.models.inputs import optional_masks
 from retouch.models.loading import load_component, open_pipeline
-from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, ImageTextProcessor, QwenModel, picture_tensors
+from retouch.models.qwen import LORA_TARGETS, NEGATIVE, QwenModel, picture_tensors
+from retouch.models.qwen_text import ChatStates, ImageTextProcessor
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example
 

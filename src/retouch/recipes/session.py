@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from torch import Tensor
@@ -30,6 +29,7 @@ from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluat
 from retouch.observe import Stopwatch
 from retouch.observe.guards import evaluation_alarms, kl_jumps, score_drifts
 from retouch.observe.run_dir import read_metrics
+from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example
 
@@ -306,9 +306,14 @@ class Session:
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
         self.progress = Progress(**state["progress"])
-        inside = (folder / "rollouts.safetensors").exists()
-        _may_go_on(folder, state["config"], dump_run(self.config), self.progress.phase, inside_epoch=inside)
-        _same_run(state["config"], dump_run(self.config))
+        may_go_on(
+            folder,
+            state["config"],
+            dump_run(self.config),
+            after_warmup=self.progress.phase == "rl",
+            inside_epoch=(folder / "rollouts.safetensors").exists(),
+        )
+        warn_of_changes(state["config"], dump_run(self.config))
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
@@ -382,60 +387,3 @@ class Session:
         logger.info("derived: %s", run.derived.as_dict())
         if not run.eval_is_held_out:
             logger.warning("evaluating on training examples, which says little; set evaluation.data to others")
-
-
-SAMPLED_WITH = ("pairs", "inner_epochs", "region", "region_dilation", "seam_weight", "log_prob_mode", "guard")
-"""Options of an algorithm that rollouts still to be trained on depend on, as they do on `rollout`: with others the
-recorded log-probabilities would be of another policy, or the steps of the epoch other ones."""
-
-
-def _may_go_on(folder: Path, saved: str, current: str, phase: Phase, *, inside_epoch: bool) -> None:
-    """Refuse a checkpoint of another algorithm or family, and one whose rollouts do not fit the run file.
-
-    Args:
-        saved, current: run files.
-        inside_epoch: whether the checkpoint holds rollouts to train on.
-
-    Raises:
-        CheckpointError: with the first option that must be set back.
-    """
-    before, now = yaml.safe_load(saved), yaml.safe_load(current)
-    for section, name in (("model", "family"), ("algorithm", "name")):
-        _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
-    if phase == "rl" and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
-        raise CheckpointError(
-            f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
-            "set algorithm.kl_weight=0, or start a new run under another name=..."
-        )
-    if not inside_epoch:
-        return
-    remedy = "or resume from a checkpoint without rollouts.safetensors"
-    keys = [("rollout", name) for name in now["rollout"] if name != "batch_size_per_device"]
-    for section, name in [*keys, *(("algorithm", name) for name in SAMPLED_WITH)]:
-        _same(folder, "lies inside an epoch of", section, name, before, now, remedy)
-    rows = [
-        one["optimizer"]["batch_size_per_device"] * one["optimizer"]["gradient_accumulation"] for one in (before, now)
-    ]
-    if rows[0] != rows[1]:
-        raise CheckpointError(
-            f"{folder}: lies inside an epoch of optimizer steps on {rows[0]} rows per device, the run file makes them "
-            f"{rows[1]}; set optimizer.batch_size_per_device x gradient_accumulation back, {remedy}"
-        )
-
-
-def _same(
-    folder: Path, what: str, section: str, name: str, before: dict[str, Any], now: dict[str, Any], remedy: str
-) -> None:
-    given, kept = now[section].get(name), before[section].get(name, now[section].get(name))
-    if given != kept:
-        raise CheckpointError(
-            f"{folder}: {what} {section}.{name}={kept}, the run file says {given}; set it back, {remedy}"
-        )
-
-
-def _same_run(saved: str, current: str) -> None:
-    """Warn of every line of the run file that changed since the checkpoint."""
-    before, now = saved.splitlines(), current.splitlines()
-    for line in now:
-        if line not in before and not line.startswith("resume:"):
-            logger.warning("changed since the checkpoint: %s", line.strip())

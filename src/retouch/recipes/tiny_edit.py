@@ -36,7 +36,7 @@ from retouch.config.errors import ConfigError
 from retouch.data.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted
 from retouch.data.sampler import derive_seed
 from retouch.models import family_class
-from retouch.models.qwen import chat, template
+from retouch.models.qwen_text import chat, template
 from retouch.models.tiny import tiny_pipeline
 from retouch.rollout import Drawing, draw, freeze
 

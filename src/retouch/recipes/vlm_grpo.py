@@ -39,7 +39,7 @@ from retouch.data import curriculum_order
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import rng_state, set_rng_state
 from retouch.evaluate import save_evaluation
-from retouch.models.qwen import Task
+from retouch.models.qwen_text import Task
 from retouch.models.response import Responses
 from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics

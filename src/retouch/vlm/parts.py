@@ -19,13 +19,14 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from retouch.build import can_begin
 from retouch.config import RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
-from retouch.config.rules import needed_pictures
+from retouch.config.needs import needed_pictures
 from retouch.config.vlm import VlmDerived, derive_vlm
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.models import family_class
 from retouch.models.loading import DTYPES, component_path, load_component
-from retouch.models.qwen import CHAT_TEMPLATE, ImageTextProcessor, QwenModel, Task, prefix_length, system_text
+from retouch.models.qwen import QwenModel
+from retouch.models.qwen_text import CHAT_TEMPLATE, ImageTextProcessor, Task, prefix_length, system_text
 from retouch.models.response import Responses
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable

@@ -17,7 +17,7 @@ from retouch.data import Dataset
 from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
 from retouch.models import family_class
-from retouch.models.qwen import prefix_length
+from retouch.models.qwen_text import prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import freeze
