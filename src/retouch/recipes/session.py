@@ -10,7 +10,6 @@ import logging
 import math
 import signal
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
 from retouch.observe import Stopwatch
-from retouch.observe.guards import evaluation_alarms, kl_jumps, score_drifts
+from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
@@ -84,7 +83,7 @@ class Session:
         self._stop: str | None = None
         self._alarm: str | None = None
         self._owes_evaluation = False
-        self._kl: deque[float] = deque(maxlen=10)
+        self._kl = KlWatch()
         self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -168,7 +167,9 @@ class Session:
         seconds |= self.run.costs.split(seconds["step"])
         self.run.dir.log("train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, seconds)
         self._bar.update(self._task, completed=progress.step)
-        self._watch_kl(values)
+        alarm = self._kl.see(values.get("kl"))
+        if alarm is not None:
+            self._alert(alarm, stop=False)
         if evaluate_now and not last:
             self.evaluate("step")
         if save_now and not last:
@@ -283,14 +284,6 @@ class Session:
         for alarm in evaluation_alarms(earlier, result.rows, weights, gold):
             self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
 
-    def _watch_kl(self, values: Mapping[str, float]) -> None:
-        if "kl" in values:
-            self._kl.append(values["kl"])
-            alarm = kl_jumps(list(self._kl))
-            if alarm is not None:
-                self._alert(alarm, stop=False)
-                self._kl.clear()  # once for each jump
-
     def _alert(self, alarm: str, *, stop: bool) -> None:
         logger.warning("alarm: %s", alarm)
         self.run.dir.log("event", self.progress.step, {"event": "alarm", "alarm": alarm})
@@ -325,9 +318,11 @@ class Session:
         if "rewards" in state:
             self.run.rewards.restore(state["rewards"])
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
-        self._kl.extend(record["kl"] for record in records if record["kind"] == "train" and "kl" in record)
+        for record in records:
+            if record["kind"] == "train":
+                self._kl.see(record.get("kl"))  # its alarms were told
         over = self.progress.step >= self.config.training.max_steps
-        self._finished = over and any(r.get("event") == "finished" for r in records)
+        self._finished = over and any((r["step"], r.get("event")) == (self.progress.step, "finished") for r in records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
             raise CheckpointError(f"{folder}: has no averaged weights, but the run file has an ema section")
         if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
