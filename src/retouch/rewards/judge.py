@@ -54,7 +54,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, amount: float) -> float:
-        """Take, on credit if need be -> seconds to wait before using it."""
+        """Take, on credit if need be -> seconds to wait before using it. A negative amount is given back."""
         with self._lock:
             now = time.monotonic()
             self._left = min(self.most, self._left + (now - self._at) * self.rate)
@@ -99,11 +99,13 @@ class Budget:
                     raise BudgetSpent(f"the judge's budget of {limit:g} {name} is spent")
             self.spent_requests += 1
 
-    def used(self, usage: Mapping[str, Any]) -> None:
-        """Note the tokens of a reply."""
+    def used(self, usage: Mapping[str, Any]) -> int:
+        """Note the tokens of a reply -> how many."""
+        tokens_in, tokens_out = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         with self._lock:
-            self.spent_in += int(usage.get("prompt_tokens") or 0)
-            self.spent_out += int(usage.get("completion_tokens") or 0)
+            self.spent_in += tokens_in
+            self.spent_out += tokens_out
+        return tokens_in + tokens_out
 
 
 _BUCKETS: dict[tuple[str, str, float], TokenBucket] = {}
@@ -185,19 +187,23 @@ class Judge:
         raise JudgeError(problem, retryable=True)
 
     def _wait_turn(self, deadline: float) -> None:
-        waits = [b.take(n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
-        wait = max(waits, default=0.0)
+        taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
+        wait = max([bucket.take(amount) for bucket, amount in taken], default=0.0)
         if time.monotonic() + wait > deadline:
+            for bucket, amount in taken:  # or turns that nobody waits for would use up those of the next batch
+                bucket.take(-amount)
             raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
         time.sleep(wait)
 
     def _choice(self, response: httpx.Response) -> dict[str, Any]:
         try:
             reply = cast("dict[str, Any]", response.json())
-            self.budget.used(reply.get("usage") or {})
+            spent = self.budget.used(reply.get("usage") or {})
+            if spent and self._tokens is not None:
+                self._tokens.take(spent - _TOKENS_OF_IMAGE)
             self.served = " ".join(str(reply[k]) for k in ("model", "system_fingerprint") if reply.get(k))
             choice = reply["choices"][0]
-            choice["message"]  # KeyError where there is none
+            choice["message"].get("content")  # an error where there is none
             return choice
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {response.text[:200]}")) from None

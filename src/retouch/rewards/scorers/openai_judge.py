@@ -118,7 +118,7 @@ class OpenAIJudgeScorer(JudgeScorer):
         try:
             top: list[Any] = choice["logprobs"]["content"][0]["top_logprobs"]
             value, mass = expectation(top, {str(k): k / _MOST for k in range(_MOST + 1)})
-        except (KeyError, TypeError, IndexError, ValueError):
+        except (KeyError, TypeError, IndexError, ValueError, OverflowError):
             return Failure("scorer_error", "the reply has no log-probabilities")
         if mass <= min_mass:
             said = choice["message"].get("content")
