@@ -22,12 +22,14 @@ from retouch.data import curriculum_order
 from retouch.engine import CheckpointError
 from retouch.models.qwen_text import ChatStates
 from retouch.models.response import Responses
+from retouch.observe.run_dir import read_metrics
 from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
 from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
 from retouch.vlm.checkpoint import load_weights
-from retouch.vlm.judge import Judge, mean_rewards
+from retouch.vlm.judge import Judge, mean_rewards, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
+from retouch.vlm.use import generation_options
 from tests.command_line import retouch
 
 from . import vlm_runs
@@ -54,6 +56,13 @@ def fail_from_the_second_batch(items: list[Any]) -> list[float]:
 
 
 DIES_AT = [10**9]
+
+
+def away_in_the_fourth_batch(items: list[Any]) -> list[Any]:
+    """`letters`, but the server of the fourth batch went away."""
+    CALLS.append(len(items))
+    gone = len(CALLS) == 4
+    return [Failure("unavailable", "gone", retryable=True) if gone else value for value in vlm_runs.letters(items)]
 
 
 def reward(name: str, **options: Any) -> dict[str, Any]:
@@ -127,7 +136,7 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     vae = {name: tensor.clone() for name, tensor in parts.painter.vae.state_dict().items()}
     policy = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
     trainer = Watched(parts, arguments)
-    trainer.first = False  # no evaluation, which encodes, too
+    trainer.owes_evaluation = False  # an evaluation encodes, too
     trainer.train()
     assert len(conditioned) == len(trainer.inputs) == 2
     for responses, inputs in zip(conditioned, trainer.inputs, strict=True):
@@ -222,6 +231,33 @@ def test_a_dead_judge_stops_resumable_and_the_run_goes_on_bit_for_bit(vlm_file: 
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert records(tmp_path / "again") == records(tmp_path / "whole")
     assert any(record["grad_norm"] > 0 for record in records(tmp_path / "whole"))
+
+
+def test_an_evaluation_that_met_an_outage_is_made_up_for(vlm_file: RunFile, tmp_path: Path) -> None:
+    """Batches: the evaluation at the start, two of completions, the evaluation after the second step."""
+    CALLS.clear()
+    options = {"rewards": {"letters": reward("away_in_the_fourth_batch")}, "reward_client": {"outage_wait_s": 0.0}}
+    file = vlm_file(training__max_steps=3, training__eval_every=2, **options)
+    stopped = train(file, "name=again")
+    assert stopped.code == 3 and "stayed unavailable" in stopped.err
+    assert train(file, "name=again", "resume=auto").code == 0
+    metrics = read_metrics(tmp_path / "again/metrics.jsonl")
+    assert [(r["step"], r["moment"]) for r in metrics if r["kind"] == "eval"] == [(0, "start"), (2, "step"), (3, "end")]
+
+
+def test_answers_of_an_evaluation_are_without_dropout(parts_of: Any) -> None:
+    parts, arguments = parts_of({"lora_dropout": 0.5})
+    model: Any = VlmTrainer(parts, arguments).model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_()
+    examples, options = [parts.data[0], parts.data[1]], generation_options(parts)
+    model.train()
+    in_training = speak(model, parts, examples, options, seed=3)
+    assert model.training and any(module.training for module in model.modules() if "Dropout" in type(module).__name__)
+    model.eval()
+    assert speak(model, parts, examples, options, seed=3).completion_ids == in_training.completion_ids
 
 
 def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFile, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
 from retouch.image_encoder import picture_key
 from retouch.models.qwen import NEGATIVE
+from retouch.models.qwen_text import evaluating
 from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
@@ -283,9 +284,9 @@ def seeds_of(purpose: str, seed: int, examples: Sequence[Example], number: int) 
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
 
 
-@torch.no_grad()
 def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[str, Any], seed: int) -> Responses:
-    """Answers of the policy to examples, drawn from a seed of their own; the caller's randomness goes on as it was.
+    """Answers of the policy to examples, without dropout, drawn from a seed of their own; the caller's randomness goes
+    on as it was.
 
     Args:
         policy: with its weights at hand, and able to `generate`.
@@ -299,7 +300,7 @@ def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[
     )
     device = next(policy.parameters()).device
     inputs = {n: v.to(device) for n, v in model_inputs(responses, parts.tokenizer.pad_token_id).items()}
-    with torch.random.fork_rng():
+    with evaluating(policy), torch.random.fork_rng():
         torch.manual_seed(seed)
         output = policy.generate(**inputs, **options)
     start = inputs["input_ids"].shape[1]
