@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 
-from retouch.config import load_run
+from retouch.config import ConfigError, load_run
 from retouch.data import curriculum_order
 from retouch.engine import CheckpointError
 from retouch.models.qwen_text import ChatStates
@@ -33,7 +33,7 @@ from retouch.vlm.use import generation_options
 from tests.command_line import retouch
 
 from . import vlm_runs
-from .vlm_runs import RunFile, records, run_section, train, vlm_file, weights
+from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_file, weights
 
 __all__ = ["vlm_file"]
 
@@ -421,3 +421,11 @@ def test_a_signal_stops_between_cycles(vlm_file: RunFile, tmp_path: Path, monkey
     monkeypatch.setattr(VlmTrainer, "_compute_loss", real)
     assert train(file, "resume=auto").code == 0
     assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 10))
+
+
+def test_pictures_that_nobody_would_look_at_are_refused(vlm_file: RunFile) -> None:
+    config = load_run(vlm_file(model={"family": "qwen_image", "path": random_model()}))
+    with pytest.raises(
+        ConfigError, match="example 0 has a picture, but under vlm_grpo qwen_image draws from text alone"
+    ):
+        build_parts(config, "cpu", 1, main=True)
