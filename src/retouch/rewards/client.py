@@ -351,7 +351,7 @@ class RewardClient:
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
     ) -> Columns | Refusal:
         """Ask a server, and after `hedge_s` another one, too; the first good answer counts."""
-        first = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        first = self._begin(server, items, request_id, deadline)
         if self.options.hedge_s is None or len(self.urls) == 1:
             return await first
         await asyncio.wait([first], timeout=self.options.hedge_s)
@@ -360,7 +360,7 @@ class RewardClient:
             return await first
         other.sent(time.monotonic())
         self.statistics.hedges += 1
-        second = asyncio.create_task(self._attempt(other, items, request_id, deadline))
+        second = self._begin(other, items, request_id, deadline)
         tasks = {first, second}
         try:
             while True:
@@ -372,6 +372,19 @@ class RewardClient:
             for task in tasks:
                 task.cancel()
 
+    def _begin(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> asyncio.Task[Columns | Refusal]:
+        """An attempt on its way. Its place at the server is given back even where it is cancelled before it begins."""
+
+        def leave(_: object) -> None:
+            server.under_way -= 1
+            self._freed.set()
+
+        attempt = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        attempt.add_done_callback(leave)
+        return attempt
+
     async def _attempt(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
     ) -> Columns | Refusal:
@@ -382,9 +395,9 @@ class RewardClient:
         self.statistics.attempts += 1
         try:
             reply = await self._exchange.ask(server.url, items, request_id, started + share)
-        finally:
-            server.under_way -= 1
-            self._freed.set()
+        except asyncio.CancelledError:
+            server.overtaken(time.monotonic() - started)
+            raise
         now = time.monotonic()
         if not isinstance(reply, Refusal):
             server.answered(now - started, now)
