@@ -9,7 +9,7 @@ Legend: L tokens of a row, D width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLProcessor
 
 from retouch.models.loading import ModelFilesError
+from retouch.models.text import CACHE_SIZE, TextEncoders
 
 logger = logging.getLogger(__name__)
 
@@ -192,3 +193,44 @@ class ChatStates:
             name: torch.cat([value[:, : end - over], value[:, end:]], 1) if name in by_token else value
             for name, value in inputs.items()
         }
+
+
+@dataclass(frozen=True)
+class PaddedChats:
+    """What a family keeps of prompts -> states of their chats, padded to one length.
+
+    Attributes:
+        read: the prompt and the pictures of what is kept.
+        states: the states [B, S, D]; False: which of them are no padding [B, S].
+    """
+
+    chat: ChatStates
+    read: Callable[[Any], tuple[str, Sequence[Image]]]
+    states: bool
+
+    @property
+    def model(self) -> Any:
+        return self.chat.model
+
+    def __call__(self, texts: Sequence[Any]) -> Tensor:
+        length = self.chat.length
+        if not self.states:
+            counts = torch.tensor([[self.chat.count(*self.read(text))] for text in texts])
+            return (torch.arange(length) < counts).float()
+        rows = [self.chat(*self.read(text)) for text in texts]
+        return torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
+
+
+def chat_encoders(
+    chat: ChatStates,
+    read: Callable[[Any], tuple[str, Sequence[Image]]],
+    device: torch.device | str = "cpu",
+    offload: bool = True,
+    capacity: int = CACHE_SIZE,
+) -> TextEncoders:
+    """`text` and `text_mask` of a family's conditions; arguments as of `PaddedChats` and `TextEncoders`."""
+    made: dict[str, Any] = {
+        "text": PaddedChats(chat, read, states=True),
+        "text_mask": PaddedChats(chat, read, states=False),
+    }
+    return TextEncoders(made, device, offload, capacity)
