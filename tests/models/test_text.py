@@ -29,7 +29,6 @@ def test_one_prompt_after_the_other_is_not_kept_for_ever() -> None:
     text = TextEncoders({"text": made}, capacity=2)
     for prompt in ("a", "bb", "a", "ccc"):
         assert text.of(prompt)["text"].tolist() == [len(prompt)]
-    text.encode(["a", "ccc"])
     assert made.asked == ["a", "bb", "ccc"]
     text.of("bb")
     assert made.asked == ["a", "bb", "ccc", "bb"]

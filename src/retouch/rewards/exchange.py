@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httpx
 
-from retouch.rewards.protocol import LOOPBACK, RewardItem, ScoreReply
+from retouch.rewards.protocol import RewardItem, ScoreReply, is_local, retry_after_s
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
 
@@ -122,9 +121,8 @@ class Exchange:
 
     def _client(self, url: str) -> httpx.AsyncClient:
         if url not in self._clients:
-            local = urlsplit(url).hostname in LOOPBACK
+            local = is_local(url)
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
-            # a proxy from the environment must never see loopback traffic
             self._clients[url] = httpx.AsyncClient(
                 trust_env=not local,
                 headers=headers,
@@ -153,7 +151,7 @@ class Exchange:
         status, retryable = response.status_code, response.status_code in _RETRY_STATUS
         code = "overloaded" if status == 429 else "unavailable" if retryable else "refused"
         message = self._redacted(f"{url}: HTTP {status}: {response.text[:200]}")
-        return Refusal(Failure(code, message, retryable), _seconds(response.headers.get("retry-after")))
+        return Refusal(Failure(code, message, retryable), retry_after_s(response.headers))
 
     def _redacted(self, text: str) -> str:
         """A server may echo what it was sent."""
@@ -181,11 +179,3 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _seconds(header: str | None) -> float:
-    """Retry-After in seconds; dates and nonsense count as 0."""
-    try:
-        return max(0.0, float(header)) if header else 0.0
-    except ValueError:
-        return 0.0

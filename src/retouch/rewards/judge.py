@@ -17,12 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httpx
 from PIL import Image
 
-from retouch.rewards.protocol import LOOPBACK, Pixels, base_url
+from retouch.rewards.protocol import Pixels, base_url, is_local, retry_after_s
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +149,8 @@ class Judge:
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
         self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        local = urlsplit(self.address).hostname in LOOPBACK
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._http = httpx.Client(headers=headers, trust_env=not local, timeout=timeout_s)
+        self._http = httpx.Client(headers=headers, trust_env=not is_local(self.address), timeout=timeout_s)
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """One question -> the first choice of the reply.
@@ -179,7 +177,7 @@ class Judge:
                 problem = self._redacted(f"{self.address}: HTTP {response.status_code}: {response.text[:300]}")
                 if response.status_code not in _RETRY_STATUS:
                     raise JudgeError(problem)
-                retry_after = _seconds(response.headers.get("retry-after"))
+                retry_after = retry_after_s(response.headers)
             pause = max(retry_after, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
                 break
@@ -253,10 +251,3 @@ def read_verdict(text: str, most: int) -> tuple[int, str]:
     if isinstance(score, bool) or not isinstance(score, int) or not 0 <= score <= most:
         raise ValueError(f'"score" must be an integer from 0 to {most}; given {score!r}')
     return score, str(reason)  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _seconds(header: str | None) -> float:
-    try:
-        return max(0.0, float(header)) if header else 0.0
-    except ValueError:
-        return 0.0
