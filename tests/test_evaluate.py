@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import retouch.evaluate as evaluation
 from retouch.config import RunConfig
 from retouch.config.reward_sections import PreservationReward, RewardClientConfig
 from retouch.data import Dataset, load_dataset
@@ -17,6 +18,7 @@ from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluat
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
 from retouch.rewards.compose import RewardTable
+from retouch.types import Example
 from retouch.use import Loaded
 
 
@@ -71,6 +73,13 @@ def test_rows_say_what_was_measured(loaded: Loaded, examples: Dataset) -> None:
         assert row["outside_l1"] > 0
         outside = np.asarray(example.mask) < 128
         assert np.array_equal(image[outside], np.asarray(example.source)[outside])  # shown after it
+
+
+def test_a_kind_that_is_no_word_or_number_is_left_out() -> None:
+    """The metadata of a manifest may hold anything under these names."""
+    about = {"level": ["PhD"], "discipline": None, "complexity": 3, "image_type": "real"}
+    row = evaluation._row(Example(1, "p", metadata=about), 0, np.zeros((4, 4, 3), np.uint8))
+    assert {name: row[name] for name in evaluation.FACETS if name in row} == {"complexity": 3, "image_type": "real"}
 
 
 def test_means_leave_failed_rewards_out_and_count_them() -> None:

@@ -14,7 +14,7 @@ from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.algorithm_sections import RlConfig
 from retouch.config.families import FACTS
-from retouch.config.rules import needed_pictures
+from retouch.config.needs import needed_pictures
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
@@ -88,6 +88,9 @@ def build(config: RunConfig) -> Run:
     data = load_dataset(config.data, "data", needed_pictures(config, training=True))
     warmup = load_dataset(config.warmup_data, "warmup_data", needs) if config.warmup_data else data
     held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
+    for name, given in (("data", data), ("warmup_data", warmup), ("evaluation.data", held_out)):
+        if given is not None:
+            fit_one_batch(config, name, given)
     needs_targets(config, warmup)
     enough_groups(config, derived, data)
     if held_out is not None:
@@ -143,6 +146,28 @@ def needs_targets(config: RunConfig, data: Dataset) -> None:
         raise ConfigError(
             f"{section}: example {without[0]} (and {len(without) - 1} more) has no target picture, which supervised "
             f"steps need; {remedy}name data with targets under warmup_data"
+        )
+
+
+def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
+    """Refuse examples that no batch could hold together: some with a source or a mask, and some without.
+
+    Args:
+        name: of the section, for messages.
+    """
+    for picture in ("source", "mask"):
+        without = [item.id for item in data.items if getattr(item, f"{picture}_path") is None]
+        if 0 < len(without) < len(data):
+            raise ConfigError(
+                f"{name}: example {without[0]} (and {len(without) - 1} more of {len(data)}) has no {picture}, the "
+                f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
+                "them"
+            )
+    first = data.items[0]
+    if first.source_path is not None and first.mask_path is None and not FACTS[config.model.family].edits:
+        raise ConfigError(
+            f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
+            "a mask_path, leave their pictures out, or set model.family=qwen_image_edit"
         )
 
 

@@ -167,7 +167,7 @@ def _reading(row: dict[str, Any]) -> str:
 
 def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
-    row |= {facet: example.metadata[facet] for facet in FACETS if facet in example.metadata}
+    row |= {name: kind for name in FACETS if isinstance(kind := example.metadata.get(name), str | int | float)}
     if example.source is not None and example.mask is not None:
         outside = np.asarray(example.mask) < 128
         drift = np.abs(image.astype(np.float32) - np.asarray(example.source, np.float32))[outside]

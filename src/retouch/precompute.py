@@ -12,7 +12,7 @@ from PIL.Image import Image
 from retouch.config import ConfigError, RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.families import FACTS
-from retouch.config.rules import needed_pictures
+from retouch.config.needs import needed_pictures
 from retouch.data import Dataset, load_dataset
 from retouch.imaging import stack_above
 from retouch.models import load_model

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from retouch.adapters.export import FORMATS, Base, export
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.build import fit_one_batch
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.algorithm_sections import RlConfig
 from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
 from retouch.config.errors import nearest
 from retouch.config.families import FACTS
-from retouch.config.rules import needed_pictures, takes_references
+from retouch.config.needs import needed_pictures, takes_references
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
@@ -247,6 +248,7 @@ def compare(
         if config.algorithm.name == "vlm_grpo":
             results = evaluate_trained(config, dataset, {"base": None, **trained.weights}, images, rewards)
         else:
+            fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
             loaded = Loaded(config)
             results = {"base": _evaluate(loaded, None, examples, images, rewards)}
             for name, folder in trained.weights.items():

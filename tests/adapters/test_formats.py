@@ -17,6 +17,7 @@ from torch import Tensor
 
 import retouch.adapters
 from retouch.adapters.formats import AdapterFileError, AdapterShape, read_adapter, write_bin, write_safetensors
+from retouch.config import ConfigError
 from retouch.models.loading import tiny_path
 
 SHAPE = AdapterShape("mlp", 24, 5, 64, (128,) * 6)
@@ -156,6 +157,16 @@ def test_the_three_part_file_works_with_its_second_head(tmp_path: Path) -> None:
 
 
 # --- refused ---
+
+
+def test_a_scale_that_does_not_fit_leaves_the_network_as_it_was(tmp_path: Path) -> None:
+    torch.save(nested(drawn(FORMER), **LEGACY), tmp_path / "calligrapher.bin")
+    network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
+    processors, adapter = dict(network.attn_processors), retouch.adapters.load(tmp_path / "calligrapher.bin")
+    with pytest.raises(ConfigError, match="given 2 factors"):
+        adapter.attach(network, [1.0, 1.0])
+    assert dict(network.attn_processors) == processors
+    adapter.attach(network)
 
 
 def _pop(key: str) -> Callable[[dict[str, Tensor]], Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from retouch.config import RunConfig
-from retouch.config.rules import needed_pictures, step_rule, trains_on_rewards
+from retouch.config.needs import needed_pictures, step_rule, trains_on_rewards
 
 Problems = Callable[..., list[str]]
 RunWith = Callable[..., RunConfig]

@@ -19,7 +19,7 @@ from .conftest import REPOSITORY
 from .leaves import Leaf, attribute_reads, leaves
 
 # these check or parse options; only to be checked is not to be read
-NOT_READERS = {"schema.py", "section.py", "rules.py", "errors.py", "load.py"}
+NOT_READERS = {"schema.py", "section.py", "rules.py", "data_rules.py", "reward_rules.py", "needs.py", "errors.py", "load.py"}
 
 RECEIVERS = {
     "": {"config", "run"},
@@ -42,7 +42,7 @@ READ_ELSEWHERE = {
     "PromptsData.resolution": "through the property DataSection.size",
     "ComplexEditData.resolution": "through the property DataSection.size",
     "MmmgData.resolution": "through the property DataSection.size",
-    "RolloutConfig.step_rule": "through rules.step_rule, which fills in the default of the family",
+    "RolloutConfig.step_rule": "through needs.step_rule, which fills in the default of the family",
 }
 """Option -> why no attribute access outside the schema shows it. Keep it short."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.data_sections import DISCIPLINES, LEVELS, ComplexEditData, MmmgData, chosen, complexities
-from retouch.config.rules import needed_pictures
+from retouch.config.needs import needed_pictures
 
 EDIT: dict[str, Any] = {"format": "complex_edit", "path": "owner/edits", "resolution": 64}
 MMMG: dict[str, Any] = {"format": "mmmg", "path": "owner/mmmg", "resolution": 64}

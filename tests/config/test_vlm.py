@@ -118,6 +118,7 @@ def test_what_has_another_place_is_named(name: str) -> None:
         (["model={family: sd_inpaint, path: tiny}"], {}, "model.family: given 'sd_inpaint', .*qwen_image"),
         (["rewards={preservation: {weight: 0}}"], {}, "every weight is 0"),
         (["data.resolution=30"], {}, "data.resolution: given 30"),
+        (["data.reference_strip=32"], {}, "data.reference_strip: given 32, .* learns to look at none"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], trl: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from retouch.config.data_sections import DISCIPLINES, LEVELS, ComplexEditData, MmmgData
 from retouch.data import DataError, Dataset, ItemError, ItemFiles, load_dataset
 from retouch.data.dataset import list_items
-from retouch.data.formats.tables import Table
+from retouch.data.formats.tables import Table, tables_of
 from retouch.imaging import resize
 from retouch.types import Example
 
@@ -320,3 +320,10 @@ def test_pictures_are_read_when_they_are_looked_at() -> None:
     assert not isinstance(picture, str | Path) and reads == [1]
     assert picture.read() == edit_row(1)["image"]["bytes"] and reads == [1, 1]
     assert np.asarray(edit_picture(1)).shape == (SIDE, SIDE + 8, 3)
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "test_real.jsonl"
+    file.write_text('{"image": "a.png"}\n\n\n{"image": \n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 4: not valid JSON"):
+        tables_of(str(file))

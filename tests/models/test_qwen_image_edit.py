@@ -19,8 +19,9 @@ from retouch.config.model_sections import QwenImageEditModel, TrainFull, TrainLo
 from retouch.models import load_model
 from retouch.models.flux_fill import pack
 from retouch.models.loading import ModelFilesError
-from retouch.models.qwen import NEGATIVE, ChatStates, chat, prefix_length, template, unpadded
+from retouch.models.qwen import NEGATIVE, unpadded
 from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.qwen_text import ChatStates, chat, prefix_length, template
 from retouch.models.tiny import byte_qwen_tokenizer, tiny_qwen_image_edit, tiny_qwen_processor
 from retouch.rollout import noise_for, ode_plan, sample
 from retouch.types import Condition, Example

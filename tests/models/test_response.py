@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import Tensor
 
-from retouch.models.qwen import PREFIX, Task, chat, prefix_length, system_text
+from retouch.models.qwen_text import PREFIX, Task, chat, prefix_length, system_text
 from retouch.models.response import Responses, ResponseTooLong, encode_response, model_inputs
 from retouch.models.tiny import byte_qwen_tokenizer, tiny_qwen_processor, tiny_qwen_vl
 from retouch.vlm.parts import asked, chat_messages, prepare_processor

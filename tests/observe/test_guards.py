@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 
 from retouch.observe.guards import (
     Alarm,
+    KlWatch,
     evaluation_alarms,
     gold_falls,
-    kl_jumps,
     nearest_distances,
     picture_statistics,
     pictures_collapse,
@@ -108,11 +109,38 @@ def test_statistics_drift_by_a_factor() -> None:
     assert pictures_collapse(-np.inf, -np.inf) is None
 
 
+def told(*values: float | None) -> list[str]:
+    """What a watch says of a run with this KL at each step."""
+    watch = KlWatch()
+    return [alarm for alarm in map(watch.see, values) if alarm is not None]
+
+
 def test_a_kl_that_jumps() -> None:
-    calm = [1e-3 * (1 + i / 10) for i in range(10)]
-    assert kl_jumps(calm) is None and kl_jumps([1e-3] * 5 + [2e-2] * 4) is None
-    assert kl_jumps([1e-3] * 5 + [2e-2] * 5) == "the KL of the last 5 steps is 0.02, that of the 5 before them 0.001"
-    assert kl_jumps([0.0] * 5 + [2e-2] * 5) is None  # the first steps from the reference
+    assert told(*[1e-3 * (1 + i / 10) for i in range(40)]) == []
+    assert told(*[1e-3] * 5, *[2e-2] * 4) == []
+    assert told(*[1e-3] * 40, *[2e-2] * 5) == [
+        "the KL of the last 5 steps is 0.0124, that of the 5 before them 0.001"  # in the third step after the jump
+    ]
+    assert told(*[0.0] * 5, *[2e-2] * 5) == []  # the first steps from the reference
+
+
+def test_a_kl_that_jumps_twice_is_told_twice() -> None:
+    assert len(told(*[1e-3] * 10, *[1.0] * 20, *[100.0] * 20)) == 2
+
+
+def test_a_kl_that_is_no_number_says_nothing() -> None:
+    """NaN in the step of an overflow, null where metrics.jsonl has it."""
+    assert told(*[1e-3, math.nan, None] * 5, *[1.0] * 5) == told(*[1e-3] * 5, *[1.0] * 5) != []
+
+
+def test_a_watch_that_saw_the_steps_before_goes_on_as_the_first_would() -> None:
+    steps = [1e-3] * 10 + [1.0] * 12
+    first, second = KlWatch(), KlWatch()
+    for value in steps:
+        first.see(value)
+    for value in steps:
+        second.see(value)
+    assert [first.see(1.0) for _ in range(20)] == [second.see(1.0) for _ in range(20)] == [None] * 20
 
 
 def test_a_scorer_that_drifts() -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from pydantic import TypeAdapter
 
-from retouch.build import build
-from retouch.config import dump_run
-from retouch.data import load_dataset
+from retouch.build import build, fit_one_batch
+from retouch.config import ConfigError, dump_run
+from retouch.config.model_sections import Model
+from retouch.data import Dataset, ItemFiles, load_dataset
 from retouch.models import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
@@ -127,3 +129,29 @@ def test_evaluating_on_what_is_trained_on_is_refused(
     made = build(config(evaluation__data=section, evaluation__allow_overlap=True))
     made.close()
     assert not made.eval_is_held_out
+
+
+DRAWN, REPAINTED, EDITED = {}, {"source_path": Path("s"), "mask_path": Path("m")}, {"source_path": Path("s")}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "message"),
+    [
+        ("qwen_image", [DRAWN, REPAINTED, DRAWN], r"data: example 0 \(and 1 more of 3\) has no source"),
+        ("qwen_image_edit", [REPAINTED, EDITED], r"data: example 1 \(and 0 more of 2\) has no mask"),
+        ("qwen_image", [EDITED, EDITED], "a source and no mask, but qwen_image repaints inside one"),
+    ],
+)
+def test_what_does_not_fit_into_one_batch_is_refused(
+    family: str, given: list[dict[str, Path]], message: str, config: Config
+) -> None:
+    """A batch is stacked: what only some of its rows have would be dropped, or be taken for that of other rows."""
+    run = config()
+    run = run.model_copy(update={"model": TypeAdapter(Model).validate_python({"family": family, "path": "tiny"})})
+    items = [ItemFiles(i, "p", **pictures) for i, pictures in enumerate(given)]
+    with pytest.raises(ConfigError, match=message):
+        fit_one_batch(run, "data", Dataset(run.data, items))
+    for alike in ([DRAWN] * 2 if family == "qwen_image" else [EDITED] * 2, [REPAINTED] * 2):
+        fit_one_batch(
+            run, "data", Dataset(run.data, [ItemFiles(i, "p", **pictures) for i, pictures in enumerate(alike)])
+        )

@@ -58,6 +58,13 @@ def test_shared_noise_is_shared_within_the_group_only(config: Config, drawn: lis
 # --- groups and weights ---
 
 
+def test_an_epoch_without_any_signal_is_skipped_under_a_kl_as_well(config: Config, scripted: Use) -> None:
+    """Every group's rewards are alike: no row is left to compute the reference on."""
+    scripted(lambda item: Score(0.5))
+    _, records = train(config(training__max_steps=1, algorithm__kl_weight=0.04))
+    assert [r["skipped"] for r in of_kind(records, "train")] == [1.0]
+
+
 def test_only_differences_within_a_group_count(config: Config, scripted: Use) -> None:
     """Whole groups that are better than others teach nothing; compared with strangers their rows would train."""
     scripted(lambda item: Score(float((item.group or 0) % 7)))

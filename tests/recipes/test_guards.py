@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -91,3 +93,15 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripte
     run, records = train(config(**shape))
     assert [r["step"] for r in of_kind(records, "eval")] == [0, 2, 4]
     assert (run.rewards.asked, run.rewards.failed) == (8, 0)  # four images an epoch, of both processes
+
+
+def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use) -> None:
+    """Stopped by a signal in the very last step: that an earlier end was told is no reason to leave out this one."""
+    train(config(training__max_steps=1))
+    scripted(lambda item: (os.kill(os.getpid(), signal.SIGTERM), brightness(item))[1])
+    longer = config(training__max_steps=2, resume="auto", rollout__batch_size_per_device=64)
+    with pytest.raises(Stopped, match="SIGTERM at step 2"):
+        train(longer)
+    scripted(brightness)
+    _, records = train(longer)
+    assert [r["step"] for r in of_kind(records, "eval") if r["moment"] == "end"] == [1, 2]

@@ -14,8 +14,8 @@ import torch
 from retouch.config.model_sections import QwenImageEditModel
 from retouch.data.edits import COLOURS, SIDE, Edit, colour_share, draw_edit
 from retouch.models.loading import component_path, load_component, tiny_path
-from retouch.models.qwen import ImageTextProcessor, prefix_length
 from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.qwen_text import ImageTextProcessor, prefix_length
 from retouch.models.response import Responses, encode_response
 from retouch.rollout import Drawing, draw, freeze, to_uint8
 from retouch.vlm.parts import asked, chat_messages, prepare_processor

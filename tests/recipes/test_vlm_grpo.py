@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,23 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 
-from retouch.config import load_run
+from retouch.config import ConfigError, load_run
 from retouch.data import curriculum_order
 from retouch.engine import CheckpointError
-from retouch.models.qwen import ChatStates
+from retouch.models.qwen_text import ChatStates
 from retouch.models.response import Responses
+from retouch.observe.run_dir import read_metrics
 from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
 from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.judge import Judge, mean_rewards, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
+from retouch.vlm.use import generation_options
 from tests.command_line import retouch
 
 from . import vlm_runs
-from .vlm_runs import RunFile, records, run_section, train, vlm_file, weights
+from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_file, weights
 
 __all__ = ["vlm_file"]
 
@@ -56,6 +59,13 @@ def fail_from_the_second_batch(items: list[Any]) -> list[float]:
 
 
 DIES_AT = [10**9]
+
+
+def away_in_the_fourth_batch(items: list[Any]) -> list[Any]:
+    """`letters`, but the server of the fourth batch went away."""
+    CALLS.append(len(items))
+    gone = len(CALLS) == 4
+    return [Failure("unavailable", "gone", retryable=True) if gone else value for value in vlm_runs.letters(items)]
 
 
 def reward(name: str, **options: Any) -> dict[str, Any]:
@@ -129,7 +139,7 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     vae = {name: tensor.clone() for name, tensor in parts.painter.vae.state_dict().items()}
     policy = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
     trainer = Watched(parts, arguments)
-    trainer.first = False  # no evaluation, which encodes, too
+    trainer.owes_evaluation = False  # an evaluation encodes, too
     trainer.train()
     assert len(conditioned) == len(trainer.inputs) == 2
     for responses, inputs in zip(conditioned, trainer.inputs, strict=True):
@@ -226,6 +236,33 @@ def test_a_dead_judge_stops_resumable_and_the_run_goes_on_bit_for_bit(vlm_file: 
     assert any(record["grad_norm"] > 0 for record in records(tmp_path / "whole"))
 
 
+def test_an_evaluation_that_met_an_outage_is_made_up_for(vlm_file: RunFile, tmp_path: Path) -> None:
+    """Batches: the evaluation at the start, two of completions, the evaluation after the second step."""
+    CALLS.clear()
+    options = {"rewards": {"letters": reward("away_in_the_fourth_batch")}, "reward_client": {"outage_wait_s": 0.0}}
+    file = vlm_file(training__max_steps=3, training__eval_every=2, **options)
+    stopped = train(file, "name=again")
+    assert stopped.code == 3 and "stayed unavailable" in stopped.err
+    assert train(file, "name=again", "resume=auto").code == 0
+    metrics = read_metrics(tmp_path / "again/metrics.jsonl")
+    assert [(r["step"], r["moment"]) for r in metrics if r["kind"] == "eval"] == [(0, "start"), (2, "step"), (3, "end")]
+
+
+def test_answers_of_an_evaluation_are_without_dropout(parts_of: Any) -> None:
+    parts, arguments = parts_of({"lora_dropout": 0.5})
+    model: Any = VlmTrainer(parts, arguments).model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_()
+    examples, options = [parts.data[0], parts.data[1]], generation_options(parts)
+    model.train()
+    in_training = speak(model, parts, examples, options, seed=3)
+    assert model.training and any(module.training for module in model.modules() if "Dropout" in type(module).__name__)
+    model.eval()
+    assert speak(model, parts, examples, options, seed=3).completion_ids == in_training.completion_ids
+
+
 def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFile, tmp_path: Path) -> None:
     """Two optimizer steps a generation, two passes over each: a cycle of four."""
     trl = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
@@ -275,7 +312,7 @@ def test_a_rewritten_prompt_is_encoded_as_the_pipeline_would(parts_of: Any) -> N
     assert torch.allclose(states[0], stock("paint it blue", [example.source]), atol=1e-5)  # type: ignore[list-item]
 
 
-def test_negatives_are_the_bases_and_kept(parts_of: Any) -> None:
+def test_negatives_are_the_bases_and_kept(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, arguments = parts_of(rollout__guidance_scale=4.0)
     judge, examples = Judge(parts), [parts.data[0], parts.data[1], parts.data[0]]
     stock = ChatStates(parts.policy, parts.tokenizer, parts.processor, "edit", 256)
@@ -289,6 +326,11 @@ def test_negatives_are_the_bases_and_kept(parts_of: Any) -> None:
     found = judge.negatives(model, examples)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
     assert judge.negatives(model, examples)[0] is found[0]
+    namesake = replace(examples[1], id=examples[0].id, metadata={})  # evaluation data counts from 0, too
+    assert judge.negatives(model, [namesake])[0] is found[1]
+    monkeypatch.setattr(vlm_judge, "KEPT_NEGATIVES", 1)
+    assert all(torch.equal(a, b) for a, b in zip(judge.negatives(model, examples), found, strict=True))
+    assert len(judge._negatives) == 1
     parts.config.algorithm.__dict__["negative_encoder"] = "policy"
     moved = judge.negatives(model, examples)
     assert not torch.allclose(moved[0], expected[0], atol=1e-2)
@@ -400,3 +442,11 @@ def test_a_signal_stops_between_cycles(vlm_file: RunFile, tmp_path: Path, monkey
     monkeypatch.setattr(VlmTrainer, "_compute_loss", real)
     assert train(file, "resume=auto").code == 0
     assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 10))
+
+
+def test_pictures_that_nobody_would_look_at_are_refused(vlm_file: RunFile) -> None:
+    config = load_run(vlm_file(model={"family": "qwen_image", "path": random_model()}))
+    with pytest.raises(
+        ConfigError, match="example 0 has a picture, but under vlm_grpo qwen_image draws from text alone"
+    ):
+        build_parts(config, "cpu", 1, main=True)

@@ -3,6 +3,7 @@ under random faults."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import logging
@@ -257,6 +258,36 @@ def test_hedging_asks_another_server_when_the_first_is_slow() -> None:
         client.close()
         ids = {server.asked[0].manifest["request_id"] for server in (first, second)}
         assert len(ids) == 1  # one request, wherever it is computed
+
+
+def test_a_server_that_was_overtaken_is_not_asked_first_again() -> None:
+    """Nothing is known of it but that it takes longer: it would be asked, and overtaken, every time."""
+
+    def slow(asked: Asked, number: int) -> Answer:
+        time.sleep(5)
+        return honest(asked, number)
+
+    with FakeServer(slow) as first, FakeServer(honest) as second:
+        client = client_of(first.url, second.url, hedge_s=0.3)
+        assert [values(client.score(items(1))["r"]) for _ in range(4)] == [[0.0]] * 4
+        client.close()
+        assert (client.statistics.hedges, len(first.asked), len(second.asked)) == (1, 1, 4)
+
+
+def test_a_request_that_is_cancelled_before_it_begins_gives_its_place_back() -> None:
+    with FakeServer(honest) as server, client_of(server.url) as client:
+
+        async def cancelled() -> int:
+            place = client._balancer.servers[0]
+            place.sent(time.monotonic())
+            task = asyncio.create_task(client._attempt_or_hedge(place, items(1), "r", time.monotonic() + 5))
+            await asyncio.sleep(0)  # it has made its attempt, which has not begun
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(0)
+            return place.under_way
+
+        assert client._call(cancelled()).result() == 0
 
 
 def test_waiting_for_a_server_is_bounded_by_the_progress_of_all() -> None:

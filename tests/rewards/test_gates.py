@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from retouch.config.reward_sections import OcrReward, PreservationReward, RewardClientConfig, SeamReward
-from retouch.rewards.compose import RewardTable
+from retouch.rewards.compose import PendingScores, Place, RewardTable
 from retouch.rewards.gates import Gate
 from retouch.rewards.views import View, at_least, viewed
 from retouch.types import Failure, Outcome, Score
@@ -92,6 +93,22 @@ def test_a_reward_of_weight_0_is_not_waited_for(table: Table) -> None:
     assert scores.combined() == [0.5, 0.5] and scores.values("slow") == [None, None]
     assert {failure.code for _, failure in scores.failures()} == {"deadline"}
     assert None not in one.submit(items(2), training=False).result().values("slow")
+
+
+class AtTheLastMoment(Future[dict[str, list[Outcome]]]):
+    """Is done between the end of the wait and the look whether it is."""
+
+    def result(self, timeout: float | None = None) -> dict[str, list[Outcome]]:
+        if timeout is None:
+            return super().result()
+        self.set_result({"slow": [Score(0.25)]})
+        raise TimeoutError
+
+
+def test_a_score_that_comes_at_the_last_moment_is_one() -> None:
+    place = Place(("process",), View(), "logged")
+    pending = PendingScores({place: AtTheLastMoment()}, {"slow": place}, {"slow": 0.0}, {}, 1)
+    assert pending.result(0.0).values("slow") == [0.25]
 
 
 def test_the_gate_of_a_reward_that_counts_is_waited_for(table: Table) -> None:

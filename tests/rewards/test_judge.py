@@ -13,7 +13,17 @@ import pytest
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
 from retouch.rewards import judge
-from retouch.rewards.judge import Budget, BudgetSpent, TokenBucket, expectation, read_verdict
+from retouch.rewards.judge import (
+    Budget,
+    BudgetSpent,
+    Judge,
+    JudgeError,
+    TokenBucket,
+    expectation,
+    picture_part,
+    read_verdict,
+    shared_bucket,
+)
 from retouch.rewards.protocol import RewardItem, score_checked
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Failure, Score
@@ -27,6 +37,11 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     judge._BUCKETS.clear()
     yield
+
+
+QUESTION = [
+    {"role": "user", "content": [{"type": "text", "text": "good?"}, picture_part(np.zeros((8, 8, 3), np.uint8))]}
+]
 
 
 def grey(level: int) -> RewardItem:
@@ -151,6 +166,32 @@ def test_a_bucket_refills_and_gives_credit() -> None:
     bucket = TokenBucket(60.0, burst_s=2.0)
     assert [bucket.take(1) for _ in range(2)] == [0.0, 0.0]
     assert bucket.take(1) == pytest.approx(1.0, abs=0.1) and bucket.take(1) == pytest.approx(2.0, abs=0.1)
+
+
+def test_turns_that_nobody_waits_for_are_not_used_up() -> None:
+    """A batch larger than the rate allows fails for its time, and not for that of all batches after it."""
+    with OpenAIServer() as server:
+        asking = Judge(server.url, "judge", Budget(), 6.0, 1e5, timeout_s=0.5)
+        asking.ask(QUESTION)
+        for _ in range(50):
+            with pytest.raises(JudgeError, match="leaves no turn") as late:
+                asking.ask(QUESTION)
+            assert late.value.retryable
+    for kind, rate in (("requests", 6.0), ("tokens", 1e5)):
+        bucket = shared_bucket(asking.address, kind, rate)
+        assert bucket is not None and bucket.take(0) == 0.0
+
+
+def test_a_limit_of_tokens_is_one_of_those_that_were_used() -> None:
+    """110 of the 800 that a question is thought to take."""
+    with OpenAIServer() as server:
+        asking = Judge(server.url, "judge", Budget(), tokens_per_minute=60.0, timeout_s=60.0)
+        bucket = shared_bucket(asking.address, "tokens", 60.0)
+        assert bucket is not None
+        bucket.most = 1e6
+        bucket.take(-900)  # so that the first need not wait
+        asking.ask(QUESTION)
+        assert bucket.take(0) == 0.0 and bucket.take(900) == pytest.approx(105, abs=10)
 
 
 def test_what_may_pass_is_asked_again_and_what_will_not_is_not() -> None:

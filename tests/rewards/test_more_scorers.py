@@ -143,6 +143,12 @@ def test_a_score_does_not_depend_on_its_batch(name: str, tiny_clip: Path) -> Non
     assert values(score_checked(small, batch)) == pytest.approx(alone, abs=1e-5)
 
 
+def test_the_revision_names_what_prepares_the_pictures(tiny_clip: Path) -> None:
+    """Another processor gives another score, which a cache of scores must tell apart."""
+    one, other = (loaded("clip", tiny_clip, processor=given) for given in ("", str(tiny_clip)))
+    assert one.spec.revision != other.spec.revision == f"{one.spec.revision} as {tiny_clip}"
+
+
 def test_the_revision_names_the_model(tiny_clip: Path) -> None:
     assert str(tiny_clip) in loaded("clip", tiny_clip).spec.revision
 

@@ -114,7 +114,8 @@ class StyleAdapter:
         """Put it into a diffusers pipeline (or its network), in the network's precision.
 
         Raises:
-            ConfigError: a network of other sizes, or one that has an adapter; the network is left as it was.
+            ConfigError: a network of other sizes, or one that has an adapter, or not a factor for each of its blocks;
+                the network is left as it was.
         """
         network = getattr(pipe, "transformer", None) or getattr(pipe, "unet", None) or pipe
         inside = IpAdapter(network, self.file.shape, str(self.path))
@@ -122,7 +123,11 @@ class StyleAdapter:
             parameter.data = parameter.data.to(network.dtype)
             parameter.requires_grad_(False)
         inside.load(self.file.tensors)
-        inside.set_scale(scale)
+        try:
+            inside.set_scale(scale)
+        except ConfigError:
+            inside.detach()
+            raise
         self._inside = inside
         return self
 

@@ -17,7 +17,7 @@ from retouch.config.algorithm_sections import (
 from retouch.config.errors import ConfigError
 from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
 from retouch.config.model_sections import QwenImageEditModel
-from retouch.config.rules import seen_tokens, step_rule, trains_on_rewards
+from retouch.config.needs import seen_tokens, step_rule, trains_on_rewards
 from retouch.config.schema import RunConfig
 from retouch.config.vlm import VlmDerived, derive_vlm
 

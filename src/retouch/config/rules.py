@@ -11,29 +11,10 @@ from retouch.config.algorithm_sections import (
     SftConfig,
     VlmGrpoConfig,
 )
-from retouch.config.data_sections import (
-    DISCIPLINES,
-    LEVELS,
-    ComplexEditData,
-    Data,
-    MmmgData,
-    PictureSection,
-    ProtocolData,
-    chosen,
-)
-from retouch.config.families import (
-    ADAPTERS,
-    EDIT_CHAT_TOKENS,
-    ENDS_WITHOUT_NOISE,
-    ETA,
-    FACTS,
-    NOISE_LEVEL,
-    RULES_OF,
-    TINY_SIZE_MULTIPLE,
-    shown_size,
-    vision_tokens,
-)
-from retouch.config.model_sections import QwenImageEditModel, TrainIpAdapter
+from retouch.config.data_rules import check_data
+from retouch.config.families import ADAPTERS, ENDS_WITHOUT_NOISE, ETA, FACTS, NOISE_LEVEL, RULES_OF
+from retouch.config.model_sections import TrainIpAdapter
+from retouch.config.needs import step_rule, takes_given_pairs, trains_on_rewards
 from retouch.config.reward_rules import check_entries
 from retouch.config.schema import RunConfig
 from retouch.config.vlm import check_vlm
@@ -45,65 +26,16 @@ def check(run: RunConfig) -> None:
     _rewards(run)
     if isinstance(run.algorithm, VlmGrpoConfig):
         check_vlm(run, run.algorithm)
-        _sizes(run)
-        _held_out(run)
-        _curriculum(run)
+        check_data(run)
         return
     _adapter(run)
     _groups(run)
     _steps(run)
     _sampling(run)
     _objective(run)
-    _references(run)
-    _sizes(run)
+    check_data(run)
     _weights(run)
-    _held_out(run)
-    _curriculum(run)
     _sharding(run)
-
-
-def trains_on_rewards(run: RunConfig) -> bool:
-    """Whether it samples images and has them scored."""
-    return not isinstance(run.algorithm, SftConfig) and not _takes_given_pairs(run.algorithm)
-
-
-def step_rule(run: RunConfig) -> str | None:
-    """The stochastic rule of the rollouts, defaults filled in; None where they follow the ODE."""
-    if not isinstance(run.algorithm, GrpoConfig):
-        return None
-    return run.rollout.step_rule or RULES_OF[FACTS[run.model.family].prediction][0]
-
-
-def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
-    """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
-    needs = FACTS[run.model.family].needs
-    if scored and any(entry.scorer == "complex_edit" for entry in run.rewards.values()):
-        needs |= {"source"}
-    if takes_references(run, scored=scored):
-        needs |= {"reference"}
-    return needs | {"win", "lose"} if training and _takes_given_pairs(run.algorithm) else needs
-
-
-def takes_references(run: RunConfig, *, scored: bool) -> bool:
-    """Whether anything looks at a reference: a style adapter, a strip above the picture or, where images are scored, a
-    style reward."""
-    judged = scored and any(entry.scorer == "style" for entry in run.rewards.values())
-    return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged
-
-
-def reference_strip(run: RunConfig) -> int | None:
-    """Height in pixels of the strip of in-context references; the same in all sections."""
-    return run.data.reference_strip if isinstance(run.data, PictureSection) else None
-
-
-def data_sections(run: RunConfig) -> dict[str, Data]:
-    """The sections of a run that name examples, by key."""
-    named = {"data": run.data, "warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
-    return {name: section for name, section in named.items() if section is not None}
-
-
-def _takes_given_pairs(algorithm: object) -> bool:
-    return isinstance(algorithm, DpoConfig) and algorithm.pairs == "offline"
 
 
 def _model(run: RunConfig) -> None:
@@ -303,7 +235,7 @@ def _deterministic(run: RunConfig) -> None:
             f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {name} trains no solver steps; "
             "leave it out"
         )
-    offline = _takes_given_pairs(run.algorithm)
+    offline = takes_given_pairs(run.algorithm)
     why = "algorithm.pairs=offline samples no images" if offline else f"{name} samples by the ODE"
     for key in ("noise_level", "eta", "step_rule"):
         if getattr(rollout, key) is not None:
@@ -339,7 +271,7 @@ def _objective(run: RunConfig) -> None:
             f"algorithm.seam_weight: given {algorithm.seam_weight}, but it weighs the cells that region_dilation adds, "
             "and that is 0; set region_dilation, or seam_weight=1"
         )
-    if _takes_given_pairs(algorithm):
+    if takes_given_pairs(algorithm):
         if run.data.format != "manifest":
             raise ValueError(
                 f"data.format: given {run.data.format!r}, but algorithm.pairs=offline takes win_path and lose_path "
@@ -359,128 +291,12 @@ def _objective(run: RunConfig) -> None:
                 )
 
 
-def _references(run: RunConfig) -> None:
-    """Where references come from, and that something looks at them; no format without the pictures that are needed."""
-    for name, data in data_sections(run).items():
-        if not isinstance(data, PictureSection):
-            needs = needed_pictures(run, training=name == "data")
-            has = {"source"} if isinstance(data, ComplexEditData) else frozenset[str]()
-            told, family = ("sources alone", "qwen_image_edit") if has else ("no pictures", "qwen_image")
-            if not needs <= has:
-                raise ValueError(
-                    f"{name}.format: given {data.format!r}, which has {told}, but the run needs "
-                    f"{', '.join(sorted(needs))} of every example; set format=manifest, or train what needs no more "
-                    f"(model.family={family} with full weights or LoRA)"
-                )
-            continue
-        if data.reference_strip != reference_strip(run):
-            raise ValueError(
-                f"{name}.reference_strip: given {data.reference_strip}, but data.reference_strip is "
-                f"{reference_strip(run)}; a model is trained and used with one: set both alike"
-            )
-        if data.reference == "given":
-            continue
-        if not takes_references(run, scored=True):
-            raise ValueError(
-                f"{name}.reference: given {data.reference!r}, but nothing looks at a reference: set "
-                "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
-            )
-        if data.reference == "half_box" and not _supervises_alone(run, name):
-            raise ValueError(
-                f"{name}.reference: given 'half_box', where half of a text is repainted, so that no reward can read "
-                "it; name such pairs under warmup_data (SFT: data, beside evaluation.data), and set mask_box here"
-            )
-
-
-def _supervises_alone(run: RunConfig, section: str) -> bool:
-    """Whether supervised steps, and nothing that is scored, see the examples of a section."""
-    if section == "data":
-        return isinstance(run.algorithm, SftConfig) and run.evaluation.data is not None
-    return section == "warmup_data"
-
-
-def _sizes(run: RunConfig) -> None:
-    multiple = TINY_SIZE_MULTIPLE if run.model.path == "tiny" else FACTS[run.model.family].size_multiple
-    for name, data in data_sections(run).items():
-        strip = data.reference_strip if isinstance(data, PictureSection) else None
-        if strip is not None and strip % multiple:
-            raise ValueError(
-                f"{name}.reference_strip: given {strip}; {run.model.family} needs multiples of {multiple}; set "
-                f"{max(multiple, round(strip / multiple) * multiple)}"
-            )
-        if any(side % multiple for side in data.size):
-            nearest = [max(multiple, round(side / multiple) * multiple) for side in data.size]
-            raise ValueError(
-                f"{name}.resolution: given {data.resolution}; {run.model.family} needs multiples of {multiple}; "
-                f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
-            )
-        if data and isinstance(run.model, QwenImageEditModel):
-            _shows_the_picture(run.model, name, data.size)
-
-
-def seen_tokens(model: QwenImageEditModel, size: tuple[int, int]) -> int:
-    """Tokens that a source of (height, width) takes in the text encoder."""
-    return vision_tokens(shown_size(size, model.variant, model.vision_pixels))
-
-
-def _shows_the_picture(model: QwenImageEditModel, name: str, size: tuple[int, int]) -> None:
-    taken = seen_tokens(model, size) + EDIT_CHAT_TOKENS
-    if taken >= model.max_sequence_length:
-        raise ValueError(
-            f"model.max_sequence_length: given {model.max_sequence_length}, but a picture of {name}.resolution "
-            f"{size[0]} x {size[1]} takes {taken} tokens of it with the chat around it, which leaves none for a "
-            f"prompt; set {taken + 256} or more, or a smaller model.vision_pixels"
-        )
-
-
 def _weights(run: RunConfig) -> None:
     if run.evaluation.weights == "ema" and run.ema is None:
         raise ValueError(
             "evaluation.weights: given 'ema', but there is no ema section; set ema.decay=0.999, or "
             "evaluation.weights=raw"
         )
-
-
-def _held_out(run: RunConfig) -> None:
-    """No picture or prompt of a protocol's data may be both trained on and held out."""
-    held_out = run.evaluation.data
-    for name, data in (("data", run.data), ("warmup_data", run.warmup_data)):
-        if not isinstance(held_out, ProtocolData) or not isinstance(data, ProtocolData) or not _overlap(data, held_out):
-            continue
-        if (data.part, held_out.part) != ("train", "held_out"):
-            raise ValueError(
-                f"evaluation.data.part: given {held_out.part!r} beside {name}.part {data.part!r} of the same path, so "
-                f"that what is held out would be trained on; set {name}.part=train and evaluation.data.part=held_out"
-            )
-        if data.held_out_share != held_out.held_out_share:
-            raise ValueError(
-                f"evaluation.data.held_out_share: given {held_out.held_out_share:g}, but {name}.held_out_share is "
-                f"{data.held_out_share:g}; set both to one share"
-            )
-
-
-def _overlap(one: Data, other: Data) -> bool:
-    """Whether two sections of protocols choose from the same pictures or prompts, parts aside."""
-    if one.path != other.path:
-        return False
-    if isinstance(one, ComplexEditData) and isinstance(other, ComplexEditData):
-        return one.image_type == other.image_type or "all" in (one.image_type, other.image_type)
-    if not (isinstance(one, MmmgData) and isinstance(other, MmmgData)):
-        return False
-    levels = {*chosen(one.levels, LEVELS)} & {*chosen(other.levels, LEVELS)}
-    return bool(levels and {*chosen(one.disciplines, DISCIPLINES)} & {*chosen(other.disciplines, DISCIPLINES)})
-
-
-def _curriculum(run: RunConfig) -> None:
-    """Stages are those of rollouts; nothing else reads them."""
-    sections = {"warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
-    unread = sections if trains_on_rewards(run) else {"data": run.data, **sections}
-    for name, data in unread.items():
-        if isinstance(data, ProtocolData) and data.curriculum != 1:
-            raise ValueError(
-                f"{name}.curriculum: given {data.curriculum}, but a curriculum is of rollouts, which draw from data; "
-                "leave it out"
-            )
 
 
 def _sharding(run: RunConfig) -> None:

@@ -6,8 +6,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from retouch.config.data_sections import PictureSection
 from retouch.config.errors import ConfigError
 from retouch.config.families import FACTS
+from retouch.config.needs import data_sections
 from retouch.config.section import Section
 
 if TYPE_CHECKING:
@@ -157,6 +159,13 @@ def _untouched(run: RunConfig) -> None:
                     f"{name}.{key}: given {getattr(section, key)!r}, which is of the diffusion network's own training; "
                     f"vlm_grpo takes TRL's options under algorithm.trl (learning_rate, num_generations, ...)"
                 )
+    for name, data in data_sections(run).items():
+        strip = data.reference_strip if isinstance(data, PictureSection) else None
+        if strip is not None:
+            raise ValueError(
+                f"{name}.reference_strip: given {strip}, but the diffusion network of vlm_grpo learns to look at none; "
+                "leave it out"
+            )
     if run.ema is not None:
         raise ValueError("ema: given, but vlm_grpo keeps no average; set ema=null")
     if run.warmup_data is not None:

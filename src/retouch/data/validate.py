@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from retouch.config import load_run
 from retouch.config.data_sections import CrossBenchData, ManifestData, PromptsData, SelfBenchData
-from retouch.config.rules import data_sections, needed_pictures
+from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
 from retouch.data.formats.manifest import json_entries
 

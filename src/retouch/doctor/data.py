@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.data_sections import Data
-from retouch.config.rules import data_sections, needed_pictures
+from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.dataset import DataError, Dataset, list_items, load_dataset
 from retouch.doctor.line import Line
 

@@ -12,7 +12,6 @@ Legend: B rows, C latent channels, h w latent sides, S text tokens, D widths.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,8 @@ from retouch.image_encoder import ImageEncoder
 from retouch.models.embeddings import open_cache
 from retouch.models.inputs import inpainting_inputs, reference_encoder, reference_inputs
 from retouch.models.loading import load_component, open_pipeline
-from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, QwenModel
+from retouch.models.qwen import LORA_TARGETS, NEGATIVE, QwenModel
+from retouch.models.qwen_text import ChatStates, chat_encoders
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example
 
@@ -78,7 +78,8 @@ class QwenImage(QwenModel):
         elif with_text:
             model = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", frozen)
             tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
-            text = _encoders(model, tokenizer, config.max_sequence_length, device, config.offload_text_encoders)
+            chat = ChatStates(model, tokenizer, None, "draw", config.max_sequence_length)
+            text = chat_encoders(chat, _words, device, config.offload_text_encoders)
         return cls(
             network=load_component(QwenImageTransformer2DModel, path, "transformer", trained),
             vae=load_component(AutoencoderKLQwenImage, path, "vae", frozen),
@@ -94,7 +95,7 @@ class QwenImage(QwenModel):
         pipeline has none."""
         text = None
         if pipeline.text_encoder is not None:
-            text = _encoders(pipeline.text_encoder, pipeline.tokenizer, length, "cpu", offload=True)
+            text = chat_encoders(ChatStates(pipeline.text_encoder, pipeline.tokenizer, None, "draw", length), _words)
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler)
 
     def to(self, device: Any) -> None:
@@ -145,35 +146,8 @@ class QwenImage(QwenModel):
         return torch.where(c["mask_cells"] > 0, velocity, to_source)
 
 
-@dataclass(frozen=True)
-class QwenPrompts:
-    """Prompts -> states of their chats, padded to one length.
-
-    Attributes:
-        states: the states [B, S, D]; False: which of them are no padding [B, S].
-    """
-
-    chat: ChatStates
-    states: bool
-
-    @property
-    def model(self) -> Any:
-        return self.chat.model
-
-    def __call__(self, prompts: Sequence[str]) -> Tensor:
-        rows = [self._row(prompt) for prompt in prompts]
-        length = self.chat.length
-        padded = [nn.functional.pad(row, (0, 0) * (row.ndim - 1) + (0, length - len(row))) for row in rows]
-        return torch.stack(padded)
-
-    def _row(self, prompt: str) -> Tensor:
-        return self.chat(prompt) if self.states else torch.ones(self.chat.count(prompt), device=self.model.device)
-
-
-def _encoders(model: Any, tokenizer: Any, length: int, device: Any, offload: bool) -> TextEncoders:
-    chat = ChatStates(model, tokenizer, None, "draw", length)
-    made: dict[str, Any] = {"text": QwenPrompts(chat, states=True), "text_mask": QwenPrompts(chat, states=False)}
-    return TextEncoders(made, device, offload)
+def _words(prompt: str) -> tuple[str, tuple[()]]:
+    return prompt, ()
 
 
 def _reference(tensors: Mapping[str, Tensor], *, guided: bool) -> dict[str, Any] | None:

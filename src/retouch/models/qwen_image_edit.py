@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from PIL.Image import Image, Resampling
-from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.config.families import EDIT_PIPELINES, EditVariant, shown_size
 from retouch.models.inputs import optional_masks
 from retouch.models.loading import load_component, open_pipeline
-from retouch.models.qwen import LORA_TARGETS, NEGATIVE, ChatStates, ImageTextProcessor, QwenModel, picture_tensors
+from retouch.models.qwen import LORA_TARGETS, NEGATIVE, QwenModel, picture_tensors
+from retouch.models.qwen_text import ChatStates, ImageTextProcessor, chat_encoders
 from retouch.models.text import TextEncoders
 from retouch.types import Condition, Example
 
@@ -85,7 +85,7 @@ class QwenImageEdit(QwenModel):
                 config.variant,
                 config.max_sequence_length,
             )
-            text = _encoders(chat, device, config.offload_text_encoders)
+            text = chat_encoders(chat, _words_and_picture, device, config.offload_text_encoders, KEPT_TEXTS)
         return cls(
             network=load_component(QwenImageTransformer2DModel, path, "transformer", trained),
             vae=load_component(AutoencoderKLQwenImage, path, "vae", frozen),
@@ -104,7 +104,7 @@ class QwenImageEdit(QwenModel):
         text = None
         if pipeline.text_encoder is not None:
             chat = ChatStates(pipeline.text_encoder, pipeline.tokenizer, pipeline.processor, variant, length)
-            text = _encoders(chat, "cpu", offload=True)
+            text = chat_encoders(chat, _words_and_picture, capacity=KEPT_TEXTS)
         return cls(
             pipeline.transformer,
             pipeline.vae,
@@ -171,33 +171,8 @@ class Shown:
         return cls(prompt, hashlib.sha256(repr(pixels.size).encode() + pixels.tobytes()).digest(), pixels)
 
 
-@dataclass(frozen=True)
-class ShownTexts:
-    """Prompts with a picture -> states of their chats, padded to one length.
-
-    Attributes:
-        states: the states [B, S, D]; False: which of them are no padding [B, S].
-    """
-
-    chat: ChatStates
-    states: bool
-
-    @property
-    def model(self) -> Any:
-        return self.chat.model
-
-    def __call__(self, texts: Sequence[Shown]) -> Tensor:
-        length = self.chat.length
-        if not self.states:
-            counts = torch.tensor([[self.chat.count(text.prompt, [text.picture])] for text in texts])
-            return (torch.arange(length) < counts).float()
-        rows = [self.chat(text.prompt, [text.picture]) for text in texts]
-        return torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
-
-
-def _encoders(chat: ChatStates, device: Any, offload: bool) -> TextEncoders:
-    made: dict[str, Any] = {"text": ShownTexts(chat, states=True), "text_mask": ShownTexts(chat, states=False)}
-    return TextEncoders(made, device, offload, KEPT_TEXTS)
+def _words_and_picture(shown: Shown) -> tuple[str, list[Image]]:
+    return shown.prompt, [shown.picture]
 
 
 def _source(example: Example) -> Image:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retouch.models.qwen import evaluating
+from retouch.models.qwen_text import evaluating
 
 
 class ResponseTooLong(ValueError):

@@ -99,12 +99,7 @@ class TextEncoders:
         Raises:
             RuntimeError: a prompt that is not cached after `release`.
         """
-        self._fill(prompts)
-        rows = [self._cache[prompt] for prompt in prompts]
-        for prompt in prompts:
-            self._cache.move_to_end(prompt)
-        while len(self._cache) > self._capacity:
-            self._cache.popitem(last=False)
+        rows = self._rows(prompts)
         return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
 
     def of(self, prompt: str) -> dict[str, Tensor]:
@@ -113,8 +108,7 @@ class TextEncoders:
         Raises:
             RuntimeError: as `encode`.
         """
-        self._fill([prompt])
-        return self._cache[prompt]
+        return self._rows([prompt])[0]
 
     def cache(self, prompts: Sequence[str]) -> None:
         """Encode now and keep."""
@@ -124,6 +118,16 @@ class TextEncoders:
     def release(self) -> None:
         """Drop the encoders; only cached prompts can be encoded from now on."""
         self.encoders.clear()
+
+    def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
+        """What is kept of each; those used longest ago are dropped."""
+        self._fill(prompts)
+        rows = [self._cache[prompt] for prompt in prompts]
+        for prompt in prompts:
+            self._cache.move_to_end(prompt)
+        while len(self._cache) > self._capacity:
+            self._cache.popitem(last=False)
+        return rows
 
     @torch.no_grad()
     def _fill(self, prompts: Sequence[Any]) -> None:

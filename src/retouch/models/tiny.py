@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from retouch.config.families import EditVariant
-from retouch.models.qwen import CHAT_TEMPLATE, ImageTextProcessor
+from retouch.models.qwen_text import CHAT_TEMPLATE, ImageTextProcessor
 
 TEXT_TOKENS = 24
 """Tokens (bytes) of a prompt: "The text is 'WORD'." takes 21 of T5's, 18 of CLIP's, which have no spaces."""

@@ -7,6 +7,7 @@ pictures that become glaring, sharp, empty or all alike, in a KL that jumps, and
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,14 +129,27 @@ def pictures_collapse(before: float, now: float, factor: float = 2.0) -> str | N
     return None
 
 
-def kl_jumps(values: Sequence[float], window: int = 5, factor: float = 10.0) -> str | None:
-    """The alarm on a KL whose newest `window` steps have over `factor` times the mean of the `window` before them."""
-    if len(values) < 2 * window:
-        return None
-    before, now = float(np.mean(values[-2 * window : -window])), float(np.mean(values[-window:]))
-    if before > 0 and now > factor * before:
-        return f"the KL of the last {window} steps is {now:.3g}, that of the {window} before them {before:.3g}"
-    return None
+class KlWatch:
+    """The alarm on a KL whose newest `window` steps have over `factor` times the mean of the `window` before them; once
+    for each jump. A run that resumes shows it the steps before again, and it stands where it stood."""
+
+    def __init__(self, window: int = 5, factor: float = 10.0) -> None:
+        self._window, self._factor = window, factor
+        self._recent: list[float] = []
+
+    def see(self, value: float | None) -> str | None:
+        """The KL of one more step -> the alarm. None and NaN (of a step that overflowed) say nothing."""
+        if value is None or not math.isfinite(value):
+            return None
+        size = self._window
+        self._recent = [*self._recent, value][-2 * size :]
+        if len(self._recent) < 2 * size:
+            return None
+        before, now = float(np.mean(self._recent[:size])), float(np.mean(self._recent[size:]))
+        if not 0 < self._factor * before < now:
+            return None
+        self._recent = []
+        return f"the KL of the last {size} steps is {now:.3g}, that of the {size} before them {before:.3g}"
 
 
 def score_drifts(

@@ -10,14 +10,12 @@ import logging
 import math
 import signal
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from torch import Tensor
@@ -28,8 +26,9 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
 from retouch.observe import Stopwatch
-from retouch.observe.guards import evaluation_alarms, kl_jumps, score_drifts
+from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
 from retouch.observe.run_dir import read_metrics
+from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example
 
@@ -84,7 +83,7 @@ class Session:
         self._stop: str | None = None
         self._alarm: str | None = None
         self._owes_evaluation = False
-        self._kl: deque[float] = deque(maxlen=10)
+        self._kl = KlWatch()
         self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -168,7 +167,9 @@ class Session:
         seconds |= self.run.costs.split(seconds["step"])
         self.run.dir.log("train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, seconds)
         self._bar.update(self._task, completed=progress.step)
-        self._watch_kl(values)
+        alarm = self._kl.see(values.get("kl"))
+        if alarm is not None:
+            self._alert(alarm, stop=False)
         if evaluate_now and not last:
             self.evaluate("step")
         if save_now and not last:
@@ -283,14 +284,6 @@ class Session:
         for alarm in evaluation_alarms(earlier, result.rows, weights, gold):
             self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
 
-    def _watch_kl(self, values: Mapping[str, float]) -> None:
-        if "kl" in values:
-            self._kl.append(values["kl"])
-            alarm = kl_jumps(list(self._kl))
-            if alarm is not None:
-                self._alert(alarm, stop=False)
-                self._kl.clear()  # once for each jump
-
     def _alert(self, alarm: str, *, stop: bool) -> None:
         logger.warning("alarm: %s", alarm)
         self.run.dir.log("event", self.progress.step, {"event": "alarm", "alarm": alarm})
@@ -306,9 +299,14 @@ class Session:
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
         self.progress = Progress(**state["progress"])
-        inside = (folder / "rollouts.safetensors").exists()
-        _may_go_on(folder, state["config"], dump_run(self.config), self.progress.phase, inside_epoch=inside)
-        _same_run(state["config"], dump_run(self.config))
+        may_go_on(
+            folder,
+            state["config"],
+            dump_run(self.config),
+            after_warmup=self.progress.phase == "rl",
+            inside_epoch=(folder / "rollouts.safetensors").exists(),
+        )
+        warn_of_changes(state["config"], dump_run(self.config))
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
@@ -320,9 +318,11 @@ class Session:
         if "rewards" in state:
             self.run.rewards.restore(state["rewards"])
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
-        self._kl.extend(record["kl"] for record in records if record["kind"] == "train" and "kl" in record)
+        for record in records:
+            if record["kind"] == "train":
+                self._kl.see(record.get("kl"))  # its alarms were told
         over = self.progress.step >= self.config.training.max_steps
-        self._finished = over and any(r.get("event") == "finished" for r in records)
+        self._finished = over and any((r["step"], r.get("event")) == (self.progress.step, "finished") for r in records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
             raise CheckpointError(f"{folder}: has no averaged weights, but the run file has an ema section")
         if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
@@ -382,60 +382,3 @@ class Session:
         logger.info("derived: %s", run.derived.as_dict())
         if not run.eval_is_held_out:
             logger.warning("evaluating on training examples, which says little; set evaluation.data to others")
-
-
-SAMPLED_WITH = ("pairs", "inner_epochs", "region", "region_dilation", "seam_weight", "log_prob_mode", "guard")
-"""Options of an algorithm that rollouts still to be trained on depend on, as they do on `rollout`: with others the
-recorded log-probabilities would be of another policy, or the steps of the epoch other ones."""
-
-
-def _may_go_on(folder: Path, saved: str, current: str, phase: Phase, *, inside_epoch: bool) -> None:
-    """Refuse a checkpoint of another algorithm or family, and one whose rollouts do not fit the run file.
-
-    Args:
-        saved, current: run files.
-        inside_epoch: whether the checkpoint holds rollouts to train on.
-
-    Raises:
-        CheckpointError: with the first option that must be set back.
-    """
-    before, now = yaml.safe_load(saved), yaml.safe_load(current)
-    for section, name in (("model", "family"), ("algorithm", "name")):
-        _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
-    if phase == "rl" and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
-        raise CheckpointError(
-            f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
-            "set algorithm.kl_weight=0, or start a new run under another name=..."
-        )
-    if not inside_epoch:
-        return
-    remedy = "or resume from a checkpoint without rollouts.safetensors"
-    keys = [("rollout", name) for name in now["rollout"] if name != "batch_size_per_device"]
-    for section, name in [*keys, *(("algorithm", name) for name in SAMPLED_WITH)]:
-        _same(folder, "lies inside an epoch of", section, name, before, now, remedy)
-    rows = [
-        one["optimizer"]["batch_size_per_device"] * one["optimizer"]["gradient_accumulation"] for one in (before, now)
-    ]
-    if rows[0] != rows[1]:
-        raise CheckpointError(
-            f"{folder}: lies inside an epoch of optimizer steps on {rows[0]} rows per device, the run file makes them "
-            f"{rows[1]}; set optimizer.batch_size_per_device x gradient_accumulation back, {remedy}"
-        )
-
-
-def _same(
-    folder: Path, what: str, section: str, name: str, before: dict[str, Any], now: dict[str, Any], remedy: str
-) -> None:
-    given, kept = now[section].get(name), before[section].get(name, now[section].get(name))
-    if given != kept:
-        raise CheckpointError(
-            f"{folder}: {what} {section}.{name}={kept}, the run file says {given}; set it back, {remedy}"
-        )
-
-
-def _same_run(saved: str, current: str) -> None:
-    """Warn of every line of the run file that changed since the checkpoint."""
-    before, now = saved.splitlines(), current.splitlines()
-    for line in now:
-        if line not in before and not line.startswith("resume:"):
-            logger.warning("changed since the checkpoint: %s", line.strip())

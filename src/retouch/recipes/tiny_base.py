@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -39,6 +38,7 @@ from retouch.models import family_class, load_model
 from retouch.models.text import TextEncoder, TextEncoders
 from retouch.models.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.observe import Stopwatch
+from retouch.recipes.tiny_training import require_empty, set_rate, update
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import denoising_error
 from retouch.types import Condition, DiffusionModel, Example
@@ -140,7 +140,7 @@ def train_autoencoder(vae: Any, signs: Sequence[Sign], steps: int, seed: int, ba
     optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99))
     vae.train()
     for step in range(steps):
-        _set_lr(optimizer, 2e-3, step, steps, ramp=20)
+        set_rate(optimizer, 2e-3, step, steps, ramp=20)
         rows = torch.randint(len(signs), (batch,), generator=draw)
         x = pictures[rows]
         x[: batch // 8] *= 1 - masks[rows[: batch // 8]]
@@ -148,7 +148,7 @@ def train_autoencoder(vae: Any, signs: Sequence[Sign], steps: int, seed: int, ba
         decoded = vae.decode(mean + 0.05 * torch.randn(mean.shape, generator=draw)).sample
         error = decoded - x
         loss = 4 * error.square().mean() + 0.5 * error.abs().mean() + 1e-3 * mean.square().mean()
-        _update(optimizer, loss, vae.parameters())
+        update(optimizer, loss, vae.parameters())
         if step % 100 == 0:
             logger.info("autoencoder step %d: mean |error| %.3f", step, float(error.detach().abs().mean()))
     vae.eval().requires_grad_(False)
@@ -176,10 +176,10 @@ def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> Non
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98))
     draw = torch.Generator().manual_seed(derive_seed(seed, "text"))
     for step in range(steps):
-        _set_lr(optimizer, 3e-3, step, steps, ramp=30)
+        set_rate(optimizer, 3e-3, step, steps, ramp=30)
         chosen = [words[i] for i in torch.randint(len(words), (batch,), generator=draw)]
         loss = torch.stack([error for reader in readers for error in reader.errors(chosen)]).sum()
-        _update(optimizer, loss, parameters)
+        update(optimizer, loss, parameters)
         if step % 50 == 0:
             logger.info("spelling step %d: loss %.3f", step, float(loss.detach()))
 
@@ -228,7 +228,7 @@ def train_denoiser(
     steps, batch = schedule.denoiser_steps, schedule.denoiser_batch
     draw = torch.Generator().manual_seed(derive_seed(seed, "denoiser"))
     for step in range(steps):
-        _set_lr(optimizer, schedule.denoiser_lr, step, steps, ramp=50)
+        set_rate(optimizer, schedule.denoiser_lr, step, steps, ramp=50)
         rows = torch.randint(len(x0), (batch,), generator=draw)
         noise = torch.randn(x0[rows].shape, generator=draw)
         uniform = torch.rand(batch, generator=draw, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
@@ -241,7 +241,7 @@ def train_denoiser(
         text = {name: encoder(told) for name, encoder in encoders.items()}
         condition = replace(picked, tensors={**picked.tensors, **text})
         errors = denoising_error(model, model.network, times, x0[rows], noise, time, condition)
-        _update(optimizer, denoising_loss(errors, velocity_weight(times, time))[0], parameters)
+        update(optimizer, denoising_loss(errors, velocity_weight(times, time))[0], parameters)
         decay = min((1 + step) / (10 + step), 0.99)
         with torch.no_grad():
             for mean, p in zip(average, parameters, strict=True):
@@ -286,22 +286,6 @@ def _pixels(signs: Sequence[Sign]) -> tuple[Tensor, Tensor]:
     return pictures, masks
 
 
-def _set_lr(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int, ramp: int) -> None:
-    """A linear ramp, then a cosine down to 2 % of the peak."""
-    rate = peak * min(1.0, (step + 1) / ramp) * (0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def _update(
-    optimizer: torch.optim.Optimizer, loss: Tensor, parameters: Sequence[nn.Parameter] | Iterator[nn.Parameter]
-) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
-
-
 def build_and_measure(family: str, out: Path, seed: int) -> dict[str, Any]:
     """What `retouch tiny build` does: train, write, and measure on words of the held-out half.
 
@@ -312,8 +296,7 @@ def build_and_measure(family: str, out: Path, seed: int) -> dict[str, Any]:
     """
     if family not in SCHEDULES:
         raise ConfigError(f"family: given {family!r}; {nearest(family, SCHEDULES)}")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} is not empty; choose another folder")
+    require_empty(out)
     started = monotonic()
     seconds = build(family, out, seed, SCHEDULES[family])
     seconds["in all"] = monotonic() - started

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +31,12 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from retouch.config.errors import ConfigError
 from retouch.data.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted
 from retouch.data.sampler import derive_seed
 from retouch.models import family_class
-from retouch.models.qwen import chat, template
+from retouch.models.qwen_text import chat, template
 from retouch.models.tiny import tiny_pipeline
+from retouch.recipes.tiny_training import require_empty, set_rate, update
 from retouch.rollout import Drawing, draw, freeze
 
 logger = logging.getLogger(__name__)
@@ -110,8 +109,7 @@ def build_edit(out: Path, seed: int = 0, schedule: Schedule | None = None) -> di
     Raises:
         ConfigError: an `out` that holds files.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} is not empty; choose another folder")
+    require_empty(out)
     s = schedule or Schedule()
     pipeline = tiny_pipeline("qwen_image_edit", seed)
     random = Random(derive_seed(seed, "shapes"))
@@ -146,12 +144,12 @@ def train_autoencoder(vae: Any, masks: Sequence[Image.Image], s: Schedule, seed:
     vae.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99))
     for step in range(s.vae_steps):
-        _set_lr(optimizer, 3e-3, step, s.vae_steps)
+        set_rate(optimizer, 3e-3, step, s.vae_steps, ramp=30)
         x = _pixels([painted(random.choice(masks), random.choice(NAMES)) for _ in range(s.vae_batch)])[:, :, None]
         mean = vae.encode(x).latent_dist.mean
         error = vae.decode(mean + 0.05 * torch.randn(mean.shape, generator=noise)).sample - x
         loss = 4 * error.square().mean() + 0.5 * error.abs().mean() + 1e-3 * mean.square().mean()
-        _update(optimizer, loss, list(vae.parameters()))
+        update(optimizer, loss, list(vae.parameters()))
         if step % 100 == 0:
             logger.info("autoencoder step %d: mean |error| %.3f", step, float(error.detach().abs().mean()))
     vae.eval().requires_grad_(False)
@@ -235,7 +233,7 @@ def train_language(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) ->
     parameters = _language_parameters(model)
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(s.language_steps):
-        _set_lr(optimizer, 4e-3, step, s.language_steps)
+        set_rate(optimizer, 4e-3, step, s.language_steps, ramp=30)
         asked = [random.choice(instructions("train")) for _ in range(s.language_batch)]
         surely = step < s.sure_steps  # things are told apart sooner where answers do not contradict each other
         answers = [likeliest(thing) if surely else answer(thing, random) for thing, _ in asked]
@@ -243,7 +241,7 @@ def train_language(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) ->
         texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, answers, strict=True)]
         states, ids, lengths = speaker.states(texts, seen)
         loss = word_loss(model, states, ids, lengths, answers)
-        _update(optimizer, loss, parameters)
+        update(optimizer, loss, parameters)
         if step % 50 == 0:
             logger.info("language step %d: loss %.3f", step, float(loss.detach()))
 
@@ -265,7 +263,7 @@ def train_denoiser(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) ->
     times = family.schedule(8, (SIDE, SIDE))
     half = s.denoiser_batch // 2
     for step in range(s.denoiser_steps):
-        _set_lr(optimizer, 3e-3, step, s.denoiser_steps)
+        set_rate(optimizer, 3e-3, step, s.denoiser_steps, ramp=30)
         asked = [random.choice(instructions("train")) for _ in range(s.denoiser_batch)]
         answers = [answer(thing, random) for thing, _ in asked[:half]]
         free = ["" if random.random() < s.blank * 2 else random.choice(NAMES) for _ in asked[half:]]
@@ -284,7 +282,7 @@ def train_denoiser(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) ->
         x = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * noise
         error = (family.predict(network, x, sigma, condition) - (noise - x0)).square().mean()
         loss = error + 0.1 * word_loss(model, states[:half], ids[:half], lengths[:half], answers)
-        _update(optimizer, loss, parameters)
+        update(optimizer, loss, parameters)
         if step % 50 == 0:
             logger.info("denoiser step %d: error %.4f, loss %.3f", step, float(error.detach()), float(loss.detach()))
     model.requires_grad_(False)
@@ -366,17 +364,3 @@ def _some(values: Tensor, count: int, random: Random) -> Tensor:
 def _pixels(pages: Sequence[Image.Image]) -> Tensor:
     """Pictures [N, 3, H, W] in [-1, 1]."""
     return torch.from_numpy(np.stack([np.asarray(page, np.float32) for page in pages])).permute(0, 3, 1, 2) / 127.5 - 1
-
-
-def _set_lr(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
-    """A ramp of 30 steps, then a cosine down to 2 % of the peak."""
-    rate = peak * min(1.0, (step + 1) / 30) * (0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def _update(optimizer: torch.optim.Optimizer, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()

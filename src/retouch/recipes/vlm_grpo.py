@@ -39,7 +39,7 @@ from retouch.data import curriculum_order
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import rng_state, set_rng_state
 from retouch.evaluate import save_evaluation
-from retouch.models.qwen import Task
+from retouch.models.qwen_text import Task
 from retouch.models.response import Responses
 from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics
@@ -79,8 +79,7 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     parts.rewards.start()
     _wait_for_rewards(parts)
     trainer = VlmTrainer(parts, arguments)
-    evaluated = any(record["kind"] == "eval" for record in read_metrics(parts.dir.path / "metrics.jsonl"))
-    trainer.first = trainer.any_rank(parts.dir.main and not evaluated)
+    trainer.owes_evaluation = trainer.any_rank(parts.dir.main and owes_evaluation(parts, step or 0))
     logger.info("%s: %s", parts.config.name, f"resumed from {folder}" if folder else "new run")
     for name, value in parts.derived.as_dict().items():
         logger.info("  %s: %g", name.replace("_", " "), value)
@@ -98,7 +97,7 @@ class VlmTrainer(GRPOTrainer):
     def __init__(self, parts: Parts, arguments: GRPOConfig) -> None:
         self.parts = parts
         self.judge = Judge(parts)
-        self.first = True  # nothing was evaluated yet
+        self.owes_evaluation = True  # before the next step
         self.stopping: tuple[str, int] | None = None
         self._signal: str | None = None
         self._started = time.monotonic()
@@ -365,6 +364,14 @@ class VlmTrainer(GRPOTrainer):
             self.parts.dir.save_image(
                 step + 1, "rollouts", judged_grid(judged, self.parts.algorithm.count("num_generations"))
             )
+
+
+def owes_evaluation(parts: Parts, step: int) -> bool:
+    """Whether the weights of a step were to be evaluated, and were not: at the start, or where rewards were away."""
+    training = parts.config.training
+    due = step == 0 or (bool(training.eval_every) and step % training.eval_every == 0 and step < training.max_steps)
+    records = read_metrics(parts.dir.path / "metrics.jsonl")
+    return due and not any((record["kind"], record["step"]) == ("eval", step) for record in records)
 
 
 def trl_arguments(config: RunConfig) -> GRPOConfig:

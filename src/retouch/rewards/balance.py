@@ -69,6 +69,10 @@ class Server:
         self.heard_at = now
         self.latency_s = seconds if self.latency_s is None else (1 - SMOOTHING) * self.latency_s + SMOOTHING * seconds
 
+    def overtaken(self, seconds: float) -> None:
+        """Nobody waits for its answer any more: it would have taken longer."""
+        self.latency_s = max(self.latency_s or 0.0, seconds)
+
     def failed(self, now: float) -> None:
         """It did not answer as it should: refused, hung up, timed out, 5xx."""
         self.failures += 1

@@ -2,8 +2,7 @@
 
 One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
 transport errors, 408, 425, 429 and 5xx are tried again, on another server where there is one, until the deadline and
-within the retry budget; nothing else is. A reply must hold every item exactly once and only finite floats, else its
-items are failures: a failure is never a number.
+within the retry budget; nothing else is. `exchange.py` is one request to one server.
 """
 
 from __future__ import annotations
@@ -24,29 +23,20 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from urllib.parse import urlsplit
-
-import httpx
 
 from retouch.rewards.balance import Balance, Balancer, RetryBudget, Server
 from retouch.rewards.cache import ScoreCache, cache_key
-from retouch.rewards.protocol import LOOPBACK, RewardItem, ScoreReply, base_url, malformed, usable_token
-from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
-from retouch.types import Failure, Outcome, Score
+from retouch.rewards.exchange import CONNECT_S, Columns, Exchange, Refusal
+from retouch.rewards.protocol import RewardItem, base_url, malformed, usable_token
+from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
 
-_RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _BACKOFF_S = 0.1
 _BACKOFF_MAX_S = 5.0
-_CONNECT_S = 5.0
 _LEAST_S = 0.2  # less time than this is not worth dividing between servers
 
-_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)  # the balancer counts requests
 _LATENCIES = 2048  # of the newest requests, for the percentiles
-
-Columns = dict[str, list[Outcome]]
-"""Reward name -> one outcome an item."""
 
 
 @dataclass(frozen=True)
@@ -88,24 +78,6 @@ class ClientStatistics:
         """The latency that this share of the newest requests did not exceed; NaN before the first."""
         ordered = sorted(self.latencies)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """An attempt that brought no reply: what went wrong, and how long the server wants to be left alone."""
-
-    failure: Failure
-    retry_after_s: float = 0.0
-    reached: bool = True
-    """Whether the server may have seen the request; a connection that was refused costs it nothing."""
-
-
-@dataclass(frozen=True)
-class _NotReady:
-    """Why a server cannot score. `final`: waiting does not help."""
-
-    problem: str
-    final: bool = False
 
 
 class RewardClient:
@@ -196,7 +168,7 @@ class RewardClient:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._exchange = Exchange(self.rewards, self._token, self._note_revision)
         self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
         self._budget = RetryBudget()
         self._freed = asyncio.Event()
@@ -226,24 +198,10 @@ class RewardClient:
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        for client in self._clients.values():
-            await client.aclose()
+        await self._exchange.close()
         await self._loop.shutdown_default_executor()
 
     # --- inside the loop ---
-
-    def _client(self, url: str) -> httpx.AsyncClient:
-        if url not in self._clients:
-            local = urlsplit(url).hostname in LOOPBACK
-            headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
-            # a proxy from the environment must never see loopback traffic
-            self._clients[url] = httpx.AsyncClient(
-                trust_env=not local,
-                headers=headers,
-                limits=_CONNECTIONS,
-                verify=not (local and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
-            )
-        return self._clients[url]
 
     async def _score(self, items: list[RewardItem]) -> Columns:
         problems = [malformed(item) for item in items]
@@ -347,7 +305,7 @@ class RewardClient:
             now = time.monotonic()
             deadline = deadline or now + self.options.timeout_s
             reply = await self._attempt_or_hedge(server, numbered, request_id, deadline)
-            if not isinstance(reply, _Refusal):
+            if not isinstance(reply, Refusal):
                 self.statistics.latencies.append(time.monotonic() - asked)
                 return reply
             problem = reply.failure
@@ -391,9 +349,9 @@ class RewardClient:
 
     async def _attempt_or_hedge(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
-    ) -> Columns | _Refusal:
+    ) -> Columns | Refusal:
         """Ask a server, and after `hedge_s` another one, too; the first good answer counts."""
-        first = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        first = self._begin(server, items, request_id, deadline)
         if self.options.hedge_s is None or len(self.urls) == 1:
             return await first
         await asyncio.wait([first], timeout=self.options.hedge_s)
@@ -402,33 +360,46 @@ class RewardClient:
             return await first
         other.sent(time.monotonic())
         self.statistics.hedges += 1
-        second = asyncio.create_task(self._attempt(other, items, request_id, deadline))
+        second = self._begin(other, items, request_id, deadline)
         tasks = {first, second}
         try:
             while True:
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                reply = next((r for task in done if not isinstance(r := task.result(), _Refusal)), None)
+                reply = next((r for task in done if not isinstance(r := task.result(), Refusal)), None)
                 if reply is not None or not tasks:
                     return reply if reply is not None else done.pop().result()
         finally:
             for task in tasks:
                 task.cancel()
 
+    def _begin(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> asyncio.Task[Columns | Refusal]:
+        """An attempt on its way. Its place at the server is given back even where it is cancelled before it begins."""
+
+        def leave(_: object) -> None:
+            server.under_way -= 1
+            self._freed.set()
+
+        attempt = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        attempt.add_done_callback(leave)
+        return attempt
+
     async def _attempt(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
-    ) -> Columns | _Refusal:
+    ) -> Columns | Refusal:
         """Ask one server once -> outcomes, or why there are none; its breaker and latency learn from it."""
         started = time.monotonic()
         left = max(0.0, deadline - started)
         share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
         self.statistics.attempts += 1
         try:
-            reply = await self._ask(server.url, items, request_id, started + share)
-        finally:
-            server.under_way -= 1
-            self._freed.set()
+            reply = await self._exchange.ask(server.url, items, request_id, started + share)
+        except asyncio.CancelledError:
+            server.overtaken(time.monotonic() - started)
+            raise
         now = time.monotonic()
-        if not isinstance(reply, _Refusal):
+        if not isinstance(reply, Refusal):
             server.answered(now - started, now)
             self._progress = now
         elif reply.failure.code == "overloaded" or reply.retry_after_s:
@@ -437,59 +408,11 @@ class RewardClient:
             server.failed(now)
         return reply
 
-    async def _ask(self, url: str, items: list[RewardItem], request_id: str, until: float) -> Columns | _Refusal:
-        started = time.monotonic()
-        deadline_ms = max(1, int((until - started) * 1000))
-        files = await asyncio.to_thread(encode_request, items, self.rewards, request_id, deadline_ms)
-        left = max(0.0, until - time.monotonic())
-        reached = True
-        try:
-            async with asyncio.timeout(left):
-                response = await self._client(url).post(
-                    f"{url}/score", files=files, timeout=httpx.Timeout(left, connect=min(left, _CONNECT_S))
-                )
-        except TimeoutError:
-            problem = f"{url}: no answer within {until - started:.1f} s"
-        except httpx.RequestError as error:
-            reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            problem = self._redacted(f"{url}: {type(error).__name__} {error}".strip())
-        else:
-            if response.status_code == 200:
-                return self._outcomes(response.content, len(items), url)
-            return self._refusal(url, response)
-        return _Refusal(Failure("unavailable", problem, retryable=True), reached=reached)
-
-    def _outcomes(self, body: bytes, count: int, url: str) -> Columns:
-        """Check a reply against what was asked, and put it in order."""
-        try:
-            reply = parse_reply(body)
-            ids = [outcome.id for outcome in reply.items]
-            if len(ids) != count or set(ids) != set(range(count)):
-                raise BrokenMessage(f"{count} items were asked for, {len(ids)} came back, or under other ids")
-        except BrokenMessage as error:
-            problem = self._redacted(f"{url}: {error}")
-            logger.warning("%s", problem)
-            return {name: [Failure("bad_reply", problem)] * count for name in self.rewards}
-        for name, scorer in reply.scorers.items():
-            if name in self.rewards:
-                self._note_revision(url, name, scorer.revision)
-        return {name: _column(reply, name, url) for name in self.rewards}
-
-    def _refusal(self, url: str, response: httpx.Response) -> _Refusal:
-        status, retryable = response.status_code, response.status_code in _RETRY_STATUS
-        code = "overloaded" if status == 429 else "unavailable" if retryable else "refused"
-        message = self._redacted(f"{url}: HTTP {status}: {response.text[:200]}")
-        return _Refusal(Failure(code, message, retryable), _seconds(response.headers.get("retry-after")))
-
-    def _redacted(self, text: str) -> str:
-        """A server may echo what it was sent."""
-        return text.replace(self._token, "***") if self._token else text
-
     async def _wait_ready(self, timeout_s: float, every_server: bool) -> list[str]:
         deadline = time.monotonic() + timeout_s
         while True:
-            probe_s = min(_CONNECT_S, max(_LEAST_S, deadline - time.monotonic()))
-            found = await asyncio.gather(*(self._readiness(url, probe_s) for url in self.urls))
+            probe_s = min(CONNECT_S, max(_LEAST_S, deadline - time.monotonic()))
+            found = await asyncio.gather(*(self._exchange.readiness(url, probe_s) for url in self.urls))
             missing = [server for server in found if server is not None]
             for server, problem in zip(self._balancer.servers, found, strict=True):
                 if problem is None:
@@ -502,75 +425,17 @@ class RewardClient:
                 return [server.problem for server in missing]
             await asyncio.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
-    async def _readiness(self, url: str, timeout_s: float) -> _NotReady | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                ready = await self._client(url).get(f"{url}/readyz", timeout=timeout_s)
-                if ready.status_code != 200:
-                    final = ready.status_code in (401, 403) or _json_object(ready).get("status") == "failed"
-                    text = self._redacted(ready.text[:200])
-                    return _NotReady(f"{url}: not ready (HTTP {ready.status_code}): {text}", final)
-                info = _json_object(await self._client(url).get(f"{url}/info", timeout=timeout_s))
-        except TimeoutError:
-            return _NotReady(f"{url}: no answer within {timeout_s:.1f} s")
-        except httpx.HTTPError as error:
-            return _NotReady(self._redacted(f"{url}: {type(error).__name__} {error}".strip()))
-        known = list(info["scorers"]) if isinstance(info.get("scorers"), dict) else []
-        lacking = [name for name in self.rewards if name not in known]
-        if lacking:
-            return _NotReady(f"{url}: has no reward {', '.join(lacking)}; it has: {', '.join(known)}", final=True)
-        return None
-
     async def _probe(self, items: list[RewardItem]) -> dict[str, Columns]:
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
 
         async def ask(url: str) -> Columns:
-            reply = await self._ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
-            if isinstance(reply, _Refusal):
+            reply = await self._exchange.ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
+            if isinstance(reply, Refusal):
                 return {name: [reply.failure] * len(items) for name in self.rewards}
             return reply
 
         return dict(zip(self.urls, await asyncio.gather(*(ask(url) for url in self.urls)), strict=True))
 
     async def _info(self) -> dict[str, dict[str, Any]]:
-        async def ask(url: str) -> dict[str, Any]:
-            try:
-                async with asyncio.timeout(_CONNECT_S):
-                    return _json_object(await self._client(url).get(f"{url}/info", timeout=_CONNECT_S))
-            except (httpx.HTTPError, TimeoutError) as error:
-                logger.warning("%s", self._redacted(f"{url}: {type(error).__name__} {error}".strip()))
-                return {}
-
-        answers = await asyncio.gather(*(ask(url) for url in self.urls))
+        answers = await asyncio.gather(*(self._exchange.info(url) for url in self.urls))
         return {url: answer for url, answer in zip(self.urls, answers, strict=True) if answer}
-
-
-def _column(reply: ScoreReply, name: str, url: str) -> list[Outcome]:
-    """Outcomes of one reward in the order of the ids, which are positions."""
-    column: list[Outcome] = []
-    for item in sorted(reply.items, key=lambda outcome: cast("int", outcome.id)):
-        score, error = item.scores.get(name), item.errors.get(name)
-        if score is not None and error is None:
-            column.append(Score(score.value, score.detail))
-        elif error is not None and score is None:
-            column.append(Failure(error.code, error.message, error.retryable))
-        else:
-            column.append(Failure("bad_reply", f"{url}: neither or both of a score and an error for {name}"))
-    return column
-
-
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object of a reply; empty for anything else."""
-    try:
-        value: object = response.json()
-    except ValueError:
-        return {}
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _seconds(header: str | None) -> float:
-    """Retry-After in seconds; dates and nonsense count as 0."""
-    try:
-        return max(0.0, float(header)) if header else 0.0
-    except ValueError:
-        return 0.0

@@ -81,8 +81,8 @@ class PendingScores:
         try:
             return future.result(None if until is None else max(0.0, until - time.monotonic()))
         except TimeoutError:
-            if future.done():  # it was the scorer's own
-                raise
+            if future.done():  # at the last moment; or the scorer's own, which is told
+                return future.result()
             future.cancel()
             late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
             return {name: [late] * self.count for name, p in self.names.items() if p == place}

@@ -17,12 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httpx
 from PIL import Image
 
-from retouch.rewards.protocol import LOOPBACK, Pixels, base_url
+from retouch.rewards.protocol import Pixels, base_url, is_local, retry_after_s
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, amount: float) -> float:
-        """Take, on credit if need be -> seconds to wait before using it."""
+        """Take, on credit if need be -> seconds to wait before using it. A negative amount is given back."""
         with self._lock:
             now = time.monotonic()
             self._left = min(self.most, self._left + (now - self._at) * self.rate)
@@ -99,11 +98,13 @@ class Budget:
                     raise BudgetSpent(f"the judge's budget of {limit:g} {name} is spent")
             self.spent_requests += 1
 
-    def used(self, usage: Mapping[str, Any]) -> None:
-        """Note the tokens of a reply."""
+    def used(self, usage: Mapping[str, Any]) -> int:
+        """Note the tokens of a reply -> how many."""
+        tokens_in, tokens_out = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         with self._lock:
-            self.spent_in += int(usage.get("prompt_tokens") or 0)
-            self.spent_out += int(usage.get("completion_tokens") or 0)
+            self.spent_in += tokens_in
+            self.spent_out += tokens_out
+        return tokens_in + tokens_out
 
 
 _BUCKETS: dict[tuple[str, str, float], TokenBucket] = {}
@@ -148,9 +149,8 @@ class Judge:
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
         self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        local = urlsplit(self.address).hostname in LOOPBACK
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._http = httpx.Client(headers=headers, trust_env=not local, timeout=timeout_s)
+        self._http = httpx.Client(headers=headers, trust_env=not is_local(self.address), timeout=timeout_s)
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """One question -> the first choice of the reply.
@@ -177,7 +177,7 @@ class Judge:
                 problem = self._redacted(f"{self.address}: HTTP {response.status_code}: {response.text[:300]}")
                 if response.status_code not in _RETRY_STATUS:
                     raise JudgeError(problem)
-                retry_after = _seconds(response.headers.get("retry-after"))
+                retry_after = retry_after_s(response.headers)
             pause = max(retry_after, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
                 break
@@ -185,19 +185,23 @@ class Judge:
         raise JudgeError(problem, retryable=True)
 
     def _wait_turn(self, deadline: float) -> None:
-        waits = [b.take(n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
-        wait = max(waits, default=0.0)
+        taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
+        wait = max([bucket.take(amount) for bucket, amount in taken], default=0.0)
         if time.monotonic() + wait > deadline:
+            for bucket, amount in taken:  # or turns that nobody waits for would use up those of the next batch
+                bucket.take(-amount)
             raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
         time.sleep(wait)
 
     def _choice(self, response: httpx.Response) -> dict[str, Any]:
         try:
             reply = cast("dict[str, Any]", response.json())
-            self.budget.used(reply.get("usage") or {})
+            spent = self.budget.used(reply.get("usage") or {})
+            if spent and self._tokens is not None:
+                self._tokens.take(spent - _TOKENS_OF_IMAGE)
             self.served = " ".join(str(reply[k]) for k in ("model", "system_fingerprint") if reply.get(k))
             choice = reply["choices"][0]
-            choice["message"]  # KeyError where there is none
+            choice["message"].get("content")  # an error where there is none
             return choice
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {response.text[:200]}")) from None
@@ -247,10 +251,3 @@ def read_verdict(text: str, most: int) -> tuple[int, str]:
     if isinstance(score, bool) or not isinstance(score, int) or not 0 <= score <= most:
         raise ValueError(f'"score" must be an integer from 0 to {most}; given {score!r}')
     return score, str(reason)  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _seconds(header: str | None) -> float:
-    try:
-        return max(0.0, float(header)) if header else 0.0
-    except ValueError:
-        return 0.0

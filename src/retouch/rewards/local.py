@@ -31,8 +31,9 @@ class LocalRewards:
         try:
             self._loading.result(timeout_s)
         except TimeoutError:
-            if self._loading.done():  # it was the scorer's own
-                raise
+            if self._loading.done():  # at the last moment; or the scorer's own, which is told
+                self._loading.result()
+                return []
             return [f"{', '.join(self.scorers)}: still loading after {timeout_s:.0f} s"]
         return []
 

@@ -96,6 +96,8 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"--labels: given {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--labels: {path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"
         if not line.strip():
@@ -108,6 +110,10 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
             raise ConfigError(
                 f"{where}: a line has image, prompt and label, and may have mask, source, reference, text"
             )
+        absent = {n: row[n] for n in sorted(_LABELLED - {"label"}) if n in row and not isinstance(row[n], str)}
+        wrong = [n for n, value in absent.items() if value is not None or n in ("image", "prompt")]
+        if wrong:
+            raise ConfigError(f"{where}: {wrong[0]}: given {row[wrong[0]]!r}; it must be a string")
         label = row["label"]
         if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
             raise ConfigError(f"{where}: label: given {label!r}; it must be a finite number")

@@ -299,6 +299,19 @@ def base_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def is_local(url: str) -> bool:
+    """Whether an address is of this machine: a proxy of the environment must never see its traffic."""
+    return urlsplit(url).hostname in LOOPBACK
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Retry-After of a reply in seconds; dates and nonsense count as 0."""
+    try:
+        return max(0.0, float(headers.get("retry-after") or 0.0))
+    except ValueError:
+        return 0.0
+
+
 def usable_token(token: str) -> str:
     """The token without white space around it.
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -15,7 +14,7 @@ from retouch.config.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.client import RewardClient
 from retouch.rewards.launch import resolve_urls, reward_token
-from retouch.rewards.protocol import LOOPBACK, RewardItem, score_checked
+from retouch.rewards.protocol import RewardItem, is_local, score_checked
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Outcome, Score
 
@@ -101,8 +100,7 @@ def _silent(urls: Sequence[str]) -> list[str]:
     problems: list[str] = []
     for url in urls:
         try:
-            local = urlsplit(url).hostname in LOOPBACK  # its traffic must not go to a proxy of the environment
-            httpx.get(f"{url}/livez", timeout=_ANSWER_S, trust_env=not local)
+            httpx.get(f"{url}/livez", timeout=_ANSWER_S, trust_env=not is_local(url))
             return []
         except httpx.RequestError as error:
             problems.append(f"{url}: {type(error).__name__} {error}".strip())

@@ -10,7 +10,7 @@ import torch
 
 from retouch.config.derived import sliding_places, stochastic_steps, trained_steps, window_starts
 from retouch.config.families import ETA, NOISE_LEVEL
-from retouch.config.rules import step_rule
+from retouch.config.needs import step_rule
 from retouch.core.schedule import Schedule
 from retouch.core.steps import STEP_RULES, StepRule
 from retouch.data.sampler import derive_seed

@@ -17,8 +17,8 @@ class RunCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 0 and self.trainer.first:  # here weights are where they are trained
-            self.trainer.evaluate_now("start")
+        if self.trainer.owes_evaluation:  # here weights are where they are trained
+            self.trainer.evaluate_now("step" if state.global_step else "start")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.between_cycles():

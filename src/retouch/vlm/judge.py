@@ -5,6 +5,7 @@ Legend: B completions, K pictures of each.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,13 +18,18 @@ from torch import Tensor
 
 from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
+from retouch.image_encoder import picture_key
 from retouch.models.qwen import NEGATIVE
+from retouch.models.qwen_text import evaluating
 from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import Drawing, PendingBatch, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
 from retouch.vlm.parts import Parts, asked, chat_messages
+
+KEPT_NEGATIVES = 64
+"""Pictures whose negative prompt's states are kept; some megabytes each at released sizes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Judge:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.ends = {parts.tokenizer.eos_token_id, parts.tokenizer.pad_token_id}
-        self._negatives: dict[int, Tensor] = {}
+        self._negatives: OrderedDict[str, Tensor] = OrderedDict()  # by the picture: ids repeat in other data
 
     def __call__(
         self,
@@ -124,13 +130,18 @@ class Judge:
         base = self.parts.algorithm.encodes_negatives == "base"
         if not base:
             self._negatives.clear()
-        keys = [example.id if example.source else -1 for example in examples]
+        keys = ["" if example.source is None else picture_key(example.source) for example in examples]
         missing = {key: e for key, e in zip(keys, examples, strict=True) if key not in self._negatives}
         if missing:
             empty = self._asked([NEGATIVE] * len(missing), list(missing.values()))
             states, _ = self._encode(policy, empty, adapter=not base)
             self._negatives |= dict(zip(missing, (state.cpu() for state in states), strict=True))
-        return [self._negatives[key] for key in keys]
+        for key in keys:
+            self._negatives.move_to_end(key)
+        found = [self._negatives[key] for key in keys]
+        while len(self._negatives) > KEPT_NEGATIVES:
+            self._negatives.popitem(last=False)
+        return found
 
     def _asked(self, texts: Sequence[str], examples: Sequence[Example]) -> Responses:
         """Texts in the place of the prompt, in the chat of the diffusion model."""
@@ -276,9 +287,9 @@ def seeds_of(purpose: str, seed: int, examples: Sequence[Example], number: int) 
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
 
 
-@torch.no_grad()
 def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[str, Any], seed: int) -> Responses:
-    """Answers of the policy to examples, drawn from a seed of their own; the caller's randomness goes on as it was.
+    """Answers of the policy to examples, without dropout, drawn from a seed of their own; the caller's randomness goes
+    on as it was.
 
     Args:
         policy: with its weights at hand, and able to `generate`.
@@ -292,7 +303,7 @@ def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[
     )
     device = next(policy.parameters()).device
     inputs = {n: v.to(device) for n, v in model_inputs(responses, parts.tokenizer.pad_token_id).items()}
-    with torch.random.fork_rng():
+    with evaluating(policy), torch.random.fork_rng():
         torch.manual_seed(seed)
         output = policy.generate(**inputs, **options)
     start = inputs["input_ids"].shape[1]

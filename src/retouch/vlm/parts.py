@@ -17,15 +17,17 @@ from torch.utils.data import Sampler
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.build import can_begin
-from retouch.config import RunConfig
+from retouch.config import ConfigError, RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
-from retouch.config.rules import needed_pictures
+from retouch.config.families import FACTS
+from retouch.config.needs import needed_pictures
 from retouch.config.vlm import VlmDerived, derive_vlm
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.models import family_class
 from retouch.models.loading import DTYPES, component_path, load_component
-from retouch.models.qwen import CHAT_TEMPLATE, ImageTextProcessor, QwenModel, Task, prefix_length, system_text
+from retouch.models.qwen import QwenModel
+from retouch.models.qwen_text import CHAT_TEMPLATE, ImageTextProcessor, Task, prefix_length, system_text
 from retouch.models.response import Responses
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
@@ -97,6 +99,7 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
     needs = needed_pictures(config, training=False)
     data = load_dataset(config.data, "data", needs)
     held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
+    _draws_from_text(config, data, held_out)
     run_dir = RunDir(config, main=main)
     can_begin(config, run_dir)
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
@@ -131,6 +134,16 @@ def load_painter(config: RunConfig, device: Any) -> QwenModel:
     painter.network.to(device)
     freeze(painter)
     return painter
+
+
+def _draws_from_text(config: RunConfig, *given: Dataset | None) -> None:
+    """Refuse pictures that nobody would look at."""
+    pictured = [item for data in given if data is not None for item in data.items if item.source_path is not None]
+    if pictured and not FACTS[config.model.family].edits:
+        raise ConfigError(
+            f"data: example {pictured[0].id} has a picture, but under vlm_grpo {config.model.family} draws from text "
+            "alone; name examples without pictures, or set model.family=qwen_image_edit"
+        )
 
 
 def load_policy(config: RunConfig) -> tuple[Any, Any, Task]:

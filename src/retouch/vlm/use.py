@@ -16,7 +16,7 @@ from retouch.config.vlm import derive_vlm
 from retouch.data import Dataset
 from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
-from retouch.models.qwen import prefix_length
+from retouch.models.qwen_text import prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.types import Example
@@ -90,12 +90,13 @@ def evaluate_trained(
     """Every set of weights on the same examples and seeds."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     examples = data[: config.evaluation.num_examples]
-    found: dict[str, Evaluation] = {}
-    for name, folder in weights.items():
+    rounds = range(images or config.evaluation.images_per_example)
+
+    def evaluated(folder: Path | None) -> Evaluation:  # its networks are gone before the next ones are loaded
         parts = open_trained(config, data, folder, rewards, device)
-        rounds = range(images or config.evaluation.images_per_example)
-        found[name] = evaluation_of([answer(parts, examples, 0, "eval", k, score=True) for k in rounds])
-    return found
+        return evaluation_of([answer(parts, examples, 0, "eval", k, score=True) for k in rounds])
+
+    return {name: evaluated(folder) for name, folder in weights.items()}
 
 
 def sample_trained(

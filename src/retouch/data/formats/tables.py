@@ -127,6 +127,7 @@ def _table(file: Path, name: str) -> Table:
 
 def _json_lines(file: Path) -> Sequence[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
+    number = 0
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
         for number, line in enumerate(lines, 1):
@@ -138,7 +139,7 @@ def _json_lines(file: Path) -> Sequence[Mapping[str, Any]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{file} line {len(rows) + 1}: not valid JSON: {error.msg}") from None
+        raise DataError(f"{file} line {number}: not valid JSON: {error.msg}") from None
     return rows
 
 

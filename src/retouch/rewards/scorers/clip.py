@@ -88,7 +88,7 @@ class ClipScorer:
 
     def load(self, device: str) -> None:
         self._towers = _Towers(self.path, self.processor, device)
-        revision = f"{self.name} {self._towers.revision}"
+        revision = f"{self.name} {self._towers.revision}" + (f" as {self.processor}" if self.processor else "")
         self.spec = ScorerSpec(self.name, self.span, self.spec.needs, revision, self.licence)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:

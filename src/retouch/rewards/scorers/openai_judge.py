@@ -16,7 +16,7 @@ from pydantic import Field
 from retouch.config.errors import ConfigError
 from retouch.rewards.judge import BudgetSpent, JudgeError, expectation, picture_part, read_verdict
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.judged import AnswerError, JudgeScorer
+from retouch.rewards.scorers.judged import AnswerError, JudgeScorer, schema_of
 from retouch.types import Failure, Outcome, Score
 
 logger = logging.getLogger(__name__)
@@ -26,22 +26,9 @@ _ANSWER = {
     "logprobs": f"Answer with one digit from 0 (not at all) to {_MOST} (perfectly) and nothing else.",
     "rubric": f'Answer with JSON: {{"score": integer from 0 (not at all) to {_MOST} (perfectly), "reason": text}}.',
 }
-_SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "verdict",
-        "strict": True,
-        "schema": {
-            "type": "object",
-            "properties": {
-                "reason": {"type": "string"},
-                "score": {"type": "integer", "minimum": 0, "maximum": _MOST},
-            },
-            "required": ["reason", "score"],
-            "additionalProperties": False,
-        },
-    },
-}
+_SCHEMA = schema_of(
+    "verdict", {"reason": {"type": "string"}, "score": {"type": "integer", "minimum": 0, "maximum": _MOST}}
+)
 
 QUESTION = "How well does this picture show what was asked for? It was asked for: {prompt}"
 
@@ -118,7 +105,7 @@ class OpenAIJudgeScorer(JudgeScorer):
         try:
             top: list[Any] = choice["logprobs"]["content"][0]["top_logprobs"]
             value, mass = expectation(top, {str(k): k / _MOST for k in range(_MOST + 1)})
-        except (KeyError, TypeError, IndexError, ValueError):
+        except (KeyError, TypeError, IndexError, ValueError, OverflowError):
             return Failure("scorer_error", "the reply has no log-probabilities")
         if mass <= min_mass:
             said = choice["message"].get("content")

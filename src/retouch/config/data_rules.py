@@ -1,0 +1,146 @@
+"""Combinations of data sections that cannot work, refused before anything is opened."""
+
+from __future__ import annotations
+
+from retouch.config.algorithm_sections import SftConfig, VlmGrpoConfig
+from retouch.config.data_sections import (
+    DISCIPLINES,
+    LEVELS,
+    ComplexEditData,
+    Data,
+    MmmgData,
+    PictureSection,
+    ProtocolData,
+    chosen,
+)
+from retouch.config.families import EDIT_CHAT_TOKENS, FACTS, TINY_SIZE_MULTIPLE
+from retouch.config.model_sections import QwenImageEditModel
+from retouch.config.needs import (
+    data_sections,
+    needed_pictures,
+    reference_strip,
+    seen_tokens,
+    takes_references,
+    trains_on_rewards,
+)
+from retouch.config.schema import RunConfig
+
+
+def check_data(run: RunConfig) -> None:
+    """Raise ValueError with *what you gave, what is allowed, what to set*."""
+    if not isinstance(run.algorithm, VlmGrpoConfig):
+        _references(run)
+    _sizes(run)
+    _held_out(run)
+    _curriculum(run)
+
+
+def _references(run: RunConfig) -> None:
+    """Where references come from, and that something looks at them; no format without the pictures that are needed."""
+    for name, data in data_sections(run).items():
+        if not isinstance(data, PictureSection):
+            needs = needed_pictures(run, training=name == "data")
+            has = {"source"} if isinstance(data, ComplexEditData) else frozenset[str]()
+            told, family = ("sources alone", "qwen_image_edit") if has else ("no pictures", "qwen_image")
+            if not needs <= has:
+                raise ValueError(
+                    f"{name}.format: given {data.format!r}, which has {told}, but the run needs "
+                    f"{', '.join(sorted(needs))} of every example; set format=manifest, or train what needs no more "
+                    f"(model.family={family} with full weights or LoRA)"
+                )
+            continue
+        if data.reference_strip != reference_strip(run):
+            raise ValueError(
+                f"{name}.reference_strip: given {data.reference_strip}, but data.reference_strip is "
+                f"{reference_strip(run)}; a model is trained and used with one: set both alike"
+            )
+        if data.reference == "given":
+            continue
+        if not takes_references(run, scored=True):
+            raise ValueError(
+                f"{name}.reference: given {data.reference!r}, but nothing looks at a reference: set "
+                "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
+            )
+        if data.reference == "half_box" and not _supervises_alone(run, name):
+            raise ValueError(
+                f"{name}.reference: given 'half_box', where half of a text is repainted, so that no reward can read "
+                "it; name such pairs under warmup_data (SFT: data, beside evaluation.data), and set mask_box here"
+            )
+
+
+def _supervises_alone(run: RunConfig, section: str) -> bool:
+    """Whether supervised steps, and nothing that is scored, see the examples of a section."""
+    if section == "data":
+        return isinstance(run.algorithm, SftConfig) and run.evaluation.data is not None
+    return section == "warmup_data"
+
+
+def _sizes(run: RunConfig) -> None:
+    multiple = TINY_SIZE_MULTIPLE if run.model.path == "tiny" else FACTS[run.model.family].size_multiple
+    for name, data in data_sections(run).items():
+        strip = data.reference_strip if isinstance(data, PictureSection) else None
+        if strip is not None and strip % multiple:
+            raise ValueError(
+                f"{name}.reference_strip: given {strip}; {run.model.family} needs multiples of {multiple}; set "
+                f"{max(multiple, round(strip / multiple) * multiple)}"
+            )
+        if any(side % multiple for side in data.size):
+            nearest = [max(multiple, round(side / multiple) * multiple) for side in data.size]
+            raise ValueError(
+                f"{name}.resolution: given {data.resolution}; {run.model.family} needs multiples of {multiple}; "
+                f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
+            )
+        if data and isinstance(run.model, QwenImageEditModel):
+            _shows_the_picture(run.model, name, data.size)
+
+
+def _shows_the_picture(model: QwenImageEditModel, name: str, size: tuple[int, int]) -> None:
+    taken = seen_tokens(model, size) + EDIT_CHAT_TOKENS
+    if taken >= model.max_sequence_length:
+        raise ValueError(
+            f"model.max_sequence_length: given {model.max_sequence_length}, but a picture of {name}.resolution "
+            f"{size[0]} x {size[1]} takes {taken} tokens of it with the chat around it, which leaves none for a "
+            f"prompt; set {taken + 256} or more, or a smaller model.vision_pixels"
+        )
+
+
+def _held_out(run: RunConfig) -> None:
+    """No picture or prompt of a protocol's data may be both trained on and held out."""
+    held_out = run.evaluation.data
+    for name, data in (("data", run.data), ("warmup_data", run.warmup_data)):
+        if not isinstance(held_out, ProtocolData) or not isinstance(data, ProtocolData) or not _overlap(data, held_out):
+            continue
+        if (data.part, held_out.part) != ("train", "held_out"):
+            raise ValueError(
+                f"evaluation.data.part: given {held_out.part!r} beside {name}.part {data.part!r} of the same path, so "
+                f"that what is held out would be trained on; set {name}.part=train and evaluation.data.part=held_out"
+            )
+        if data.held_out_share != held_out.held_out_share:
+            raise ValueError(
+                f"evaluation.data.held_out_share: given {held_out.held_out_share:g}, but {name}.held_out_share is "
+                f"{data.held_out_share:g}; set both to one share"
+            )
+
+
+def _overlap(one: Data, other: Data) -> bool:
+    """Whether two sections of protocols choose from the same pictures or prompts, parts aside."""
+    if one.path != other.path:
+        return False
+    if isinstance(one, ComplexEditData) and isinstance(other, ComplexEditData):
+        return one.image_type == other.image_type or "all" in (one.image_type, other.image_type)
+    if not (isinstance(one, MmmgData) and isinstance(other, MmmgData)):
+        return False
+    levels = {*chosen(one.levels, LEVELS)} & {*chosen(other.levels, LEVELS)}
+    return bool(levels and {*chosen(one.disciplines, DISCIPLINES)} & {*chosen(other.disciplines, DISCIPLINES)})
+
+
+def _curriculum(run: RunConfig) -> None:
+    """Stages are those of rollouts; nothing else reads them."""
+    sections = {"warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
+    unread = sections if trains_on_rewards(run) else {"data": run.data, **sections}
+    for name, data in unread.items():
+        if isinstance(data, ProtocolData) and data.curriculum != 1:
+            raise ValueError(
+                f"{name}.curriculum: given {data.curriculum}, but a curriculum is of rollouts, which draw from data; "
+                "leave it out"
+            )
