@@ -36,6 +36,7 @@ CHECKED = [
     "extra serve",
     "extra ocr",
     "extra vlm",
+    "extra deepspeed",
     "GPUs",
     "model",
     "memory",
@@ -100,6 +101,12 @@ def test_a_style_reward_that_reads_here_needs_the_recogniser(
 ) -> None:
     run = load_run(run_yaml(rewards={"style": {"gate": gate, "url": url}}))
     assert ("ocr" in needed_extras(run)) is reads
+
+
+def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
+    for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
+        run = load_run(run_yaml(training__sharding=sharding))
+        assert ("deepspeed" in needed_extras(run)) is needed
 
 
 def test_without_a_run_file_it_looks_at_the_machine() -> None:

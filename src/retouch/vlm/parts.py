@@ -158,6 +158,8 @@ def load_policy(config: RunConfig) -> tuple[Any, Any, Task]:
     path = component_path(config.model.path, config.model.family)
     dtype = DTYPES[config.model.dtype] if config.algorithm.uses_adapter else torch.float32
     policy = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype)
+    # as published when it is saved: under ZeRO-3 transformers would undo renamings that it never did
+    policy._weight_conversions = None
     task: Task = getattr(config.model, "variant", "draw")
     if task == "draw":
         processor = load_component(AutoTokenizer, path, "tokenizer", None)
