@@ -138,6 +138,10 @@ def _untouched(run: RunConfig) -> None:
         raise ValueError(
             f"model.embeddings: given {model.embeddings!r}, but the text encoder is what is trained; leave it out"
         )
+    if run.training.compile:
+        raise ValueError(
+            "training.compile: given true, but vlm_grpo does not train the diffusion network; leave it out"
+        )
     for key in ("sharding", "shard_gradients"):
         if getattr(run.training, key) != getattr(type(run.training)(), key):
             raise ValueError(

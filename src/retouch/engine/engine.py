@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from retouch.config.errors import ConfigError
 from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
+from retouch.engine.speed import compile_blocks, make_optimizer
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -29,6 +30,10 @@ PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGA
 
 class Diverged(RuntimeError):
     """A loss or gradient that is not finite. The weights are those of the last step."""
+
+
+class OutOfMemory(RuntimeError):
+    """An optimizer step that does not fit on the device. The weights are those of the step before."""
 
 
 class Engine:
@@ -89,6 +94,8 @@ class Engine:
         """
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
+        if self.training.compile:
+            compile_blocks(network)
         network.eval()
         sharded = self.training.sharding == "fsdp2" and self.world_size > 1
         if self.training.sharding == "fsdp2" and not sharded:
@@ -104,15 +111,7 @@ class Engine:
 
     def new_optimizer(self) -> None:
         """A fresh AdamW over the trained weights: each phase starts with empty moments."""
-        c = self.config
-        optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=c.lr,
-            betas=c.betas,
-            weight_decay=c.weight_decay,
-            eps=c.eps,
-            fused=self.device.type == "cuda",
-        )
+        optimizer = make_optimizer(self.config, self._parameters, self.device)
         self.accelerator._optimizers.clear()  # the accelerator keeps every optimizer it prepared
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
 
@@ -153,6 +152,12 @@ class Engine:
         overflow = float(scaled and self.accelerator.optimizer_step_was_skipped)
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "overflow": overflow}
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated since the last step, and give its memory back."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # --- between ranks ---
 

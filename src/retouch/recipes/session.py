@@ -24,6 +24,7 @@ from torch import Tensor
 
 from retouch.build import Run, supervised_steps
 from retouch.config import dump_run
+from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
@@ -77,6 +78,7 @@ class Session:
         self.run = run
         self.config = run.config
         self.progress = Progress(phase=first_phase)
+        self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
@@ -380,6 +382,8 @@ class Session:
         logger.info("%s: %s", self.config.name, f"resumed from {folder}" if folder else "new run")
         logger.info("trained parameters: %s (%s)", f"{run.policy.size:,}", run.trainee.kind)
         logger.info("derived: %s", run.derived.as_dict())
+        for line in preset_lines(self.config):
+            logger.info("%s", line)
         if not run.eval_is_held_out:
             logger.warning("evaluating on training examples, which says little; set evaluation.data to others")
 
@@ -402,6 +406,8 @@ def _may_go_on(folder: Path, saved: str, current: str, phase: Phase, *, inside_e
     before, now = yaml.safe_load(saved), yaml.safe_load(current)
     for section, name in (("model", "family"), ("algorithm", "name")):
         _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
+    remedy = "or start a new run under another name=..."
+    _same(folder, "was written under", "optimizer", "moments", before, now, remedy)
     if phase == "rl" and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
         raise CheckpointError(
             f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
@@ -410,7 +416,7 @@ def _may_go_on(folder: Path, saved: str, current: str, phase: Phase, *, inside_e
     if not inside_epoch:
         return
     remedy = "or resume from a checkpoint without rollouts.safetensors"
-    keys = [("rollout", name) for name in now["rollout"] if name != "batch_size_per_device"]
+    keys = [("rollout", name) for name in now["rollout"] if name not in ("batch_size_per_device", "preset")]
     for section, name in [*keys, *(("algorithm", name) for name in SAMPLED_WITH)]:
         _same(folder, "lies inside an epoch of", section, name, before, now, remedy)
     rows = [

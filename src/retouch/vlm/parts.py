@@ -27,6 +27,7 @@ from retouch.models import family_class
 from retouch.models.loading import DTYPES, component_path, load_component
 from retouch.models.qwen import CHAT_TEMPLATE, ImageTextProcessor, QwenModel, Task, prefix_length, system_text
 from retouch.models.response import Responses
+from retouch.models.vae import save_memory
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import freeze
@@ -105,6 +106,7 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
     policy, processor, task = load_policy(config)
     painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
     painter.network.to(device)
+    save_memory(painter.vae, config.model, painter.device)
     freeze(painter)
     return Parts(
         config=config,

@@ -18,6 +18,7 @@ from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
 from retouch.models import family_class
 from retouch.models.qwen import prefix_length
+from retouch.models.vae import save_memory
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import freeze
@@ -44,6 +45,7 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
         load_weights(policy, weights)
     painter: Any = family_class(config.model.family).from_config(config.model, device, with_text=False)
     painter.network.to(device)
+    save_memory(painter.vae, config.model, painter.device)
     freeze(painter)
     return Parts(
         config=config,
