@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from retouch.config import ConfigError, load_run, numbers
+from retouch.config.presets import preset_lines, preset_values
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,12 +61,16 @@ def check(
     derived = numbers(config, world_size).as_dict()
     counted = _memory(config, world_size) if memory else None
     if as_json:
-        more = {} if counted is None else {"memory": counted}
+        more: dict[str, Any] = {} if counted is None else {"memory": counted}
+        if config.rollout.preset is not None:
+            more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
         return
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {config.model.train.kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+    for line in preset_lines(config):
+        typer.echo(f"  {line}")
     if counted is not None:
         from retouch.doctor.memory import memory_table
 
@@ -453,6 +458,7 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         "FailureRateExceeded": 3,
         "ResponseTooLong": 2,
         "Diverged": 1,
+        "OutOfMemory": 1,
     }
     if type(error).__name__ == "Stopped":
         return error.code, str(error)  # type: ignore[attr-defined]

@@ -254,6 +254,7 @@ def test_state_of_a_trained_weight(overrides: tuple[str, ...], kept: set[str], r
     run = run_with(*overrides)
     assert snapshots(run) == kept
     assert derive(run).state_bytes_per_weight == 16 + 4 * len(kept)
+    assert derive(run_with(*overrides, "optimizer.moments=int8")).state_bytes_per_weight == 10 + 4 * len(kept)
 
 
 def test_a_run_that_ends_with_its_warm_up_has_no_epoch(run_with: RunWith) -> None:

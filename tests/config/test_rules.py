@@ -34,6 +34,7 @@ BOUNDS = [
     ("seed", "2147483648", "2147483648", "input should be less than 2147483648"),
     ("seed", "1.5", "1.5", "input should be a valid integer, got a number with a fractional part"),
     ("model.dtype", "fp64", "'fp64'", "input should be 'fp32', 'bf16' or 'fp16'"),
+    ("model.vae_batch", "2", "2", "input should be 'all', 'one' or 'tiles'"),
     ("model.max_sequence_length", "0", "0", "input should be greater than or equal to 1"),
     ("model.max_sequence_length", "513", "513", "input should be less than or equal to 512"),
     ("data.fit", "pad", "'pad'", "input should be 'crop' or 'stretch'"),
@@ -51,6 +52,7 @@ BOUNDS = [
     ("rollout.global_groups_per_batch", "0", "0", POSITIVE),
     ("rollout.batches_per_epoch", "0", "0", POSITIVE),
     ("rollout.batch_size_per_device", "0", "0", POSITIVE),
+    ("rollout.preset", "slow", "'slow'", "input should be 'reference' or 'fast'"),
     ("rollout.num_steps", "0", "0", POSITIVE),
     ("rollout.guidance_scale", "-1", "-1", NOT_NEGATIVE),
     ("rollout.guidance_scale", ".inf", "inf", FINITE),
@@ -98,6 +100,8 @@ BOUNDS = [
     ("optimizer.gradient_accumulation", "0", "0", POSITIVE),
     ("optimizer.steps_per_forward", "0", "0", POSITIVE),
     ("optimizer.max_grad_norm", "0", "0", POSITIVE),
+    ("optimizer.on_out_of_memory", "skip", "'skip'", "input should be 'halve' or 'stop'"),
+    ("optimizer.moments", "fp8", "'fp8'", "input should be 'fp32' or 'int8'"),
     ("ema.decay", "1", "1", "input should be less than 1"),
     ("ema.decay", "0", "0", POSITIVE),
     ("ema.update_interval", "0", "0", POSITIVE),
@@ -316,6 +320,27 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             (
                 "training.shard_gradients: given false, but training.sharding=zero3 keeps no whole gradients; leave it "
                 "out, or set sharding=zero2"
+            ),
+        ),
+        (
+            ("training.sharding=fsdp2", "training.compile=true"),
+            (
+                "training.compile: given true beside training.sharding=fsdp2, which has hooks in each "
+                "block; set compile=false"
+            ),
+        ),
+        (
+            ("training.sharding=fsdp2", "optimizer.moments=int8"),
+            (
+                "optimizer.moments: given 'int8' beside training.sharding=fsdp2, which shards them already, in fp32; "
+                "set moments=fp32"
+            ),
+        ),
+        (
+            ("algorithm={name: dpo}", "rollout.preset=fast"),
+            (
+                "rollout.preset: given 'fast', but presets are of grpo, ppo, nft, and algorithm.name is dpo; leave "
+                "preset out, and set rollout.num_steps and guidance_scale"
             ),
         ),
         (

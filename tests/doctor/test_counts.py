@@ -203,6 +203,15 @@ def test_the_parts_are_the_whole() -> None:
     state = sum(p.bytes for p in parts if p.weights == counted.trained)
     assert state == (derive(run).state_bytes_per_weight + 4) * counted.trained
     assert [p.what for p in parts if p.waits] == ["text_encoder", "text_encoder_2", "image_encoder"]
+    small = run.model_copy(
+        update={
+            "optimizer": run.optimizer.model_copy(update={"moments": "int8"}),
+            "model": run.model.model_copy(update={"offload_vae": True}),
+        }
+    )
+    mine = {p.what: p for p in memory_parts(small, counted_of(small), 2)}
+    assert mine["optimizer"].bytes == 2 * counted.trained
+    assert [p.what for p in mine.values() if p.waits] == ["vae", "text_encoder", "text_encoder_2", "image_encoder"]
 
 
 def test_scales_for_another_number_of_blocks_are_seen() -> None:

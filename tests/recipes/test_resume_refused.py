@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from retouch.engine import CheckpointError
 from retouch.recipes.dpo import Pairs
 from retouch.recipes.experience import Experience, restored
+from retouch.recipes.session import _may_go_on  # pyright: ignore[reportPrivateUsage]
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 
@@ -106,6 +107,15 @@ def test_a_snapshot_that_is_gone_is_not_replaced_by_the_policy_of_today(resume: 
     outcome = resume(3, "algorithm.kl_weight=0.1", "training.max_steps=4")
     assert outcome.code == 2
     assert "step-000003: has no snapshot 'reference', with which grpo goes on; give another checkpoint" in outcome.err
+
+
+def test_moments_of_another_kind_are_refused(written: Path) -> None:
+    """Their states have other names, and other numbers under them."""
+    run = yaml.safe_load((written.parent / "runs" / "t" / "config.yaml").read_text(encoding="utf-8"))
+    before = yaml.safe_dump(run)
+    run["optimizer"]["moments"] = "int8"
+    with pytest.raises(CheckpointError, match=r"was written under optimizer.moments=fp32, the run file says int8"):
+        _may_go_on(written, before, yaml.safe_dump(run), "rl", inside_epoch=False)
 
 
 @pytest.mark.parametrize("kind", [Experience, Pairs])

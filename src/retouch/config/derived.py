@@ -34,10 +34,11 @@ class Derived:
             1 for each noised copy or trained step under each snapshot (old, reference), then 3 for each of them in each
             inner epoch (a backward counts as 2; 1 more with gradient checkpointing). Classifier-free guidance
             doubles what goes through the solver: sampling, and the trained steps of GRPO and PPO.
-        state_bytes_per_weight: device memory that training keeps for every trained weight at most, all in fp32: the
-            weight, its gradient, two moments of AdamW, and one copy in each snapshot; with training.sharding this is
-            shared out over the devices. Frozen weights, activations, autocast's copies and, on several processes
-            without sharding, the buckets of the gradient exchange (4 more) come on top.
+        state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
+            weight, its gradient, two moments of AdamW (less where optimizer.moments says so), and one copy in each
+            snapshot; with training.sharding this is shared out over the devices. Frozen weights, activations,
+            autocast's copies and, on several processes without sharding, the buckets of the gradient exchange (4 more)
+            come on top.
         vision_tokens: tokens of the text encoder that a source of `data` takes; 0 where it reads no pictures.
     """
 
@@ -141,7 +142,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
             stochastic_steps=0,
             trained_steps=0,
             forwards_per_image=forwards_per_image(run),
-            state_bytes_per_weight=4 * (4 + len(snapshots(run))),
+            state_bytes_per_weight=_state_bytes(run),
             vision_tokens=_vision_tokens(run),
         )
     assert isinstance(algorithm, RlConfig)
@@ -169,9 +170,18 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         stochastic_steps=stochastic_steps(run),
         trained_steps=trained_steps(run),
         forwards_per_image=forwards_per_image(run),
-        state_bytes_per_weight=4 * (4 + len(snapshots(run))),
+        state_bytes_per_weight=_state_bytes(run),
         vision_tokens=_vision_tokens(run),
     )
+
+
+def moment_bytes(run: RunConfig) -> int:
+    """Of AdamW's two moments of a trained weight."""
+    return 8 if run.optimizer.moments == "fp32" else 2
+
+
+def _state_bytes(run: RunConfig) -> int:
+    return 4 * (2 + len(snapshots(run))) + moment_bytes(run)
 
 
 def _vision_tokens(run: RunConfig) -> int:

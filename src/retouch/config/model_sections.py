@@ -89,6 +89,11 @@ class FluxFillModel(Section):
     """T5 tokens a prompt is padded or cut to."""
     offload_text_encoders: bool = True
     """Keep the text encoders on the CPU and move them to the device only while they encode."""
+    vae_batch: Literal["all", "one", "tiles"] = "all"
+    """Pictures that the autoencoder takes at a time: "one" needs less memory and is slower; "tiles" cuts each into
+    overlapping tiles besides, which changes what is near their edges a little."""
+    offload_vae: bool = False
+    """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoders from memory altogether."""
     embeddings: Text | None = None
@@ -108,6 +113,11 @@ class SdInpaintModel(Section):
     """Of frozen weights (network under LoRA, VAE, text encoder). Trained weights are fp32."""
     offload_text_encoders: bool = True
     """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    vae_batch: Literal["all", "one", "tiles"] = "all"
+    """Pictures that the autoencoder takes at a time: "one" needs less memory and is slower; "tiles" cuts each into
+    overlapping tiles besides, which changes what is near their edges a little."""
+    offload_vae: bool = False
+    """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
     embeddings: Text | None = None
@@ -130,6 +140,11 @@ class QwenImageModel(Section):
     """Tokens a prompt is padded or cut to, the end of its chat template included."""
     offload_text_encoders: bool = True
     """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    vae_batch: Literal["all", "one", "tiles"] = "all"
+    """Pictures that the autoencoder takes at a time: "one" needs less memory and is slower; "tiles" cuts each into
+    overlapping tiles besides, which changes what is near their edges a little."""
+    offload_vae: bool = False
+    """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, then drop the text encoder from memory altogether."""
     embeddings: Text | None = None
@@ -165,6 +180,11 @@ class QwenImageEditModel(Section):
     (384 x 384) for edit_plus."""
     offload_text_encoders: bool = True
     """Keep the text encoder on the CPU and move it to the device only while it encodes."""
+    vae_batch: Literal["all", "one", "tiles"] = "all"
+    """Pictures that the autoencoder takes at a time: "one" needs less memory and is slower; "tiles" cuts each into
+    overlapping tiles besides, which changes what is near their edges a little."""
+    offload_vae: bool = False
+    """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
     free_text_encoders: bool = False
     """Must stay false: what the text encoder reads depends on the picture."""
     embeddings: Text | None = None

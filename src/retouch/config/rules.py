@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from retouch.config import presets
 from retouch.config.algorithm_sections import (
     AdvantageConfig,
     DpoConfig,
@@ -31,6 +32,7 @@ def check(run: RunConfig) -> None:
     _adapter(run)
     _groups(run)
     _steps(run)
+    _preset(run)
     _sampling(run)
     _objective(run)
     check_data(run)
@@ -140,6 +142,14 @@ def _steps(run: RunConfig) -> None:
         raise ValueError(
             "algorithm.warmup_shifted_times: given false, but algorithm.warmup_steps is 0: there is no warm-up; set "
             "warmup_steps, or leave warmup_shifted_times out"
+        )
+
+
+def _preset(run: RunConfig) -> None:
+    if run.rollout.preset is not None and run.algorithm.name not in (*presets.ALGORITHMS, "sft"):
+        raise ValueError(
+            f"rollout.preset: given {run.rollout.preset!r}, but presets are of {', '.join(presets.ALGORITHMS)}, and "
+            f"algorithm.name is {run.algorithm.name}; leave preset out, and set rollout.num_steps and guidance_scale"
         )
 
 
@@ -308,6 +318,16 @@ def _sharding(run: RunConfig) -> None:
                 "sharding=fsdp2"
             )
         return
+    if training.compile:
+        raise ValueError(
+            f"training.compile: given true beside training.sharding={training.sharding}, which has hooks in each "
+            "block; set compile=false"
+        )
+    if run.optimizer.moments == "int8":
+        raise ValueError(
+            f"optimizer.moments: given 'int8' beside training.sharding={training.sharding}, which shards them already, "
+            "in fp32; set moments=fp32"
+        )
     if run.model.train.kind == "ip_adapter" and training.sharding != "zero2":
         raise ValueError(
             f"training.sharding: given {training.sharding!r}, but the files of a style adapter need its frozen weights "

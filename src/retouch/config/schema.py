@@ -14,6 +14,7 @@ from retouch.config.algorithm_sections import Algorithm
 from retouch.config.data_sections import Data
 from retouch.config.families import DEFAULT_FAMILY
 from retouch.config.model_sections import Model
+from retouch.config.presets import Preset, fill_in
 from retouch.config.reward_sections import Reward, RewardClientConfig
 from retouch.config.section import Decay, NonNegative, Positive, Section, Unit
 from retouch.config.trl_fields import moved
@@ -38,6 +39,10 @@ class Window(Section):
 class RolloutConfig(Section):
     """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
 
+    preset: Preset | None = None
+    """Of grpo, ppo and nft: fills in keys that the run file leaves out, here and under algorithm. "reference" is what
+    the method was published with; "fast" takes a fraction of the forwards, by levers that are lossy (docs/speed.md).
+    Written keys win; `retouch check` prints what it came to. Null fills in nothing."""
     group_size: PositiveInt = 8
     """K: images of one example that are compared with each other."""
     global_groups_per_batch: PositiveInt = 8
@@ -85,6 +90,13 @@ class OptimizerConfig(Section):
     """Rows (images) of one forward and backward."""
     gradient_accumulation: PositiveInt = 4
     """Forwards of one optimizer step."""
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
+    """Where an optimizer step does not fit on the device: "halve" begins it again with half the rows in a forward and
+    goes on so, which gives the gradient of batch_size_per_device halved and gradient_accumulation doubled, bit for bit;
+    "stop" ends the run, as on several processes either does."""
+    moments: Literal["fp32", "int8"] = "fp32"
+    """Of AdamW's two moments: "int8" keeps them in 8 bits (bitsandbytes, arXiv 2110.02861), 2 bytes for a trained
+    weight instead of 8; not exactly the same steps. For full weights: those of LoRA are small anyway."""
     steps_per_forward: PositiveInt | None = None
     """Trained denoising steps of a row put into one forward; null is all of them, 1 takes the least memory."""
     max_grad_norm: Positive = 1.0
@@ -115,6 +127,9 @@ class TrainingConfig(Section):
     """Autocast of forward and backward; trained weights stay fp32."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
+    compile: bool = False
+    """Compile the repeated blocks of the network (torch.compile), in rollout and training alike. Needs a C++ compiler,
+    on a GPU Triton; the first step of each shape takes minutes."""
     sharding: Literal["none", "fsdp2", "zero2", "zero3"] = "none"
     """On several processes: "none" gives each the whole network (DDP); "fsdp2" gives each 1/N of every weight,
     gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same
@@ -183,6 +198,11 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_fills_in(cls, value: object) -> object:
+        return fill_in(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
 
     @model_validator(mode="before")
     @classmethod

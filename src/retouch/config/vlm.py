@@ -122,6 +122,11 @@ def check_vlm(run: RunConfig, algorithm: VlmGrpoConfig) -> None:
             "algorithm.negative_encoder: given 'base', but without an adapter the base is gone after the first step; "
             "set policy, or algorithm.trl.use_peft=true"
         )
+    if algorithm.offload_painter and run.model.offload_vae:
+        raise ValueError(
+            "model.offload_vae: given true beside algorithm.offload_painter, which moves the autoencoder as well; "
+            "leave it out"
+        )
     if run.evaluation.weights == "ema":
         raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no average; set raw")
 
@@ -139,6 +144,10 @@ def _untouched(run: RunConfig) -> None:
     if model.embeddings is not None:
         raise ValueError(
             f"model.embeddings: given {model.embeddings!r}, but the text encoder is what is trained; leave it out"
+        )
+    if run.training.compile:
+        raise ValueError(
+            "training.compile: given true, but vlm_grpo does not train the diffusion network; leave it out"
         )
     for key in ("sharding", "shard_gradients"):
         if getattr(run.training, key) != getattr(type(run.training)(), key):

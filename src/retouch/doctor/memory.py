@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config.algorithm_sections import VlmGrpoConfig
-from retouch.config.derived import snapshots
+from retouch.config.derived import moment_bytes, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.model_sections import TrainFull, TrainIpAdapter, TrainLora
 from retouch.config.schema import RunConfig
@@ -86,6 +86,7 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
     others = {part: number(shapes_of(made)) for part, made in networks.parts.items() if part != name}
     stays = not (run.model.offload_text_encoders or run.model.free_text_encoders)
     waiting = {part for part in others if part.startswith("text_") and not stays}
+    waiting |= {"vae"} & others.keys() if run.model.offload_vae else set()
     train = run.model.train
     if networks.encoder is not None:
         others["image_encoder"] = number(shapes_of(networks.encoder))
@@ -154,7 +155,7 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
     share; of gradients that are not sharded all."""
     trained, small = weights.trained, _BYTES[run.model.dtype]
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
-    state = {f"{what}, trained": 4, "gradients": 4, "optimizer": 8}
+    state = {f"{what}, trained": 4, "gradients": 4, "optimizer": moment_bytes(run)}
     state |= {f"snapshot {name}" if name != "ema" else "ema": 4 for name in sorted(snapshots(run))}
     sharding = run.training.sharding if world_size > 1 else "none"
     shared = 1 if sharding in ("none", "zero2") else world_size  # weights
@@ -198,7 +199,8 @@ def checkpoint_bytes(run: RunConfig, weights: Counted) -> int:
     if run.model.train.kind == "ip_adapter":
         factors = one if run.model.train.weights == "kv_lora" else 0
         one = factors + 2 * (4 * weights.saved + _BYTES[run.model.dtype] * weights.saved_frozen)
-    return 4 * (2 + len(kept - {"ema"})) * weights.trained + weights_and_ema * one
+    moments = moment_bytes(run) + 4 * len(kept - {"ema"})
+    return moments * weights.trained + weights_and_ema * one
 
 
 def report_memory(run: RunConfig, world_size: int = 1) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
 from retouch.engine.parallel import Fsdp2, Parallel, Replicated
+from retouch.engine.speed import compile_blocks
 from retouch.engine.zero import Zero
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGA
 
 class Diverged(RuntimeError):
     """A loss or gradient that is not finite. The weights are those of the last step."""
+
+
+class OutOfMemory(RuntimeError):
+    """An optimizer step that does not fit on the device. The weights are those of the step before."""
 
 
 class Engine:
@@ -87,6 +92,8 @@ class Engine:
         """
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
+        if self.training.compile:
+            compile_blocks(network)
         network.eval()
         sharding, accelerator, c = self.training.sharding, self.accelerator, self.config
         if sharding != "none" and self.world_size == 1:
@@ -135,6 +142,12 @@ class Engine:
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or look at the rewards of the last batch")
         return {"grad_norm": norm, "overflow": float(skipped)}
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated since the last step, and give its memory back."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # --- between ranks ---
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
+from retouch.engine.speed import make_optimizer
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -58,17 +59,6 @@ class Parallel(Protocol):
         ...
 
 
-def adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        eps=config.eps,
-        fused=device.type == "cuda",
-    )
-
-
 class Replicated:
     """One process, or the whole network on each; gradients are exchanged once an optimizer step."""
 
@@ -85,7 +75,7 @@ class Replicated:
 
     def new_optimizer(self) -> None:
         self.accelerator._optimizers.clear()  # the accelerator keeps every optimizer it prepared
-        optimizer = adamw(self.parameters, self.config, self.accelerator.device)
+        optimizer = make_optimizer(self.config, self.parameters, self.accelerator.device)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
 
     @contextlib.contextmanager

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
-from retouch.engine.parallel import adamw
 from retouch.engine.sharding import piece_of, whole_of
+from retouch.engine.speed import make_optimizer
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -46,7 +46,7 @@ class Zero:
         self.whole_weights = training.sharding == "zero2"
         self.processes = accelerator.num_processes
         self.parameters = [p for p in network.parameters() if p.requires_grad]
-        self.optimizer: Any = adamw(self.parameters, config, accelerator.device)
+        self.optimizer: Any = make_optimizer(config, self.parameters, accelerator.device)
         self._access: Any = deepspeed.utils
         deepspeed.init_distributed(torch.distributed.get_backend())
         settings = options(training, config.max_grad_norm)

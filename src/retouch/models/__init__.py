@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from retouch.models.vae import save_memory
+
 if TYPE_CHECKING:
     from retouch.config.model_sections import Model
     from retouch.types import DiffusionModel
@@ -28,6 +30,7 @@ def family_class(family: str) -> Any:
 def load_model(config: Model, device: Any = "cpu") -> DiffusionModel:
     """Load what `model:` of a run file names; the network stays on the CPU until the engine places it."""
     model = family_class(config.family).from_config(config, device)
+    save_memory(model.vae, config, model.device)
     if config.embeddings is not None:
         from retouch.models.embeddings import open_cache, through_cache
 

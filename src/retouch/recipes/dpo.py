@@ -36,7 +36,7 @@ from retouch.recipes.noised import NoisedRows, noised_copies
 from retouch.recipes.rollouts import RewardRows
 from retouch.recipes.session import Session
 from retouch.recipes.sft import warm_up
-from retouch.recipes.update import optimizer_step
+from retouch.recipes.update import MicroLoss, optimizer_step
 from retouch.rollout import EncodedData, objective_region
 
 TIE = 1e-6
@@ -152,21 +152,24 @@ def train_step(
     session: Session, data: EncodedData, algorithm: DpoConfig, pairs: Pairs, rows: Tensor
 ) -> tuple[dict[str, float], bool]:
     """One optimizer step on some pairs -> (metrics, whether the weights changed)."""
-    run, optimizer = session.run, session.run.config.optimizer
+    run = session.run
     total = run.engine.sum(pairs.weight[rows].sum())
     refresh_reference(session, algorithm)
     if float(total) == 0:  # every group tied
         return {"skipped": 1.0}, False
-    chunks = rows.split(optimizer.batch_size_per_device)
-    # drawn twice and alike, for the reference and for the policy: a step's worth of conditions would fill a GPU
-    noised = [partial(noised_pairs, session, data, algorithm, pairs, chunk) for chunk in chunks]
-    with run.clock.part("train_forward"), run.policy.use("reference"):
-        references = [errors(run, algorithm, copies()) for copies in noised]
-    losses = [
-        partial(micro_loss, run, algorithm, copies, reference, pairs.weight[chunk], total)
-        for chunk, copies, reference in zip(chunks, noised, references, strict=True)
-    ]
-    values, updated = optimizer_step(session, losses, session.rl_learning_rate(algorithm.warmup_steps))
+
+    def losses_of(size: int) -> list[MicroLoss]:
+        chunks = rows.split(size)
+        # drawn twice and alike, for the reference and for the policy: a step's worth of conditions would fill a GPU
+        noised = [partial(noised_pairs, session, data, algorithm, pairs, chunk) for chunk in chunks]
+        with run.clock.part("train_forward"), run.policy.use("reference"):
+            references = [errors(run, algorithm, copies()) for copies in noised]
+        return [
+            partial(micro_loss, run, algorithm, copies, reference, pairs.weight[chunk], total)
+            for chunk, copies, reference in zip(chunks, noised, references, strict=True)
+        ]
+
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
     return {**values, "rows": float(total), "skipped": 0.0}, updated
 
 

@@ -29,7 +29,7 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.recipes.experience import Experience, collect, train_epoch
 from retouch.recipes.session import Session
 from retouch.recipes.sft import warm_up
-from retouch.recipes.update import optimizer_step
+from retouch.recipes.update import MicroLoss, optimizer_step
 from retouch.rollout import EncodedData, make_plan, objective_region, transition
 
 logger = logging.getLogger(__name__)
@@ -68,12 +68,16 @@ def train_step(
     if float(total) == 0:  # no row with a signal on any rank
         return {"skipped": 1.0}, False
     spans = step_spans(experience.steps, optimizer.steps_per_forward)
-    losses = [
-        partial(surrogate, run, data, algorithm, experience, chunk, span, total)
-        for chunk in rows.split(optimizer.batch_size_per_device)
-        for span in spans
-    ]
-    values, updated = optimizer_step(session, losses, session.rl_learning_rate(algorithm.warmup_steps))
+
+    def losses_of(size: int) -> list[MicroLoss]:
+        chunks = rows.split(size)
+        return [
+            partial(surrogate, run, data, algorithm, experience, chunk, span, total)
+            for chunk in chunks
+            for span in spans
+        ]
+
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
     if session.progress.position == 0 and updated:
         warn_off_policy(values["max_abs_log_ratio"], run.config.training.mixed_precision)
     return {**values, "rows": float(total), "skipped": 0.0}, updated

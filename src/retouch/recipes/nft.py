@@ -33,7 +33,7 @@ from retouch.recipes.experience import Experience, collect, row_generators, trai
 from retouch.recipes.noised import NoisedRows, noised_copies
 from retouch.recipes.session import Session
 from retouch.recipes.sft import warm_up
-from retouch.recipes.update import optimizer_step
+from retouch.recipes.update import MicroLoss, optimizer_step
 from retouch.rollout import EncodedData, objective_region
 
 
@@ -80,14 +80,16 @@ def train_step(
     session: Session, data: EncodedData, algorithm: NftConfig, experience: Experience, rows: Tensor
 ) -> tuple[dict[str, float], bool]:
     """One optimizer step on rows of the experience -> (metrics, whether the weights changed)."""
-    run, optimizer = session.run, session.run.config.optimizer
+    run = session.run
     total = run.engine.sum(experience.weight[rows].sum())
     if float(total) == 0:  # no row with a signal on any rank
         return {"skipped": 1.0}, False
-    chunks = rows.split(optimizer.batch_size_per_device)
-    micros = prepare(session, data, algorithm, experience, chunks)
-    losses = [partial(micro_loss, run, algorithm, experience, micro, total) for micro in micros]
-    values, updated = optimizer_step(session, losses, session.rl_learning_rate(algorithm.warmup_steps))
+
+    def losses_of(size: int) -> list[MicroLoss]:
+        micros = prepare(session, data, algorithm, experience, rows.split(size))
+        return [partial(micro_loss, run, algorithm, experience, micro, total) for micro in micros]
+
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
     return {**values, "rows": float(total), "skipped": 0.0}, updated
 
 

@@ -31,6 +31,8 @@ def may_go_on(folder: Path, saved: str, current: str, *, after_warmup: bool, ins
     before, now = yaml.safe_load(saved), yaml.safe_load(current)
     for section, name in (("model", "family"), ("algorithm", "name")):
         _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
+    remedy = "or start a new run under another name=..."
+    _same(folder, "was written under", "optimizer", "moments", before, now, remedy)
     if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
         raise CheckpointError(
             f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
@@ -39,7 +41,7 @@ def may_go_on(folder: Path, saved: str, current: str, *, after_warmup: bool, ins
     if not inside_epoch:
         return
     remedy = "or resume from a checkpoint without rollouts.safetensors"
-    keys = [("rollout", name) for name in now["rollout"] if name != "batch_size_per_device"]
+    keys = [("rollout", name) for name in now["rollout"] if name not in ("batch_size_per_device", "preset")]
     for section, name in [*keys, *(("algorithm", name) for name in SAMPLED_WITH)]:
         _same(folder, "lies inside an epoch of", section, name, before, now, remedy)
     rows = [

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from retouch.build import Run, supervised_steps
 from retouch.config import dump_run
+from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
@@ -76,6 +77,7 @@ class Session:
         self.run = run
         self.config = run.config
         self.progress = Progress(phase=first_phase)
+        self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
@@ -380,5 +382,7 @@ class Session:
         logger.info("%s: %s", self.config.name, f"resumed from {folder}" if folder else "new run")
         logger.info("trained parameters: %s (%s)", f"{run.policy.size:,}", run.trainee.kind)
         logger.info("derived: %s", run.derived.as_dict())
+        for line in preset_lines(self.config):
+            logger.info("%s", line)
         if not run.eval_is_held_out:
             logger.warning("evaluating on training examples, which says little; set evaluation.data to others")

@@ -20,7 +20,7 @@ from retouch.core.objectives.sft import denoising_loss
 from retouch.data import batch_examples, derive_seed
 from retouch.engine import CheckpointError
 from retouch.recipes.session import Session
-from retouch.recipes.update import optimizer_step
+from retouch.recipes.update import MicroLoss, optimizer_step
 from retouch.rollout import EncodedData, denoising_error, drop_references, noise_for, objective_region
 
 
@@ -73,16 +73,18 @@ def supervised_phase(session: Session, until: int, lr: float, shifted: bool, obj
     run, progress = session.run, session.progress
     config, engine = run.config, run.engine
     data = EncodedData(run.model, run.warmup_data, run.denoising_guidance_scale, run.clock)
-    micro = config.optimizer.batch_size_per_device
-    per_rank = micro * config.optimizer.gradient_accumulation
+    per_rank = config.optimizer.batch_size_per_device * config.optimizer.gradient_accumulation
     total = per_rank * engine.world_size
     while progress.step < until:
         positions = batch_examples(len(run.warmup_data), total, config.seed, progress.step)
         rows = range(engine.rank * per_rank, (engine.rank + 1) * per_rank)
-        chunks = [rows[start : start + micro] for start in range(0, per_rank, micro)]
         run.costs.images += per_rank
-        losses = [partial(_loss, session, data, positions, chunk, shifted, objective, total) for chunk in chunks]
-        values, updated = optimizer_step(session, losses, session.learning_rate(lr, progress.step, until))
+
+        def losses_of(size: int, positions: Sequence[int] = positions, rows: Sequence[int] = rows) -> list[MicroLoss]:
+            chunks = [rows[start : start + size] for start in range(0, per_rank, size)]
+            return [partial(_loss, session, data, positions, chunk, shifted, objective, total) for chunk in chunks]
+
+        values, updated = optimizer_step(session, losses_of, session.learning_rate(lr, progress.step, until))
         session.end_step(values, updated=updated)
 
 

@@ -29,6 +29,7 @@ from retouch.models.loading import DTYPES, component_path, load_component
 from retouch.models.qwen import QwenModel
 from retouch.models.qwen_text import CHAT_TEMPLATE, ImageTextProcessor, Task, prefix_length, system_text
 from retouch.models.response import Responses
+from retouch.models.vae import save_memory
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import freeze
@@ -132,6 +133,7 @@ def load_painter(config: RunConfig, device: Any) -> QwenModel:
     """
     painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
     painter.network.to(device)
+    save_memory(painter.vae, config.model, painter.device)
     freeze(painter)
     return painter
 

@@ -1,0 +1,57 @@
+"""Compiled blocks and optimizers: what makes a step faster or smaller without changing what it computes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from retouch.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from retouch.config.schema import OptimizerConfig
+
+
+def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
+    """Compile the repeated blocks of a diffusers network in place (its `compile_repeated_blocks`).
+
+    In place, so that rollout and training run the same block: compiled for one of them only, it would round otherwise
+    and the ratio would not be 1.
+
+    Raises:
+        ConfigError: a network whose class names no repeated blocks.
+    """
+    if not getattr(network, "_repeated_blocks", None):
+        raise ConfigError(
+            f"training.compile: given true, but {type(network).__name__} names no blocks to compile; set compile=false"
+        )
+    network.compile_repeated_blocks(backend=backend)  # type: ignore[operator]
+
+
+def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], device: torch.device) -> Any:
+    """AdamW over the trained weights: fused on GPUs; with moments of 8 bits where the run file asks for it.
+
+    Raises:
+        ConfigError: 8 bits without the library that has them, or without a GPU.
+    """
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "weight_decay": config.weight_decay,
+        "eps": config.eps,
+    }
+    if config.moments == "fp32":
+        return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda")
+    where = "optimizer.moments: given 'int8', "
+    if device.type != "cuda":
+        raise ConfigError(f"{where}which needs a GPU, but the device is {device.type}; set fp32")
+    try:
+        library: Any = importlib.import_module("bitsandbytes")
+    except ImportError:
+        raise ConfigError(
+            f"{where}which bitsandbytes computes, but it is not installed: pip install bitsandbytes, or set fp32"
+        ) from None
+    return library.optim.AdamW8bit(parameters, **options)

@@ -1,0 +1,60 @@
+"""Optimizers and compiled blocks: which is made, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from retouch.config import ConfigError
+from retouch.config.schema import OptimizerConfig
+from retouch.engine.speed import compile_blocks, make_optimizer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def test_adamw_is_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: asked.append(options))
+    config = OptimizerConfig(lr=3e-4, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    for device in (CPU, GPU):
+        make_optimizer(config, weights(), device)
+    same = {"lr": 3e-4, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-6}
+    assert asked == [{**same, "fused": False}, {**same, "fused": True}]
+
+
+def test_moments_of_8_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options of the run file; nothing of it is installed here."""
+    library = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **options: (parameters, options)))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", library)
+    trained = weights()
+    made = make_optimizer(OptimizerConfig(moments="int8", lr=2e-5), trained, GPU)
+    assert made[0] is trained
+    assert made[1] == {"lr": 2e-5, "betas": (0.9, 0.999), "weight_decay": 1e-4, "eps": 1e-8}
+
+
+def test_moments_of_8_bits_need_a_gpu_and_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = OptimizerConfig(moments="int8")
+    with pytest.raises(ConfigError) as caught:
+        make_optimizer(config, weights(), CPU)
+    assert str(caught.value) == ("optimizer.moments: given 'int8', which needs a GPU, but the device is cpu; set fp32")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError) as caught:
+        make_optimizer(config, weights(), GPU)
+    assert str(caught.value) == (
+        "optimizer.moments: given 'int8', which bitsandbytes computes, but it is not installed: pip install "
+        "bitsandbytes, or set fp32"
+    )
+
+
+def test_a_network_that_names_no_blocks_is_not_compiled() -> None:
+    with pytest.raises(ConfigError, match="Linear names no blocks to compile; set compile=false"):
+        compile_blocks(nn.Linear(2, 2))
