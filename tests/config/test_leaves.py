@@ -19,7 +19,16 @@ from .conftest import REPOSITORY
 from .leaves import Leaf, attribute_reads, leaves
 
 # these check or parse options; only to be checked is not to be read
-NOT_READERS = {"schema.py", "section.py", "rules.py", "data_rules.py", "reward_rules.py", "needs.py", "errors.py", "load.py"}
+NOT_READERS = {
+    "schema.py",
+    "section.py",
+    "rules.py",
+    "data_rules.py",
+    "reward_rules.py",
+    "needs.py",
+    "errors.py",
+    "load.py",
+}
 
 RECEIVERS = {
     "": {"config", "run"},
