@@ -441,6 +441,7 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn", "starlette"),
     "ocr": ("rapidocr", "onnxruntime"),
     "vlm": ("trl", "datasets"),
+    "deepspeed": ("deepspeed",),
 }
 """Extra of the package -> modules that come with it."""
 

@@ -20,12 +20,15 @@ from safetensors.torch import load_file, save_file
 from retouch.adapters.trainee import make_trainable
 from retouch.config import load_run, parse_run
 from retouch.doctor.machine import Gpu, Gpus, find_gpus
-from retouch.doctor.rewards import needed_extras
+from retouch.doctor.rewards import needed_extras, probe
 from retouch.image_encoder import TINY
 from retouch.models import load_model
 from retouch.models.loading import tiny_path
-from retouch.rewards.protocol import RewardItem
-from retouch.types import Failure, Outcome
+from retouch.rewards.compose import golden_items
+from retouch.rewards.knowledge_graph import read_graph
+from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.scorers import make_scorer
+from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, serving
 
@@ -107,6 +110,12 @@ def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
     for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
         run = load_run(run_yaml(training__sharding=sharding))
         assert ("deepspeed" in needed_extras(run)) is needed
+
+
+@pytest.mark.parametrize(("engine", "reads"), [("rapidocr", True), ("paddleocr", False)])
+def test_a_recogniser_installed_by_hand_needs_no_extra(engine: str, reads: bool, run_yaml: Callable[..., Path]) -> None:
+    run = load_run(run_yaml(rewards={"ocr": {"engine": engine}}))
+    assert ("ocr" in needed_extras(run)) is reads
 
 
 def test_without_a_run_file_it_looks_at_the_machine() -> None:
@@ -436,6 +445,14 @@ def test_the_reward_that_a_run_starts_by_itself(run_yaml: Callable[..., Path]) -
         line for line in lines(run_yaml(rewards={"preservation": {"url": "auto"}})) if line["what"].startswith("reward")
     ]
     assert (line["status"], line["says"]) == ("ok", "auto: ready, and scored a picture")
+
+
+def test_rewards_of_what_was_said_score_the_doctors_picture() -> None:
+    """They ask for metadata that only runs of vlm_grpo have; a graph for MMMG is there, too."""
+    for name in ("think_format", "completion_quality"):
+        scorer = make_scorer(name)
+        assert all(isinstance(outcome, Score) for outcome in score_checked(scorer, [probe(), *golden_items()]))
+    assert read_graph(probe().metadata["knowledge_graph"]).skipped == ()
 
 
 def test_a_scorer_that_cannot_be_loaded(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,17 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripte
 
 def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use) -> None:
     """Stopped by a signal in the very last step: that an earlier end was told is no reason to leave out this one."""
-    train(config(training__max_steps=1))
-    scripted(lambda item: (os.kill(os.getpid(), signal.SIGTERM), brightness(item))[1])
-    longer = config(training__max_steps=2, resume="auto", rollout__batch_size_per_device=64)
+    whole: dict[str, Any] = {"rollout__batch_size_per_device": 4, "optimizer__batch_size_per_device": 4}
+    train(config(training__max_steps=1, **whole))
+    scored = itertools.count()
+
+    def terminates(item: RewardItem) -> Outcome:
+        if next(scored) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return brightness(item)
+
+    scripted(terminates)
+    longer = config(training__max_steps=2, resume="auto", **whole)
     with pytest.raises(Stopped, match="SIGTERM at step 2"):
         train(longer)
     scripted(brightness)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.reward_sections import RewardClientConfig, RewardEntry, StyleReward
+from retouch.config.reward_sections import OcrReward, RewardClientConfig, RewardEntry, StyleReward
 from retouch.doctor.line import Line
-from retouch.rewards.compose import RewardTable
+from retouch.rewards.compose import EVERYTHING, RewardTable
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Score
 
@@ -32,8 +32,10 @@ def needed_extras(run: RunConfig) -> set[str]:
 
 
 def _reads(entry: RewardEntry) -> bool:
-    """Whether its scorer reads the text of a picture."""
-    return entry.scorer == "ocr" or (isinstance(entry, StyleReward) and entry.gate > 0)
+    """Whether its scorer reads the text of a picture with what the extra brings."""
+    if isinstance(entry, OcrReward):
+        return entry.engine == "rapidocr"
+    return isinstance(entry, StyleReward) and entry.gate > 0
 
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:
@@ -85,5 +87,11 @@ def probe() -> RewardItem:
     mask = np.zeros((64, 128), dtype=np.uint8)
     mask[16:48, 32:96] = 255
     return RewardItem(
-        id=0, prompt="The text is 'A'.", image=image, mask=mask, source=image, reference=image, metadata={"text": "A"}
+        id=0,
+        prompt="The text is 'A'.",
+        image=image,
+        mask=mask,
+        source=image,
+        reference=image,
+        metadata={**EVERYTHING, "text": "A"},
     )

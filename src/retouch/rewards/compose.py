@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+EVERYTHING: Mapping[str, Any] = {
+    "completion": "<think>It shall be plain.</think>A grey wall with one word on it, in gold, seen from the front.",
+    "finished": True,
+    "knowledge_graph": {"elements": ["wall", "word"], "dependencies": ["Contains(wall, word)"]},
+}
+"""Metadata that scorers of protocols and of completions ask for: of pictures that only try whether they score."""
+
 OWN_PROCESS = ("process",)
 AUTO_SERVER = ("auto",)
 
@@ -260,7 +267,7 @@ def golden_items() -> list[RewardItem]:
         mask = np.zeros((64, 128), np.uint8)
         mask[16:48, 16:112] = 255
         prompt = "The text is 'GOLD'."
-        items.append(RewardItem(number, prompt, image, mask, source, reference, number, {"text": "GOLD"}))
+        items.append(RewardItem(number, prompt, image, mask, source, reference, number, {**EVERYTHING, "text": "GOLD"}))
     return items
 
 
