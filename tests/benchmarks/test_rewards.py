@@ -21,6 +21,14 @@ def test_batching_is_three_times_one_picture_a_request_and_not_at_the_price_of_l
     assert ours["requests_per_s"] >= 3 * theirs["requests_per_s"] and ours["latency_p95_s"] < theirs["latency_p95_s"]
 
 
+def test_on_a_cpu_the_service_costs_at_most_a_tenth_of_the_throughput() -> None:
+    for part in ("convnet", "ocr"):
+        rows = servers(part)
+        best = max(row["requests_per_s"] for row in rows.values())
+        assert rows["retouch"]["requests_per_s"] >= 0.9 * best
+        assert rows["retouch"]["latency_p95_s"] <= min(row["latency_p95_s"] for row in rows.values())
+
+
 def test_balance_with_one_slow_server_of_four() -> None:
     least, capped, dealt = FOUND["balance"]["found"]
     assert least["of_ideal"] <= 1.7 and capped["of_ideal"] <= 1.7 < dealt["of_ideal"]
@@ -33,7 +41,7 @@ def test_the_reward_is_hidden_behind_the_rollout() -> None:
 
 def test_the_numbers_of_the_page_are_these() -> None:
     lines: list[str] = []
-    for part in ("batching", "ocr"):
+    for part in ("batching", "convnet", "ocr"):
         for name, row in servers(part).items():
             speed, median, late = (row[k] for k in ("requests_per_s", "latency_p50_s", "latency_p95_s"))
             lines.append(f"| {part} | {name} | {row['callers']} | {speed:.0f} | {median:.3f} | {late:.3f} |")

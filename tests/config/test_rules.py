@@ -108,7 +108,7 @@ BOUNDS = [
     ("training.eval_every", "-1", "-1", NOT_NEGATIVE),
     ("training.mixed_precision", "tf32", "'tf32'", "input should be 'no', 'bf16' or 'fp16'"),
     ("training.gradient_checkpointing", "ys", "'ys'", "input should be a valid boolean, unable to interpret input"),
-    ("training.sharding", "zero3", "'zero3'", "input should be 'none' or 'fsdp2'"),
+    ("training.sharding", "zero1", "'zero1'", "input should be 'none', 'fsdp2', 'zero2' or 'zero3'"),
     ("evaluation.num_examples", "0", "0", POSITIVE),
     ("evaluation.images_per_example", "0", "0", POSITIVE),
     ("evaluation.num_steps", "0", "0", POSITIVE),
@@ -309,6 +309,13 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             (
                 "training.sharding: given 'fsdp2', but the files of a style adapter need its frozen weights whole; set "
                 "sharding=none"
+            ),
+        ),
+        (
+            ("training.sharding=zero3", "training.shard_gradients=false"),
+            (
+                "training.shard_gradients: given false, but training.sharding=zero3 keeps no whole gradients; leave it "
+                "out, or set sharding=zero2"
             ),
         ),
         (

@@ -1,7 +1,9 @@
-"""Sharded weights (FSDP2) on two processes are replicated ones, and those of one process: torchrun, gloo, a CPU."""
+"""Sharded weights (FSDP2, DeepSpeed's ZeRO) on two processes are replicated ones, and those of one process: torchrun,
+gloo, a CPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 ONE = ("optimizer.batch_size_per_device=2",)
 SHARDED = ("training.sharding=fsdp2",)
+ZERO = ("zero2", "zero3")
 DPO = "algorithm={name: dpo, beta: 100.0, timesteps_per_pair: 2, inner_epochs: 2}"
 NFT = "algorithm={name: nft, kl_weight: 0.1, timesteps_per_image: 2, inner_epochs: 2}"
 ODE = ("rollout.window=null", "rollout.noise_level=null")
@@ -115,6 +118,23 @@ def runs(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def zero_runs(runs: Path) -> Path:
+    """The same folder with every run as `NAME-zero2` and `NAME-zero3`, too."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    run = str(runs / "run.yaml")
+    two: list[list[Any]] = []
+    for name, options in CASES.items():
+        fault = ["flat"] if name == "flat" else []
+        two += [[fault, "train", run, f"name={name}-{zero}", *options, f"training.sharding={zero}"] for zero in ZERO]
+    two.append([["slow"], "train", run, "name=slow-zero3", "training.sharding=zero3"])
+    two.append([[], "train", run, "name=resumed-zero3", "training.sharding=zero3"])
+    done = on_two(two)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return runs
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     return read_metrics(run / "metrics.jsonl")
 
@@ -156,6 +176,33 @@ def test_sharded_is_replicated_is_one_process(runs: Path, name: str) -> None:
         same_weights(other, sharded)
 
 
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "flat"])
+def test_zero_is_one_process(zero_runs: Path, name: str, zero: str) -> None:
+    one, sharded = (zero_runs / "runs" / f"{name}-{engine}" for engine in ("one", zero))
+    same_numbers(one, sharded)
+    same_weights(one, sharded)
+
+
+def test_zero_with_late_rewards_or_a_process_of_dead_groups_does_not_hang(zero_runs: Path) -> None:
+    same_numbers(zero_runs / "runs" / "flux_grpo-one", zero_runs / "runs" / "slow-zero3")
+    for zero in ZERO:
+        same_numbers(zero_runs / "runs" / "flat-ddp", zero_runs / "runs" / f"flat-{zero}")
+        assert [held(zero_runs / "runs" / f"flat-{zero}", rank)["backwards"] for rank in range(2)] == [4, 4]
+
+
+def test_what_a_process_holds_under_zero(zero_runs: Path) -> None:
+    """Both halve the moments, stage 3 weights and snapshots as well; a piece is padded by a number at most."""
+    for zero, share in (("zero2", 1.0), ("zero3", 0.5)):
+        for rank in range(2):
+            found = held(zero_runs / "runs" / f"flux_nft-{zero}", rank)
+            whole = found["trained"]
+            assert found["moments"] == pytest.approx(whole, rel=0.02)
+            assert found["snapshots"].keys() == {"ema", "old", "reference"}
+            for size in (found["weights"], *found["snapshots"].values()):
+                assert size == pytest.approx(share * whole, rel=0.02)
+
+
 def test_every_process_holds_a_half(runs: Path) -> None:
     """Of weights, moments and snapshots; the halves are the whole."""
     for name in ("flux_nft-fsdp2", "sd_nft-fsdp2"):
@@ -195,21 +242,28 @@ def test_weights_that_are_gathered_in_bf16_train_as_whole_ones_under_autocast(ru
             assert b["loss"] == pytest.approx(a["loss"], rel=0.01)
 
 
-def test_two_one_two_processes_resume_as_if_nothing_had_happened(runs: Path) -> None:
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_two_one_two_processes_resume_as_if_nothing_had_happened(
+    runs: Path, sharding: str, request: pytest.FixtureRequest
+) -> None:
     """An epoch each: sharded on two, replicated on one, sharded on two; against one process throughout."""
-    run, name = runs / "run.yaml", ("name=resumed", "resume=auto")
+    if sharding == "zero3":
+        request.getfixturevalue("zero_runs")
+    run, resumed = runs / "run.yaml", "resumed" if sharding == "fsdp2" else f"resumed-{sharding}"
+    name = (f"name={resumed}", "resume=auto")
     on_one = retouch("train", run, *name, "training.max_steps=4", *ONE)
     assert on_one.code == 0, on_one.err
-    again = on_two([[[], "train", str(run), *name, "training.max_steps=6", *SHARDED]])
+    again = on_two([[[], "train", str(run), *name, "training.max_steps=6", f"training.sharding={sharding}"]])
     assert again.returncode == 0, again.stderr[-4000:]
-    whole = retouch("train", run, "name=whole", "training.max_steps=6", *ONE)
+    whole = retouch("train", run, f"name=whole-{sharding}", "training.max_steps=6", *ONE)
     assert whole.code == 0, whole.err
-    a, b = ([r for r in records(runs / "runs" / name) if r["kind"] == "train"] for name in ("whole", "resumed"))
+    folders = [runs / "runs" / folder for folder in (f"whole-{sharding}", resumed)]
+    a, b = ([r for r in records(folder) if r["kind"] == "train"] for folder in folders)
     assert [r["step"] for r in b] == [1, 2, 3, 4, 5, 6]
     for mine, theirs in zip(a, b, strict=True):
-        for name in ("loss", "grad_norm", "kl", "error"):
-            assert theirs.get(name, 0.0) == pytest.approx(mine.get(name, 0.0), rel=0, abs=1e-5), (mine["step"], name)
-    same_weights(runs / "runs" / "whole", runs / "runs" / "resumed", "step-000006")
+        for metric in ("loss", "grad_norm", "kl", "error"):
+            assert theirs.get(metric, 0.0) == pytest.approx(mine.get(metric, 0.0), rel=0, abs=1e-5), metric
+    same_weights(*folders, "step-000006")
 
 
 def test_a_checkpoint_of_sharded_weights_is_a_diffusers_folder(runs: Path) -> None:

@@ -220,9 +220,13 @@ def test_the_released_network_is_counted_without_its_files() -> None:
     assert device_bytes(run, counted, world_size=2) == 20 * 6_377_472 + 2 * 859_535_364  # and the exchange of gradients
     sharded = run.model_copy(update={"training": run.training.model_copy(update={"sharding": "fsdp2"})})
     assert device_bytes(sharded, counted, world_size=2) == 8 * 6_377_472 + 859_535_364
-    whole = sharded.training.model_copy(update={"shard_gradients": False})
-    sharded = sharded.model_copy(update={"training": whole})
-    assert device_bytes(sharded, counted, world_size=2) == 12 * 6_377_472 + 859_535_364
+    for sharding, a_weight, frozen in (("fsdp2", 12, 1), ("zero2", 16, 2)):
+        training = sharded.training.model_copy(update={"sharding": sharding, "shard_gradients": False})
+        whole = sharded.model_copy(update={"training": training})
+        assert device_bytes(whole, counted, world_size=2) == a_weight * 6_377_472 + frozen * 859_535_364
+    zero2 = sharded.model_copy(update={"training": sharded.training.model_copy(update={"sharding": "zero2"})})
+    # weights, half of gradients, moments and DeepSpeed's copy of the weights
+    assert device_bytes(zero2, counted, world_size=2) == 12 * 6_377_472 + 2 * 859_535_364
     assert count_weights(run, build_networks(run.model, Found(problems=["no folder"]))) is None
     adapter = run_of("sd_inpaint", {"kind": "ip_adapter", "image_encoder": "some/encoder"})
     assert count_weights(adapter, build_networks(adapter.model, Found(missing="elsewhere"))) is None

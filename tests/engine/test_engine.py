@@ -45,7 +45,6 @@ def test_micro_batches_add_up_to_the_whole_batch() -> None:
     for pieces in (1, 3):
         net = linear()
         engine = engine_for(net)
-        assert engine.network is not None
         for i, (bx, by) in enumerate(zip(x.chunk(pieces), y.chunk(pieces), strict=True)):
             with engine.micro_step(last=i == pieces - 1):
                 engine.backward((engine.network(bx).flatten() - by).square().sum() / 6)
@@ -59,7 +58,6 @@ def test_learning_rate_is_the_one_given() -> None:
     """AdamW's first step moves each weight by lr against the gradient's sign."""
     net = linear()
     engine = engine_for(net, lr=123.0)
-    assert engine.network is not None
     engine.backward(engine.network(torch.ones(1, 2)).sum())
     stats = engine.step(lr=0.25)
     torch.testing.assert_close(net.weight.detach(), torch.tensor([[0.75, -2.25]]), atol=1e-5, rtol=0)
@@ -69,7 +67,6 @@ def test_learning_rate_is_the_one_given() -> None:
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     net = linear()
     engine = engine_for(net)
-    assert engine.network is not None
     engine.backward(engine.network(torch.tensor([[float("inf"), 1.0]])).sum())
     with pytest.raises(Diverged, match="gradient norm is"):
         engine.step(lr=0.1)
@@ -81,7 +78,6 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 def test_gradients_of_a_step_are_gone_in_the_next() -> None:
     net = linear()
     engine = engine_for(net)
-    assert engine.network is not None
     for _ in range(2):
         engine.backward(engine.network(torch.ones(1, 2)).sum())
         assert engine.step(lr=0.1)["grad_norm"] == pytest.approx(2**0.5)
@@ -120,7 +116,6 @@ def test_the_plugins_of_accelerate_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_bf16_autocasts_the_forward_and_keeps_fp32_weights() -> None:
     net = linear()
     engine = engine_for(net, precision="bf16")
-    assert engine.network is not None
     x = torch.tensor([[1.0009765625, 0.0]])  # not a bf16 number
     assert float(engine.network(x).detach()) == 1.0
     assert net.weight.dtype == torch.float32
@@ -144,7 +139,6 @@ def checkpoints(root: Path, keep: int | None = None) -> Checkpoints:
 def test_a_checkpoint_restores_weights_optimizer_snapshots_and_state(tmp_path: Path) -> None:
     net = linear()
     engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
-    assert engine.network is not None
     policy.snapshot("ema")
     policy.snapshot("reference")
     for _ in range(3):
@@ -163,7 +157,6 @@ def test_a_checkpoint_restores_weights_optimizer_snapshots_and_state(tmp_path: P
 
 
 def one_more_step(engine: Engine, policy: Policy) -> Tensor:
-    assert engine.network is not None
     engine.backward(engine.network(torch.ones(1, 2)).square().sum())
     engine.step(lr=0.1)
     return next(iter(policy.parameters.values())).detach().clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,6 +132,39 @@ def test_entries_are_added_and_none_is_made_twice(signs: Path, tmp_path: Path) -
     assert first.code == again.code == 0, first.err + again.err
     assert "0 prompts, 0 references, 0 pictures" in again.out
     assert "0 prompts" not in first.out
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "message"),
+    [
+        (
+            {"family": "qwen_image_edit"},
+            "nft",
+            "model.family: qwen_image_edit has a text encoder that reads the picture with the prompt, so that .*",
+        ),
+        (
+            {"family": "qwen_image"},
+            "vlm_grpo",
+            "algorithm.name: vlm_grpo trains the text encoder, so that nothing of it can be kept",
+        ),
+    ],
+)
+def test_a_run_that_can_use_no_embeddings_is_refused(
+    model: dict[str, Any], algorithm: str, message: str, tmp_path: Path
+) -> None:
+    """Before anything is read: there is neither a model nor data here."""
+    run = {
+        "name": "run",
+        "model": {**model, "path": str(tmp_path / "model"), "train": {"kind": "lora"}},
+        "data": {"format": "self_bench", "path": str(tmp_path / "signs"), "resolution": 512},
+        "algorithm": {"name": algorithm},
+        "rewards": {"preservation": {}},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    outcome = retouch("data", "precompute", tmp_path / "run.yaml", "--out", tmp_path / "cache")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", outcome.err)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_folder_without_embeddings_and_a_damaged_entry(signs: Path, tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ def test_constant_rewards_leave_the_weights_bit_unchanged(config: Config, script
     assert of_kind(records, "rollout")[0]["zero_std_groups"] == 1.0
 
 
+def test_an_epoch_without_a_signal_asks_the_reference_nothing(config: Config, scripted: Use) -> None:
+    """A run with a KL goes on."""
+    scripted(lambda item: Score(0.5))
+    _, records = train(config(algorithm__kl_weight=0.01, training__max_steps=1))
+    assert [r["skipped"] for r in of_kind(records, "train")] == [1.0]
+
+
 def test_constant_rewards_leave_the_weights_unchanged_even_if_their_groups_are_kept(
     config: Config, scripted: Use
 ) -> None:

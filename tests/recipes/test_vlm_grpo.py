@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -36,6 +37,8 @@ from . import vlm_runs
 from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_file, weights
 
 __all__ = ["vlm_file"]
+
+rollout_draw = importlib.import_module("retouch.rollout.draw")  # the package has a function of that name
 
 
 def fail_some(items: list[Any]) -> list[float]:
@@ -376,6 +379,24 @@ def test_a_group_shares_its_picture_and_sees_it_at_one_size(parts_of: Any) -> No
     assert pictures[0] is pictures[1] is pictures[2] is not pictures[3]
     assert pictures[0].size == (64, 64)
     assert rows["prompt"][0][1]["content"] == parts.data[2].prompt
+
+
+def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
+    parts_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pictures(*, offloaded: bool) -> list[Tensor]:
+        parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_painter=offloaded)
+        examples = [parts.data[i] for i in range(2)]
+        said = speak(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, 0)
+        return list(Judge(parts).draw_only(parts.policy, examples, said, [1, 2]).images)
+
+    moves: list[str] = []
+    place = rollout_draw._place  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(rollout_draw, "_place", lambda model, device: (moves.append(str(device)), place(model, device)))
+    stays = pictures(offloaded=False)
+    assert moves == []
+    comes = pictures(offloaded=True)
+    assert moves == ["cpu", "cpu"] and all(torch.equal(a, b) for a, b in zip(stays, comes, strict=True))
 
 
 def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ FOUR = "accelerate launch --config_file configs/accelerate/gpu8.yaml --num_proce
 EXPECTED = {
     "run_server": "retouch reward serve ocr --port 8000 --endpoints runs/endpoints.json",
     "train_grpo": "retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=64 resume=auto",
+    "train_nft": "retouch train configs/flux_fill_nft.yaml optimizer.gradient_accumulation=64 resume=auto",
     "finetune_flux_fill_grpo_4gpus": (
         f"{FOUR}retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=16 resume=auto"
     ),

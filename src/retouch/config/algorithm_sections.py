@@ -162,6 +162,9 @@ class VlmGrpoConfig(Section):
     """Pictures of each completion, each from a noise of its own; their rewards are averaged."""
     train_vision_tower: bool = False
     """Train what sees, too, not only what speaks."""
+    offload_painter: bool = False
+    """Keep the diffusion network and its autoencoder in the CPU's memory while the text encoder generates and trains;
+    they come to the GPU for each batch of drawings, at the cost of moving them twice."""
     on_overflow: Literal["error", "truncate"] = "error"
     """A condition of more than model.max_sequence_length tokens stops the run, or loses its last ones and is counted
     in the metrics (`truncated`)."""

@@ -308,13 +308,18 @@ def _sharding(run: RunConfig) -> None:
                 "sharding=fsdp2"
             )
         return
-    if run.model.train.kind == "ip_adapter":
+    if run.model.train.kind == "ip_adapter" and training.sharding != "zero2":
         raise ValueError(
-            "training.sharding: given 'fsdp2', but the files of a style adapter need its frozen weights whole; set "
-            "sharding=none"
+            f"training.sharding: given {training.sharding!r}, but the files of a style adapter need its frozen weights "
+            "whole; set sharding=none"
         )
     if training.mixed_precision == "fp16":
         raise ValueError(
             "training.mixed_precision: given 'fp16', whose loss scaler would see only its own piece of the gradients "
-            "under training.sharding=fsdp2; set bf16"
+            f"under training.sharding={training.sharding}; set bf16"
+        )
+    if training.sharding == "zero3" and not training.shard_gradients:
+        raise ValueError(
+            "training.shard_gradients: given false, but training.sharding=zero3 keeps no whole gradients; leave it "
+            "out, or set sharding=zero2"
         )

@@ -115,13 +115,14 @@ class TrainingConfig(Section):
     """Autocast of forward and backward; trained weights stay fp32."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
-    sharding: Literal["none", "fsdp2"] = "none"
+    sharding: Literal["none", "fsdp2", "zero2", "zero3"] = "none"
     """On several processes: "none" gives each the whole network (DDP); "fsdp2" gives each 1/N of every weight,
-    gradient, moment and snapshot, and gathers weights block by block in each forward and backward. The numbers are the
+    gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same
+    by DeepSpeed, layer by layer; "zero2", by DeepSpeed, shares out gradients and moments alone. The numbers are the
     same."""
     shard_gradients: bool = True
-    """Of fsdp2: exchange gradients after every backward, so that they stay sharded; false keeps them whole over the
-    accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
+    """Of sharding (zero3 always does): exchange gradients after every backward, so that they stay sharded; false keeps
+    them whole over the accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
 
 
 class EvaluationConfig(Section):

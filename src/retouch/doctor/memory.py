@@ -156,15 +156,20 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
     state = {f"{what}, trained": 4, "gradients": 4, "optimizer": 8}
     state |= {f"snapshot {name}" if name != "ema" else "ema": 4 for name in sorted(snapshots(run))}
-    shared = world_size if run.training.sharding == "fsdp2" else 1
+    sharding = run.training.sharding if world_size > 1 else "none"
+    shared = 1 if sharding in ("none", "zero2") else world_size  # weights
+    moments = 1 if sharding == "none" else world_size
     whole: dict[str, int] = {}
-    if world_size > shared:
+    if sharding == "none" and world_size > 1:
         whole = {"exchange of gradients": 4}
-    elif shared > 1 and not run.training.shard_gradients:
+    elif sharding != "none" and not run.training.shard_gradients:
         whole = {"gradients, until exchanged": 4}
+    shares = {name: moments if name in ("gradients", "optimizer") else shared for name in state}
+    if sharding == "zero2":
+        state["DeepSpeed's copy of the weights"], shares["DeepSpeed's copy of the weights"] = 4, moments
     frozen = {"style adapter, frozen": weights.adapter, "network, frozen": weights.frozen, **weights.others}
     return [
-        *(Part(name, trained, math.ceil(size * trained / shared)) for name, size in state.items()),
+        *(Part(name, trained, math.ceil(size * trained / shares[name])) for name, size in state.items()),
         *(Part(name, trained, size * trained) for name, size in whole.items()),
         *(
             Part(name, n, math.ceil(small * n / (shared if name == "network, frozen" else 1)), name in weights.waiting)

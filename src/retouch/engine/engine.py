@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object, set_seed
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from retouch.config.errors import ConfigError
-from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
+from retouch.engine.parallel import Fsdp2, Parallel, Replicated
+from retouch.engine.zero import Zero
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -58,9 +58,7 @@ class Engine:
         set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
         self.training = training
         self.config = optimizer
-        self.network: nn.Module | None = None
-        self.optimizer: Any = None
-        self._parameters: list[nn.Parameter] = []
+        self._parallel: Parallel
 
     # --- where and who ---
 
@@ -90,49 +88,42 @@ class Engine:
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
         network.eval()
-        sharded = self.training.sharding == "fsdp2" and self.world_size > 1
-        if self.training.sharding == "fsdp2" and not sharded:
-            logger.info("training.sharding=fsdp2 on one process: there is nothing to share out")
-        if sharded:  # accelerate only autocasts
-            network = self.accelerator.prepare_model(network, device_placement=False, evaluation_mode=True)
-            shard(network, self.device, self.world_size, self.training.mixed_precision)
-            self.network = network
+        sharding, accelerator, c = self.training.sharding, self.accelerator, self.config
+        if sharding != "none" and self.world_size == 1:
+            logger.info("training.sharding=%s on one process: there is nothing to share out", sharding)
+            sharding = "none"
+        if sharding == "none":
+            self._parallel = Replicated(network, accelerator, c)
+        elif sharding == "fsdp2":
+            self._parallel = Fsdp2(network, accelerator, c, self.training)
         else:
-            self.network = self.accelerator.prepare_model(network)
-        self._parameters = [p for p in network.parameters() if p.requires_grad]
-        return self.network
+            self._parallel = Zero(network, accelerator, c, self.training)
+        return self._parallel.network
+
+    @property
+    def network(self) -> nn.Module:
+        """What `prepare` returned."""
+        return self._parallel.network
+
+    @property
+    def optimizer(self) -> Any:
+        """AdamW over what this process holds."""
+        return self._parallel.optimizer
 
     def new_optimizer(self) -> None:
         """A fresh AdamW over the trained weights: each phase starts with empty moments."""
-        c = self.config
-        optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=c.lr,
-            betas=c.betas,
-            weight_decay=c.weight_decay,
-            eps=c.eps,
-            fused=self.device.type == "cuda",
-        )
-        self.accelerator._optimizers.clear()  # the accelerator keeps every optimizer it prepared
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self._parallel.new_optimizer()
 
     # --- one step ---
 
-    @contextlib.contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
+    def micro_step(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; gradients are exchanged in the last one only, or in each
         where they are kept sharded."""
-        assert self.network is not None
-        if isinstance(self.network, FSDPModule):
-            self.network.set_requires_gradient_sync(last or self.training.shard_gradients)
-            yield
-            return
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.network):
-            yield
+        return self._parallel.micro_step(last=last)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a loss whose normalizer already counts all ranks and micro-batches."""
-        self.accelerator.backward(loss * self.world_size)  # data-parallel wrappers average over ranks
+        self._parallel.backward(loss)
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip, check, step, zero -> `grad_norm` before clipping, and `overflow` (fp16: 1 where the scaler skipped).
@@ -140,19 +131,10 @@ class Engine:
         Raises:
             Diverged: a gradient norm that is not finite, outside fp16.
         """
-        total = self.accelerator.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
-        total = total.full_tensor() if isinstance(total, DTensor) else torch.as_tensor(total)
-        norm = float(total)
-        scaled = self.accelerator.scaler is not None
-        if not scaled and not torch.isfinite(torch.tensor(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
+        norm, skipped = self._parallel.step(lr)
+        if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or look at the rewards of the last batch")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        overflow = float(scaled and self.accelerator.optimizer_step_was_skipped)
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "overflow": overflow}
+        return {"grad_norm": norm, "overflow": float(skipped)}
 
     # --- between ranks ---
 
@@ -183,11 +165,11 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, whole where it is sharded, and loss scaler. Every process must ask; the first one's counts."""
         scaler = self.accelerator.scaler
-        moments = whole_optimizer(self.optimizer.state_dict(), keep=self.is_main)
+        moments = self._parallel.state_dict(keep=self.is_main)
         return {"optimizer": moments, "scaler": scaler.state_dict() if scaler else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(sharded_optimizer(state["optimizer"], self._parameters))
+        self._parallel.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

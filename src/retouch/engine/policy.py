@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from retouch.engine.sharding import piece, piece_of, whole_of
+from retouch.engine.sharding import piece, piece_of, shape_of, whole_of
 
 
 class Policy:
@@ -30,17 +30,17 @@ class Policy:
     @property
     def size(self) -> int:
         """Number of trained scalars."""
-        return sum(p.numel() for p in self.parameters.values())
+        return sum(shape_of(p).numel() for p in self.parameters.values())
 
     def snapshot(self, name: str) -> None:
         """Copy the current weights under a name, replacing what stood there."""
-        self.snapshots[name] = {n: piece(p.detach()).clone() for n, p in self.parameters.items()}
+        self.snapshots[name] = {n: piece(p).clone() for n, p in self.parameters.items()}
 
     def blend(self, name: str, decay: float) -> None:
         """snapshot <- decay · snapshot + (1 - decay) · weights."""
         with torch.no_grad():
             for n, average in self.snapshots[name].items():
-                average.lerp_(piece(self.parameters[n].detach()).to(average.dtype), 1 - decay)
+                average.lerp_(piece(self.parameters[n]).to(average.dtype), 1 - decay)
 
     @contextmanager
     def use(self, name: str | None) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Policy:
     def state(self, name: str | None = None) -> dict[str, Tensor]:
         """Weights by parameter name: the current ones, or a snapshot. Pieces where they are sharded."""
         if name is None:
-            return {n: piece(p.detach()) for n, p in self.parameters.items()}
+            return {n: piece(p) for n, p in self.parameters.items()}
         return self.snapshots[name]
 
     def whole(self, name: str | None = None, *, keep: bool = True) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Policy:
         for n, part in self.state(name).items():  # one at a time: no device holds all of it
             tensor = whole_of(part, self.parameters[n])
             if keep:
-                kept[n] = tensor if tensor is part else tensor.cpu()
+                kept[n] = alone(tensor) if tensor is part else tensor.cpu()
         return kept
 
     def load(self, state: Mapping[str, Tensor], name: str | None = None) -> None:
@@ -96,10 +96,15 @@ class Policy:
 
     def _swap(self, name: str) -> None:
         for n, other in self.snapshots[name].items():
-            active = piece(self.parameters[n].data)
+            active = piece(self.parameters[n])
             mine = active.clone()
             active.copy_(other)
             other.copy_(mine)
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """Not a view into the buffer of many weights (ZeRO-2), which file formats refuse."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -110,7 +115,7 @@ def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """
     missing = sorted(expected.keys() - state.keys())
     extra = sorted(state.keys() - expected.keys())
-    shapes = [n for n in expected.keys() & state.keys() if expected[n].shape != state[n].shape]
+    shapes = [n for n in expected.keys() & state.keys() if shape_of(expected[n]) != state[n].shape]
     problems = [
         f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for what, names in (("missing", missing), ("unexpected", extra), ("of another shape", sorted(shapes)))

@@ -49,11 +49,17 @@ def blocks(network: nn.Module) -> list[nn.Module]:
 
 def piece(tensor: Tensor) -> Tensor:
     """What this process holds of a parameter; all of it where it is not sharded. Shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if hasattr(tensor, "ds_tensor"):  # ZeRO-3: a part of the flat weight, behind a parameter that is empty
+        return tensor.ds_tensor.data  # type: ignore[attr-defined]
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def piece_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """This process's piece of a whole tensor, cut as `parameter` is; no communication."""
+    if hasattr(parameter, "ds_tensor"):
+        count, rank = piece(parameter).numel(), torch.distributed.get_rank(_group(parameter))
+        mine = whole.flatten()[rank * count : (rank + 1) * count]
+        return nn.functional.pad(mine, (0, count - len(mine)))
     if not isinstance(parameter, DTensor):
         return whole
     whole = whole.to(parameter.device)
@@ -62,11 +68,26 @@ def piece_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def whole_of(part: Tensor, parameter: Tensor) -> Tensor:
     """The whole tensor of every process's piece, cut as `parameter` is. Every process must ask, in the same order."""
+    if hasattr(parameter, "ds_tensor"):
+        parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(_group(parameter)))]
+        torch.distributed.all_gather(parts, part.contiguous(), group=_group(parameter))
+        shape = shape_of(parameter)
+        return torch.cat(parts)[: shape.numel()].view(shape)
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """Of the whole."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _group(parameter: Tensor) -> Any:
+    """The processes that have the pieces of a weight of ZeRO-3."""
+    return parameter.ds_process_group  # type: ignore[attr-defined]
 
 
 def whole_optimizer(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:

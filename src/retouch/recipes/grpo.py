@@ -132,6 +132,8 @@ def surrogate(
 def reference_means(run: Run, data: EncodedData, experience: Experience) -> Tensor:
     """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
     device, means = run.engine.device, torch.zeros_like(experience.latents[:, 1:])
+    if not len(means):  # no group with a signal; splitting nothing gives an empty piece
+        return means
     with run.policy.use("reference"), run.clock.part("train_forward"):
         for rows in torch.arange(len(experience.weight)).split(run.config.optimizer.batch_size_per_device):
             if not len(rows):  # of an epoch without any signal

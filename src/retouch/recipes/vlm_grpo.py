@@ -17,6 +17,7 @@ here alone.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ from retouch.recipes.session import Stopped
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example
 from retouch.vlm.callback import RunCallback
-from retouch.vlm.checkpoint import finish_checkpoint, load_weights, newest_or, read_step
+from retouch.vlm.checkpoint import finish_checkpoint, load_weights, may_go_on_with, newest_or, read_step
 from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, reward_means, seeds_of, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts, template_options
 
@@ -75,6 +76,9 @@ def train(config: RunConfig) -> Path:
 def _run(parts: Parts, arguments: GRPOConfig) -> None:
     folder = newest_or(parts.config, parts.dir.checkpoints)
     step = None if folder is None else read_step(folder)
+    if folder is not None:
+        plugin = arguments.deepspeed_plugin
+        may_go_on_with(folder, plugin and plugin.zero_stage, arguments.world_size)
     parts.dir.open(step)
     parts.rewards.start()
     _wait_for_rewards(parts)
@@ -384,8 +388,10 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
     assert isinstance(algorithm, VlmGrpoConfig)
     given = {name: value for name, value in algorithm.trl.items() if name in grpo_fields()}
     task: Task = getattr(config.model, "variant", "draw")
+    cpu = not torch.cuda.is_available()
     options: dict[str, Any] = {
-        "use_cpu": not torch.cuda.is_available(),
+        # told of a CPU, accelerate would leave DeepSpeed out; without, it finds its processes by their backend alone
+        **({"ddp_backend": "gloo"} if cpu and _launched_by_deepspeed() else {"use_cpu": cpu}),
         "disable_tqdm": True,
         **given,
         "chat_template_kwargs": {**template_options(task), **(given.get("chat_template_kwargs") or {})},
@@ -401,12 +407,17 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
         "eval_strategy": "no",
         "report_to": "none",
     }
-    if training.mixed_precision == "fp16" and options["use_cpu"]:
+    if training.mixed_precision == "fp16" and cpu:
         raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
     try:
         return GRPOConfig(**options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"algorithm.trl: {error}") from None
+
+
+def _launched_by_deepspeed() -> bool:
+    """Whether accelerate's configuration says DeepSpeed: how its launcher tells the processes."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def adapter_config(algorithm: VlmGrpoConfig) -> Any:

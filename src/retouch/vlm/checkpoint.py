@@ -2,7 +2,8 @@
 
 checkpoints/step-000040/
     weights/      an adapter as PEFT takes it, or the text encoder as transformers takes it, with its processor
-    optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json      the trainer's (sharded engines have their own)
+    optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json      the trainer's
+    global_step40/  latest        DeepSpeed's in place of optimizer.pt: what each process holds
     state.json    the run file
     complete.json written last
 """
@@ -24,9 +25,10 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import complete_checkpoints, flush, is_pinned
 from retouch.models.loading import ModelFilesError, load_component
 
-_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
-_DROPPED = ("training_args.bin", "README.md")
-"""What the trainer writes besides: its arguments as a pickle, which nobody needs, and a page about itself."""
+_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "trainer_state", "latest")
+_DROPPED = ("training_args.bin", "README.md", "zero_to_fp32.py", "zero_to_torch.py")
+"""What the trainer writes besides: its arguments as a pickle, which nobody needs, a page about itself, and programs of
+DeepSpeed's that would gather weights, which are there already."""
 
 
 def newest_or(config: RunConfig, root: Path) -> Path | None:
@@ -42,6 +44,26 @@ def newest_or(config: RunConfig, root: Path) -> Path | None:
     if folder is not None:
         _may_go_on(folder, config)
     return folder
+
+
+def may_go_on_with(folder: Path, stage: int | None, processes: int) -> None:
+    """DeepSpeed's state is in pieces, one a process; nothing but the same ZeRO stage on as many processes reads it.
+
+    Args:
+        stage: of ZeRO; None without DeepSpeed.
+
+    Raises:
+        CheckpointError: written otherwise.
+    """
+    pieces = list(folder.glob("global_step*/*_optim_states.pt"))
+    whole = list(folder.glob("global_step*/mp_rank_00_model_states.pt"))  # the weights, which ZeRO-3 has in pieces
+    before = f"DeepSpeed ZeRO-{2 if whole else 3} on {len(pieces)} processes" if pieces else "no DeepSpeed"
+    now = "no DeepSpeed" if stage is None else f"DeepSpeed ZeRO-{stage} on {processes} processes"
+    if before != now:
+        raise CheckpointError(
+            f"{folder}: was written under {before}, this is {now}, which cannot read its optimizer state; launch as "
+            "then, or start a new run under another name=..."
+        )
 
 
 def read_step(folder: Path) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from retouch.models.qwen_text import evaluating
 from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout import Drawing, PendingBatch, draw, settle, to_uint8
+from retouch.rollout import Drawing, PendingBatch, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
 from retouch.vlm.parts import Parts, asked, chat_messages
 
@@ -108,9 +109,11 @@ class Judge:
                 for example, text, seed, negative in zip(examples, states, noise_seeds, negatives, strict=True)
             ]
             rollout, k = parts.config.rollout, parts.algorithm.images_per_completion
-            drawn = draw(
-                parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
-            )
+            at_hand = drawing_on(parts.painter, policy.device) if parts.algorithm.offload_painter else nullcontext()
+            with at_hand:
+                drawn = draw(
+                    parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
+                )
         images = [to_uint8(rows) for rows in drawn]
         return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)
 

@@ -106,9 +106,6 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
     asked = {item.prompt for item in data.items}  # of an edit it is picture and instruction that are learnt together
     seen = held_out is not None and any(item.prompt in asked for item in trained_on(held_out, data))
     policy, processor, task = load_policy(config)
-    painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
-    painter.network.to(device)
-    freeze(painter)
     return Parts(
         config=config,
         algorithm=algorithm,
@@ -117,7 +114,7 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
         processor=processor,
         task=task,
         drop=prefix_length(tokenizer_of(processor), task),
-        painter=painter,
+        painter=load_painter(config, "cpu" if algorithm.offload_painter else device),
         data=data,
         eval_data=held_out or data,
         eval_is_held_out=held_out is not None and not seen,
@@ -125,6 +122,18 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
         dir=run_dir,
         clock=Stopwatch(),
     )
+
+
+def load_painter(config: RunConfig, device: Any) -> QwenModel:
+    """The frozen diffusion network and autoencoder of a run file, without a text encoder.
+
+    Raises:
+        ModelFilesError: a component is missing or of another class.
+    """
+    painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
+    painter.network.to(device)
+    freeze(painter)
+    return painter
 
 
 def _draws_from_text(config: RunConfig, *given: Dataset | None) -> None:
@@ -149,6 +158,8 @@ def load_policy(config: RunConfig) -> tuple[Any, Any, Task]:
     path = component_path(config.model.path, config.model.family)
     dtype = DTYPES[config.model.dtype] if config.algorithm.uses_adapter else torch.float32
     policy = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype)
+    # as published when it is saved: under ZeRO-3 transformers would undo renamings that it never did
+    policy._weight_conversions = None
     task: Task = getattr(config.model, "variant", "draw")
     if task == "draw":
         processor = load_component(AutoTokenizer, path, "tokenizer", None)

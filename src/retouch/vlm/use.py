@@ -16,15 +16,13 @@ from retouch.config.vlm import derive_vlm
 from retouch.data import Dataset
 from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
-from retouch.models import family_class
 from retouch.models.qwen_text import prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
-from retouch.rollout import freeze
 from retouch.types import Example
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, speak
-from retouch.vlm.parts import Parts, load_policy, tokenizer_of
+from retouch.vlm.parts import Parts, load_painter, load_policy, tokenizer_of
 
 
 def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards: RewardTable, device: Any) -> Parts:
@@ -42,9 +40,6 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
         load_weights(policy, weights)  # exactly: from_pretrained takes what fits
     elif weights is not None:
         load_weights(policy, weights)
-    painter: Any = family_class(config.model.family).from_config(config.model, device, with_text=False)
-    painter.network.to(device)
-    freeze(painter)
     return Parts(
         config=config,
         algorithm=algorithm,
@@ -53,7 +48,7 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
         processor=processor,
         task=task,
         drop=prefix_length(tokenizer_of(processor), task),
-        painter=painter,
+        painter=load_painter(config, "cpu" if algorithm.offload_painter else device),
         data=data,
         eval_data=data,
         eval_is_held_out=False,

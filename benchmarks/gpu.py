@@ -1,0 +1,326 @@
+"""What a GPU does with the real sizes: GRPO on the published configs with random weights, in at most 10 minutes.
+
+Every cell is the package's own run (`retouch.build`, an epoch of the recipe, its accounting) with one optimizer step an
+epoch: the first is left out (allocations, compilation) and told apart, the others are reported by their medians. There
+is nothing to download. Text encoders are made, asked, and dropped before training, as `model.free_text_encoders` does;
+rewards are there at once. Peak and resident memory stand beside what `retouch check --memory` counts; a cell whose
+count does not fit the device is not tried, and one that does not fit all the same says so. Cells come in the order of
+what they are worth; those for which no time was left say so, too.
+
+    python benchmarks/gpu.py --out benchmarks/results/gpu.json
+    python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU, in seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from loop_overhead import NoRewards, machine
+from random_models import random_weights, write_encoder, write_model
+
+from retouch.build import Run, build
+from retouch.config import RunConfig, derive, parse_run
+from retouch.config.families import FACTS
+from retouch.data.synth import draw_words, write_signs
+from retouch.doctor.memory import report_memory
+from retouch.observe.run_dir import read_metrics
+from retouch.recipes import grpo
+from retouch.recipes.experience import collect, train_epoch
+from retouch.recipes.session import Session
+from retouch.rollout import EncodedData
+
+MINUTES = 10.0
+"""For all cells together."""
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "lora": {"kind": "lora", "rank": 32, "alpha": 64},
+    "ip_adapter": {"kind": "ip_adapter"},
+    "full": {"kind": "full"},
+}
+PARTS = ("rollout", "text", "vae", "train_forward", "train_backward", "optimizer", "other")
+"""Parts of a step that are reported."""
+
+SPEEDS = ("fast", "reference")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on how many images a step."""
+
+    family: str
+    trained: str
+    groups: int
+    group_size: int
+    rows: int  # of a forward with its backward
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.trained}"
+
+
+CASES = (
+    Case("flux_fill", "lora", groups=2, group_size=4, rows=1),
+    Case("sd_inpaint", "lora", groups=2, group_size=8, rows=2),
+    Case("qwen_image", "lora", groups=1, group_size=4, rows=1),
+    Case("flux_fill", "ip_adapter", groups=2, group_size=4, rows=1),
+    Case("sd_inpaint", "full", groups=2, group_size=8, rows=2),
+    Case("flux_fill", "full", groups=2, group_size=4, rows=1),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    case: Case
+    speed: str
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.case.name, self.speed, "compiled" if self.compiled else "plain"))
+
+
+def cells() -> list[Cell]:
+    """Every case at both speeds as it is, then compiled; the fast ones first, which compile the same blocks."""
+    plain = [Cell(case, speed, False) for case in CASES for speed in SPEEDS]
+    return plain + [Cell(case, speed, True) for speed in SPEEDS for case in CASES]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is, and on what."""
+
+    device: torch.device
+    tiny: bool
+    side: int
+    steps: int  # measured ones
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--side", type=int, default=512, help="of the images")
+    parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps of a cell")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all cells together")
+    parser.add_argument("--only", nargs="+", default=[""], help="cells that begin so, like flux_fill-lora-fast")
+    parser.add_argument("--out", type=Path, help="JSON to write")
+    given = parser.parse_args(arguments)
+    if not given.dry_run and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
+    device = torch.device("cpu" if given.dry_run else "cuda")
+    sizes = Sizes(device, given.dry_run, 32 if given.dry_run else given.side, 1 if given.dry_run else given.steps)
+    wanted = [cell for cell in cells() if cell.name.startswith(tuple(given.only))]
+    until = time.monotonic() + 60 * given.minutes
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as work:
+        for cell in wanted:
+            rows.append(row(cell, sizes, Path(work), until))
+            print(json.dumps(rows[-1]), flush=True)
+    result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": rows}
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
+    """What a cell measured, or why it did not."""
+    about = {"case": cell.case.name, "speed": cell.speed, "compiled": cell.compiled}
+    if time.monotonic() > until:
+        return {**about, "skipped": "no time left"}
+    config = run_file(cell, sizes, work)
+    counted = report_memory(config)
+    has = torch.cuda.get_device_properties(sizes.device).total_memory if sizes.device.type == "cuda" else None
+    about["counted_gib"] = round(counted["device_bytes"] / 2**30, 3)
+    if has is not None and counted["device_bytes"] > has:
+        return {**about, "skipped": f"counted {counted['device_bytes'] / 2**30:.0f} GiB of {has / 2**30:.0f}"}
+    try:
+        return {**about, **measure(cell, config, sizes, until)}
+    except torch.OutOfMemoryError:
+        return {**about, "skipped": "out of memory"}
+    finally:
+        torch.compiler.reset()
+        gc.collect()
+        if sizes.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[str, Any]:
+    """An epoch to warm up, then the measured ones."""
+    with random_weights(sizes.device):
+        run = build(config)
+    try:
+        run.rewards = NoRewards(run.rewards)  # type: ignore[assignment]
+        if sizes.tiny:
+            run.costs.peak = 1e12  # so that FLOPs are counted, too
+        if cell.compiled:
+            compile_blocks(run, tiny=sizes.tiny)
+        with Session(run, "rl") as session:
+            if config.algorithm.kl_weight:  # type: ignore[union-attr]
+                run.policy.snapshot("reference")
+            epoch = epochs(session)
+            first = seconds(epoch)
+            resident = torch.cuda.memory_allocated() if sizes.device.type == "cuda" else None
+            for _ in range(sizes.steps):
+                epoch()
+                if time.monotonic() > until:
+                    break
+        steps = [line for line in read_metrics(run.dir.path / "metrics.jsonl") if line["kind"] == "train"][1:]
+    finally:
+        run.close()
+    return {
+        "settings": settings_of(config),
+        "images": config.rollout.group_size * config.rollout.global_groups_per_batch,
+        "forwards_per_image": derive(config).forwards_per_image,
+        "first_step_s": round(first, 3),
+        "resident_gib": None if resident is None else round(resident / 2**30, 3),
+        **reported([line["time"] for line in steps]),
+    }
+
+
+def reported(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Medians over steps: seconds with their range, images a second, TFLOP/s, share of the peak, memory, forwards."""
+    times = sorted(step["step"] for step in steps)
+
+    def middle(name: str, digits: int) -> float | None:
+        values = [step[name] for step in steps if name in step]
+        return round(median(values), digits) if values else None
+
+    forwards = sum(value for name, value in steps[0].items() if name.startswith("nfe_")) / steps[0]["images"]
+    return {
+        "steps": len(steps),
+        "step_s": round(median(times), 3),
+        "step_s_range": [round(times[0], 3), round(times[-1], 3)],
+        "images_per_s": middle("images_per_s", 3),
+        "tflops": middle("tflops", 4),
+        "mfu": middle("mfu", 4),
+        "peak_memory_gib": middle("peak_memory_gib", 3),
+        "counted_forwards_per_image": round(forwards, 2),
+        "parts_s": {name: middle(name, 3) for name in PARTS},
+    }
+
+
+def compile_blocks(run: Run, *, tiny: bool) -> None:
+    """Regional compilation: the repeated blocks, which rollout and training share. At toy sizes by the tracer alone."""
+    network: Any = run.model.network
+    network.compile_repeated_blocks(backend="eager" if tiny else "inductor", dynamic=False)
+
+
+def epochs(session: Session) -> Callable[[], None]:
+    """One epoch of GRPO after another: one rollout batch and one optimizer step."""
+    run, config = session.run, session.config.algorithm
+    data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
+
+    def epoch() -> None:
+        experience = collect(session, data, config)  # type: ignore[arg-type]
+        if config.kl_weight:  # type: ignore[union-attr]
+            experience.reference_means = grpo.reference_means(run, data, experience)
+        step = partial(grpo.train_step, session, data, config, experience)  # type: ignore[arg-type]
+        train_epoch(session, len(experience.weight), experience.tensors, step)
+
+    return epoch
+
+
+def seconds(block: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    block()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def settings(speed: str, family: str) -> dict[str, dict[str, Any]]:
+    """What the two speeds say of `rollout` and `algorithm`: Flow-GRPO as published, every step but the last trained,
+    with guidance and KL where it is two forwards; and few steps, a window of two, a shared prefix, neither."""
+    guided = FACTS[family].doubles_for_guidance
+    if speed == "fast":
+        window = {"size": 2, "range": [0.0, 0.67]}
+        rollout: dict[str, Any] = {"num_steps": 6, "window": window, "shared_noise": True}
+        return {"rollout": {**rollout, **({"guidance_scale": 1.0} if guided else {})}, "algorithm": {}}
+    steps = 10 if guided else 6
+    algorithm: dict[str, Any] = {"kl_weight": 0.04} if guided else {}
+    if FACTS[family].prediction == "flow":
+        algorithm |= {"timestep_fraction": 1 - 1 / steps}
+        algorithm |= {"kl_mode": "published"} if guided else {}
+    return {"rollout": {"num_steps": steps}, "algorithm": algorithm}
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """What of a run decides its speed."""
+    rollout, algorithm = config.rollout.model_dump(), config.algorithm.model_dump()
+    return {
+        **{name: rollout[name] for name in ("num_steps", "guidance_scale", "shared_noise")},
+        "window": config.rollout.window.size if config.rollout.window else None,
+        **{name: algorithm[name] for name in ("kl_weight", "timestep_fraction")},
+        "gradient_checkpointing": config.training.gradient_checkpointing,
+    }
+
+
+def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
+    """The run of a cell; model folder and data are made once a family."""
+    case, side = cell.case, sizes.side
+    model, data, encoder = work / case.family, work / "signs", work / "encoder"
+    if not model.exists():
+        write_model(model, case.family, tiny=sizes.tiny)
+    if not data.exists():
+        write_signs(data, draw_words(8, "train", 1), (side, side), 1, styled=True)
+        write_encoder(encoder, tiny=sizes.tiny)
+    train = TRAINED[case.trained] | ({"image_encoder": str(encoder)} if case.trained == "ip_adapter" else {})
+    groups, group_size = (1, 2) if sizes.tiny else (case.groups, case.group_size)
+    images, rows = groups * group_size, 1 if sizes.tiny else case.rows
+    speed = settings(cell.speed, case.family)
+    return parse_run(
+        {
+            "name": cell.name,
+            "model": {
+                "family": case.family,
+                "path": str(model),
+                "dtype": "fp32" if sizes.tiny else "bf16",
+                "free_text_encoders": True,
+                "train": train,
+                **({"max_sequence_length": 64} if sizes.tiny and case.family != "sd_inpaint" else {}),
+            },
+            "data": {"format": "self_bench", "path": str(data), "resolution": [side, side]},
+            "rollout": {
+                "group_size": group_size,
+                "global_groups_per_batch": groups,
+                "batch_size_per_device": images,
+                **speed["rollout"],
+            },
+            "algorithm": {"name": "grpo", **speed["algorithm"]},
+            "rewards": {"preservation": {}},
+            "optimizer": {"lr": 1e-6, "batch_size_per_device": rows, "gradient_accumulation": images // rows},
+            "training": {
+                "max_steps": 1000,
+                "checkpoint_every": 0,
+                "eval_every": 0,
+                "mixed_precision": "no" if sizes.tiny else "bf16",
+                "gradient_checkpointing": case.family != "sd_inpaint",
+            },
+            "evaluation": {"num_examples": 1, "num_steps": 1, "grid_examples": 0},
+            "logging": {"dir": str(work / "runs"), "sinks": []},
+        }
+    )
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """The device, where it is one."""
+    if device.type != "cuda":
+        return {}
+    about = torch.cuda.get_device_properties(device)
+    return {"gpu": about.name, "gpu_memory_gib": round(about.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+
+
+if __name__ == "__main__":
+    main()

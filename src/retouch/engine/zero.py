@@ -1,0 +1,149 @@
+"""DeepSpeed's ZeRO on accelerate's processes: stage 2 shares out gradients and moments, stage 3 weights as well.
+
+What is left to DeepSpeed is the exchange of gradients and weights and the step of torch's AdamW on flat pieces.
+Precision is autocast over fp32 weights, as without it; files are those of every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from retouch.config.errors import ConfigError
+from retouch.engine.parallel import adamw
+from retouch.engine.sharding import piece_of, whole_of
+
+if TYPE_CHECKING:
+    from retouch.config.schema import OptimizerConfig, TrainingConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Zero:
+    """Parallel by DeepSpeed's engine.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
+
+    def __init__(
+        self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig, training: TrainingConfig
+    ) -> None:
+        try:
+            import deepspeed  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ConfigError(
+                f"training.sharding: given {training.sharding!r}, but DeepSpeed is not installed; install "
+                "retouch[deepspeed], or set sharding=fsdp2"
+            ) from None
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed's calls
+        self.whole_weights = training.sharding == "zero2"
+        self.processes = accelerator.num_processes
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.optimizer: Any = adamw(self.parameters, config, accelerator.device)
+        self._access: Any = deepspeed.utils
+        deepspeed.init_distributed(torch.distributed.get_backend())
+        settings = options(training, config.max_grad_norm)
+        if not self.whole_weights:  # one by one, so that no device ever holds the whole network
+            deepspeed.zero.Init(module=network, config_dict_or_path=settings)
+            for module in network.modules():
+                module._buffers.update({n: b.to(accelerator.device) for n, b in module.named_buffers(recurse=False)})
+        self.network: Any = deepspeed.initialize(model=network, optimizer=self.optimizer, config=settings)[0]
+        self.network.eval()
+        self._zero: Any = self.network.optimizer
+        for flat in self._flat_pieces():
+            step = torch.zeros((), dtype=torch.float32, device=flat.device if flat.is_cuda else None)
+            moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
+            self.optimizer.state[flat] = {"step": step, **moments}
+        if self.whole_weights:
+            self._zero._lazy_init_hp_params_optimizer_state()  # or moments could not be read before the first step
+
+    def new_optimizer(self) -> None:
+        """In place: DeepSpeed keeps views of the moments."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    @contextlib.contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        self.network.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.network.backward(loss * self.processes)  # DeepSpeed averages over ranks
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._zero.refresh_fp32_params()  # snapshots and checkpoints write to the weights, not to DeepSpeed's copies
+        self.network.step()  # of a norm that is not finite it makes none
+        return float("inf" if self._zero.overflow else self.network.get_global_grad_norm()), False
+
+    def state_dict(self, *, keep: bool) -> dict[str, Any]:
+        [group] = self.optimizer.param_groups
+        settings = {name: value for name, value in group.items() if name != "params"}
+        step = next(iter(self.optimizer.state.values()))["step"]
+        moments: dict[int, dict[str, Any]] = {}
+        for i, parameter in enumerate(self.parameters if step > 0 else []):
+            moments[i] = {"step": step.clone().cpu()}
+            for name in MOMENTS:
+                whole = self._moment(parameter, name)
+                moments[i][name] = whole.cpu() if keep else None
+        return {"state": moments, "param_groups": [{**settings, "params": list(range(len(self.parameters)))}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        [group], [saved] = self.optimizer.param_groups, state["param_groups"]
+        group.update({name: value for name, value in saved.items() if name != "params"})
+        self.new_optimizer()
+        for i, entry in state["state"].items():
+            parameter = self.parameters[i]
+            for name in MOMENTS:
+                self._set_moment(parameter, name, entry[name].to(self.network.device))
+            for flat in self.optimizer.state.values():
+                flat["step"].fill_(entry["step"])
+
+    def _flat_pieces(self) -> list[Tensor]:
+        """What AdamW steps on."""
+        return (
+            self._zero.single_partition_of_fp32_groups
+            if self.whole_weights
+            else self._zero.fp32_partitioned_groups_flat
+        )
+
+    def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        if self.whole_weights:
+            return self._access.safe_get_full_optimizer_state(parameter, name)
+        return whole_of(self._access.safe_get_local_optimizer_state(parameter, name), parameter)
+
+    def _set_moment(self, parameter: nn.Parameter, name: str, whole: Tensor) -> None:
+        if self.whole_weights:
+            self._access.safe_set_full_optimizer_state(parameter, whole, name)
+        else:
+            self._access.safe_set_local_optimizer_state(parameter, piece_of(whole, parameter), name)
+
+
+def options(training: TrainingConfig, max_grad_norm: float) -> dict[str, Any]:
+    """DeepSpeed's configuration. Stage 1 is stage 2 with whole gradients, which are exchanged once."""
+    stage = 3 if training.sharding == "zero3" else 2 if training.shard_gradients else 1
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": 50_000_000,
+        # of stage 3: no weight stays whole behind its use, where it would be stale when pieces are swapped or averaged
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # of DeepSpeed's own statistics alone
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "torch_autocast": {"enabled": training.mixed_precision == "bf16", "dtype": "bfloat16"},
+    }

@@ -1,0 +1,145 @@
+"""The benchmark of a GPU, as far as a CPU goes: every path at toy sizes, the released sizes without their weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import gpu  # noqa: E402
+import random_models  # noqa: E402
+
+from retouch.config import derive  # noqa: E402
+from retouch.doctor.memory import report_memory  # noqa: E402
+from retouch.models.meta import on_meta  # noqa: E402
+
+CPU = torch.device("cpu")
+DRY = gpu.Sizes(CPU, tiny=True, side=32, steps=1)
+
+RELEASED = {
+    "flux_fill": {
+        "transformer": 11_902_391_360,
+        "vae": 83_819_683,
+        "text_encoder": 123_060_480,
+        "text_encoder_2": 4_762_310_656,
+    },
+    "sd_inpaint": {"unet": 859_535_364, "vae": 83_653_863, "text_encoder": 123_060_480},
+    "qwen_image": {"transformer": 20_430_401_088, "vae": 126_892_531, "text_encoder": 8_292_166_656},
+}
+"""Parameters of the published weights."""
+
+
+def cell(name: str) -> gpu.Cell:
+    return next(c for c in gpu.cells() if c.name == name)
+
+
+def test_a_dry_run_measures_every_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its own training, by the package's own run: rows are counted where the network is called."""
+    out = tmp_path / "gpu.json"
+    result = gpu.main(["--dry-run", "--only", *(f"{case.name}-fast-plain" for case in gpu.CASES), "--out", str(out)])
+    assert json.loads(out.read_text(encoding="utf-8")) == result
+    assert [row["case"] for row in result["rows"]] == [case.name for case in gpu.CASES]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"] == result["rows"]
+    for row in result["rows"]:
+        assert "skipped" not in row, row
+        backward = (2 if row["case"].endswith("full") else 1) + row["settings"]["gradient_checkpointing"]
+        window = row["settings"]["window"]
+        low, high = 6 + (1 + backward) * window - 4 / 2, 6 + (1 + backward) * window  # shared until the window begins
+        assert low <= row["counted_forwards_per_image"] <= high, row
+        assert row["step_s"] > 0 and row["images_per_s"] == pytest.approx(2 / row["step_s"], rel=0.02)
+        assert row["tflops"] > 0 and row["peak_memory_gib"] is None and row["counted_gib"] > 0
+
+
+def test_a_cell_with_guidance_and_kl_and_one_that_is_compiled(tmp_path: Path) -> None:
+    until = time.monotonic() + 600
+    slow = gpu.row(cell("sd_inpaint-lora-reference-plain"), DRY, tmp_path, until)
+    # 10 steps of twice the rows; 9 trained ones under the reference, forward, and backward through frozen weights
+    assert slow["counted_forwards_per_image"] == 2 * (10 + 9 * (1 + 2))
+    assert slow["settings"]["kl_weight"] == 0.04
+    compiled = gpu.row(cell("sd_inpaint-lora-fast-compiled"), DRY, tmp_path, until)
+    assert compiled["compiled"] and compiled["step_s"] > 0
+
+
+def test_time_that_is_up_and_a_device_that_is_too_small_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "flux_fill-full-fast-plain"
+    assert gpu.row(cell(name), DRY, tmp_path, time.monotonic() - 1)["skipped"] == "no time left"
+
+    class Small:
+        total_memory = 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
+    large = gpu.Sizes(torch.device("cuda"), tiny=False, side=512, steps=3)
+    row = gpu.row(cell(name), large, tmp_path, time.monotonic() + 600)
+    assert row["skipped"] == "counted 178 GiB of 80"
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu, "measure", full)
+    assert gpu.row(cell(name), DRY, tmp_path, time.monotonic() + 600)["skipped"] == "out of memory"
+
+
+def test_without_a_gpu_only_a_dry_run_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "--dry-run takes toy sizes and the CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", RELEASED)
+def test_the_released_sizes_are_those_of_the_published_weights(family: str) -> None:
+    counted = {name: _size(on_meta(make)) for name, make in random_models.released(family).items()}
+    assert counted == RELEASED[family]
+
+
+def test_what_is_drawn_is_finite_and_shared_where_the_network_shares_it(tmp_path: Path) -> None:
+    """T5's embedding is one tensor under two names; matrices have variance 1 / fan-in."""
+    network = random_models.fill(on_meta(_small_t5), CPU, torch.float32, torch.Generator().manual_seed(0))
+    assert network.shared.weight is network.encoder.embed_tokens.weight  # type: ignore[union-attr]
+    assert all(bool(p.isfinite().all()) for p in network.parameters())
+    matrix = network.encoder.block[0].layer[1].DenseReluDense.wi_0.weight  # type: ignore[index, union-attr]
+    assert float(matrix.std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
+
+
+def test_loading_is_the_librarys_own_again_afterwards() -> None:
+    before = random_models.ModelMixin.__dict__["from_pretrained"]
+    with random_models.random_weights(CPU):
+        assert random_models.ModelMixin.__dict__["from_pretrained"] is not before
+    assert random_models.ModelMixin.__dict__["from_pretrained"] is before
+
+
+def test_every_cell_is_a_valid_run_whose_memory_can_be_counted(tmp_path: Path) -> None:
+    """At the released sizes, network, autoencoder and encoders alike; the order is fast ones first, plain before
+    compiled."""
+    sizes = gpu.Sizes(CPU, tiny=False, side=512, steps=3)
+    cells = gpu.cells()
+    assert len({c.name for c in cells}) == len(cells) == 4 * len(gpu.CASES)
+    assert [c.compiled for c in cells] == sorted(c.compiled for c in cells)
+    for case in gpu.CASES:
+        fast, slow = (gpu.run_file(cell(f"{case.name}-{speed}-plain"), sizes, tmp_path) for speed in gpu.SPEEDS)
+        assert derive(fast).optimizer_steps_per_epoch == derive(slow).optimizer_steps_per_epoch == 1
+        assert derive(fast).forwards_per_image < derive(slow).forwards_per_image
+        if case.trained == "lora":
+            assert report_memory(fast)["complete"]
+
+
+def _size(network: Any) -> int:
+    return sum(math.prod(p.shape) for p in network.parameters())
+
+
+def _small_t5() -> Any:
+    from retouch.models.tiny import tiny_t5
+
+    return tiny_t5()
