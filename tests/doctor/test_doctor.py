@@ -106,16 +106,16 @@ def test_a_style_reward_that_reads_here_needs_the_recogniser(
     assert ("ocr" in needed_extras(run)) is reads
 
 
-def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
-    for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
-        run = load_run(run_yaml(training__sharding=sharding))
-        assert ("deepspeed" in needed_extras(run)) is needed
-
-
 @pytest.mark.parametrize(("engine", "reads"), [("rapidocr", True), ("paddleocr", False)])
 def test_a_recogniser_installed_by_hand_needs_no_extra(engine: str, reads: bool, run_yaml: Callable[..., Path]) -> None:
     run = load_run(run_yaml(rewards={"ocr": {"engine": engine}}))
     assert ("ocr" in needed_extras(run)) is reads
+
+
+def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
+    for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
+        run = load_run(run_yaml(training__sharding=sharding))
+        assert ("deepspeed" in needed_extras(run)) is needed
 
 
 def test_without_a_run_file_it_looks_at_the_machine() -> None:
