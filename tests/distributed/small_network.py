@@ -68,6 +68,9 @@ class Setup:
         training = TrainingConfig(mixed_precision=precision, **sharding)  # type: ignore[arg-type]
         self.engine = Engine(training, OptimizerConfig(lr=0.05, eps=1e-3, max_grad_norm=0.5), seed=3)
         network = Network()
+        if precision == "bf16":  # as a network is under an adapter
+            for parameter in network.parameters():
+                parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
         self.engine.prepare(network, gradient_checkpointing=False)
         self.policy = Policy(network)
         self.engine.new_optimizer()

@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
+from torch import nn
+
+from retouch.config import ConfigError
+from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.engine.zero import Zero
 
 REPOSITORY = Path(__file__).parents[2]
 TORCH = ("ddp", "fsdp2")
@@ -114,8 +120,14 @@ def test_what_a_process_holds(found: dict[str, Any], way: str) -> None:
 
 @every_way
 def test_bf16_is_as_on_one_process(found: dict[str, Any]) -> None:
-    """Not with the same roundings."""
+    """Not with the same roundings; what is frozen is bf16 itself."""
     one, *two = found.values()
     for rank in two:
         assert rank["bf16"] == pytest.approx(one["bf16"], rel=0.01)
         assert rank["bf16"] != rank["steps"][0]
+
+
+def test_without_deepspeed_it_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"'zero3', but DeepSpeed is not installed; install retouch\[deepspeed\], or"):
+        Zero(nn.Linear(1, 1), Accelerator(), OptimizerConfig(), TrainingConfig(sharding="zero3"))
