@@ -59,14 +59,27 @@ def test_a_dry_run_measures_every_case(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["tflops"] > 0 and row["peak_memory_gib"] is None and row["counted_gib"] > 0
 
 
-def test_a_cell_with_guidance_and_kl_and_one_that_is_compiled(tmp_path: Path) -> None:
-    until = time.monotonic() + 600
-    slow = gpu.row(cell("sd_inpaint-lora-reference-plain"), DRY, tmp_path, until)
+def test_a_cell_with_guidance_and_kl(tmp_path: Path) -> None:
+    slow = gpu.row(cell("sd_inpaint-lora-reference-plain"), DRY, tmp_path, time.monotonic() + 600)
     # 10 steps of twice the rows; 9 trained ones under the reference, forward, and backward through frozen weights
     assert slow["counted_forwards_per_image"] == 2 * (10 + 9 * (1 + 2))
     assert slow["settings"]["kl_weight"] == 0.04
-    compiled = gpu.row(cell("sd_inpaint-lora-fast-compiled"), DRY, tmp_path, until)
-    assert compiled["compiled"] and compiled["step_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_cell_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are, and go on through rollout and training."""
+    seen: list[bool] = []
+    compile_blocks = gpu.compile_blocks
+
+    def compiled(run: Any, *, tiny: bool) -> None:
+        compile_blocks(run, tiny=tiny)
+        seen.append(any(m._compiled_call_impl is not None for m in run.model.network.modules()))
+
+    monkeypatch.setattr(gpu, "compile_blocks", compiled)
+    row = gpu.row(cell("sd_inpaint-lora-fast-compiled"), DRY, tmp_path, time.monotonic() + 600)
+    assert seen == [True]
+    assert row["compiled"] and row["step_s"] > 0
 
 
 def test_time_that_is_up_and_a_device_that_is_too_small_are_told(
