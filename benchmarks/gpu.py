@@ -3,12 +3,12 @@
 Every cell is the package's own run (`retouch.build`, an epoch of the recipe, its accounting) with one optimizer step an
 epoch: the first is left out (allocations, compilation) and told apart, the others are reported by their medians. There
 is nothing to download. Text encoders are made, asked, and dropped before training, as `model.free_text_encoders` does;
-rewards are there at once. Peak and resident memory stand beside what `retouch check --memory` counts; a cell whose
-count does not fit the device is not tried, and one that does not fit all the same says so. Cells come in the order of
-what they are worth; those for which no time was left say so, too.
+rewards are there at once. What is held before an update, when no activation is, and the peak stand beside what
+`retouch check --memory` counts; a cell whose count does not fit the device is not tried, and one that does not fit all
+the same says so. Cells come in the order of what they are worth; those for which no time was left say so, too.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
-    python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU, in seconds
+    python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model
 
@@ -158,6 +159,8 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
 
 def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[str, Any]:
     """An epoch to warm up, then the measured ones."""
+    gc.collect()
+    before = held_bytes(sizes.device)
     with random_weights(sizes.device):
         run = build(config)
     try:
@@ -166,12 +169,12 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
             run.costs.peak = 1e12  # so that FLOPs are counted, too
         if cell.compiled:
             compile_blocks(run, tiny=sizes.tiny)
+        held = watched(run, sizes.device)
         with Session(run, "rl") as session:
             if config.algorithm.kl_weight:  # type: ignore[union-attr]
                 run.policy.snapshot("reference")
             epoch = epochs(session)
             first = seconds(epoch)
-            resident = torch.cuda.memory_allocated() if sizes.device.type == "cuda" else None
             for _ in range(sizes.steps):
                 epoch()
                 if time.monotonic() > until:
@@ -184,7 +187,7 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         "images": config.rollout.group_size * config.rollout.global_groups_per_batch,
         "forwards_per_image": derive(config).forwards_per_image,
         "first_step_s": round(first, 3),
-        "resident_gib": None if resident is None else round(resident / 2**30, 3),
+        "held_gib": round((held[-1] - before) / 2**30, 3),
         **reported([line["time"] for line in steps]),
     }
 

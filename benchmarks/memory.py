@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu import TRAINED, epochs
+from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model
 
@@ -65,14 +66,7 @@ def measure(case: str, work: Path) -> dict[str, Any]:
         run = build(config)
     try:
         run.rewards = NoRewards(run.rewards)  # type: ignore[assignment]
-        held: list[int] = []
-        step = run.engine.step
-
-        def stepped(lr: float) -> dict[str, float]:
-            held.append(held_bytes(device) - before)
-            return step(lr)
-
-        run.engine.step = stepped  # type: ignore[method-assign]
+        held = watched(run, device)
         with Session(run, "rl") as session:
             if config.algorithm.kl_weight:  # type: ignore[union-attr]
                 run.policy.snapshot("reference")
@@ -86,23 +80,9 @@ def measure(case: str, work: Path) -> dict[str, Any]:
         "case": case,
         "device": device.type,
         "counted_bytes": expected,
-        "held_bytes": held[-1],
-        "ratio": round(held[-1] / expected, 4),
+        "held_bytes": held[-1] - before,
+        "ratio": round((held[-1] - before) / expected, 4),
     }
-
-
-def held_bytes(device: torch.device) -> int:
-    """Bytes of tensors on a device."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated()
-    storages: dict[int, int] = {}
-    for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
-            for tensor in (found, found.grad) if found.is_leaf else (found,):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def run_file(family: str, trained: str, work: Path, *, tiny: bool) -> RunConfig:

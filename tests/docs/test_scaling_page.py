@@ -1,0 +1,124 @@
+"""docs/scaling.md: every number of the page is the code's or a committed benchmark's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from retouch.config import derive, load_run
+from retouch.config.families import ADAPTERS
+from retouch.config.model_sections import TrainIpAdapter
+from retouch.doctor.memory import report_memory
+
+from .pages import REPOSITORY, retouch_arguments
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import random_models
+
+PAGE = (REPOSITORY / "docs/scaling.md").read_text(encoding="utf-8")
+STEPS = re.findall(r"^\| [^|]+ \| `([^`]+)` \| (\d+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+LEVERS = re.findall(r"^\| [^|]+ \| (?:`([^`]+)`)? ?\| ([\d.]+) \|$", PAGE, re.MULTILINE)
+
+FULL = "configs/flux_fill_grpo_full.yaml"
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA_PATH", "somewhere")
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configs of the released models, by family, and of the encoder of references."""
+    folder = tmp_path_factory.mktemp("released")
+    for family in ("flux_fill", "sd_inpaint", "qwen_image"):
+        random_models.write_model(folder / family, family, tiny=False)
+    random_models.write_encoder(folder / "encoder", tiny=False)
+    return folder
+
+
+def words_of(command: str) -> tuple[str, list[str]]:
+    """Run file and overrides of a command that trains."""
+    arguments = retouch_arguments(shlex.split(command))
+    assert arguments is not None and arguments[0] == "train"
+    return str(REPOSITORY / arguments[1]), arguments[2:]
+
+
+def test_the_tables_are_read_whole() -> None:
+    assert (len(STEPS), len(LEVERS)) == (11, 5)
+
+
+@pytest.mark.parametrize(("command", "processes", "gb", "forwards", "images"), STEPS, ids=[row[0] for row in STEPS])
+def test_a_step_costs_what_the_page_says(
+    command: str, processes: str, gb: str, forwards: str, images: str, released: Path
+) -> None:
+    file, overrides = words_of(command)
+    run = load_run(file, overrides)
+    overrides = [*overrides, f"model.path={released / run.model.family}"]
+    if isinstance(run.model.train, TrainIpAdapter):
+        assert run.model.train.image_encoder == ADAPTERS[run.model.family].image_encoder
+        overrides.append(f"model.train.image_encoder={released / 'encoder'}")
+    numbers = derive(run, int(processes))
+    assert (f"{numbers.forwards_per_image:g}", str(numbers.images_per_epoch_per_device)) == (forwards, images)
+    assert numbers.padded_images_per_epoch == 0
+    assert f"{report_memory(load_run(file, overrides), int(processes))['device_bytes'] / 1e9:.1f}" == gb
+    if "qwen" not in file:  # "the same 64 images, two an epoch"
+        assert (numbers.global_rows_per_step, numbers.optimizer_steps_per_epoch) == (64, 2)
+
+
+@pytest.mark.parametrize(("command", "processes"), [row[:2] for row in STEPS], ids=[row[0] for row in STEPS])
+def test_the_command_starts_so_many_processes(command: str, processes: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "retouch":
+        assert processes == "1"
+        return
+    engine = (REPOSITORY / words[words.index("--config_file") + 1]).read_text(encoding="utf-8")
+    given = words[words.index("--num_processes") + 1] if "--num_processes" in words else None
+    found = re.search(r"^num_processes: (\d+)$", engine, re.MULTILINE)
+    assert found is not None and (given or found[1]) == processes
+
+
+def test_forwards_of_the_levers_one_upon_the_other() -> None:
+    overrides: list[str] = []
+    for override, forwards in LEVERS:
+        overrides += [override] if override else []
+        run = load_run(str(REPOSITORY / "configs/sd_inpaint_grpo.yaml"), overrides)
+        assert derive(run).forwards_per_image == float(forwards), override
+
+
+def test_numbers_in_the_text(released: Path) -> None:
+    whole = load_run(str(REPOSITORY / FULL), [f"model.path={released / 'flux_fill'}"])
+    report = report_memory(whole)
+    assert f"would be {report['device_bytes'] / 1e9:.1f} GB" in PAGE
+    [network] = [part for part in report["parts"] if part["what"] == "network, trained"]
+    read = f"A process first reads the whole network: {network['bytes'] / 1e9:.1f} GB of host memory each"
+    assert read in " ".join(PAGE.split())
+    large = derive(load_run(str(REPOSITORY / FULL), ["rollout.global_groups_per_batch=64"]), 64)
+    assert "512 images a batch, 16 an epoch for each of 64 processes, and steps of 512" in PAGE
+    numbers = (large.global_images_per_rollout_batch, large.images_per_epoch_per_device, large.global_rows_per_step)
+    assert numbers == (512, 16, 512)
+
+
+def test_what_was_measured_is_what_the_files_say() -> None:
+    def result(name: str) -> dict[str, object]:
+        return json.loads((REPOSITORY / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+
+    overlap = result("overlap")
+    assert "8 groups a step" in PAGE and overlap["groups"] == 8
+    assert "80 %" in PAGE and overlap["reward_share_of_rollout"] == 0.8
+    most = overlap["overlapped_ratio_range"][1]  # type: ignore[index]
+    assert f"takes {overlap['overlapped_ratio']:.2f} times as long" in PAGE
+    assert f"(median; at most {most:.2f}), and {overlap['waiting_ratio']:.2f} times where" in " ".join(PAGE.split())
+    rows: list[dict[str, float]] = result("memory")["rows"]  # type: ignore[assignment]
+    assert "within 10 % of what is held" in PAGE and all(abs(row["ratio"] - 1) <= 0.1 for row in rows)
+    scaling: dict[str, dict[str, float]] = result("scaling")  # type: ignore[assignment]
+    strong, weak = (f"{100 * (scaling[kind]['process_overhead'] - 1):.0f} %" for kind in ("strong", "weak"))
+    assert f"{strong} where a step of 8 images is shared out, and {weak} where each" in " ".join(PAGE.split())
+    measured = (REPOSITORY / "benchmarks/results/gpu.json").exists()
+    assert ("have not been measured yet" in PAGE) != measured
