@@ -30,11 +30,11 @@ from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model
 
-from retouch.build import Run, build
+from retouch.build import build
 from retouch.config import RunConfig, derive, parse_run
-from retouch.config.families import FACTS
 from retouch.data.synth import draw_words, write_signs
 from retouch.doctor.memory import report_memory
+from retouch.engine.speed import compile_blocks
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes import grpo
 from retouch.recipes.experience import collect, train_epoch
@@ -168,7 +168,7 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         if sizes.tiny:
             run.costs.peak = 1e12  # so that FLOPs are counted, too
         if cell.compiled:
-            compile_blocks(run, tiny=sizes.tiny)
+            compile_blocks(run.model.network, "eager" if sizes.tiny else "inductor")  # toy sizes: the tracer alone
         held = watched(run, sizes.device)
         with Session(run, "rl") as session:
             if config.algorithm.kl_weight:  # type: ignore[union-attr]
@@ -214,12 +214,6 @@ def reported(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def compile_blocks(run: Run, *, tiny: bool) -> None:
-    """Regional compilation: the repeated blocks, which rollout and training share. At toy sizes by the tracer alone."""
-    network: Any = run.model.network
-    network.compile_repeated_blocks(backend="eager" if tiny else "inductor", dynamic=False)
-
-
 def epochs(session: Session) -> Callable[[], None]:
     """One epoch of GRPO after another: one rollout batch and one optimizer step."""
     run, config = session.run, session.config.algorithm
@@ -241,22 +235,6 @@ def seconds(block: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def settings(speed: str, family: str) -> dict[str, dict[str, Any]]:
-    """What the two speeds say of `rollout` and `algorithm`: Flow-GRPO as published, every step but the last trained,
-    with guidance and KL where it is two forwards; and few steps, a window of two, a shared prefix, neither."""
-    guided = FACTS[family].doubles_for_guidance
-    if speed == "fast":
-        window = {"size": 2, "range": [0.0, 0.67]}
-        rollout: dict[str, Any] = {"num_steps": 6, "window": window, "shared_noise": True}
-        return {"rollout": {**rollout, **({"guidance_scale": 1.0} if guided else {})}, "algorithm": {}}
-    steps = 10 if guided else 6
-    algorithm: dict[str, Any] = {"kl_weight": 0.04} if guided else {}
-    if FACTS[family].prediction == "flow":
-        algorithm |= {"timestep_fraction": 1 - 1 / steps}
-        algorithm |= {"kl_mode": "published"} if guided else {}
-    return {"rollout": {"num_steps": steps}, "algorithm": algorithm}
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -282,7 +260,6 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
     train = TRAINED[case.trained] | ({"image_encoder": str(encoder)} if case.trained == "ip_adapter" else {})
     groups, group_size = (1, 2) if sizes.tiny else (case.groups, case.group_size)
     images, rows = groups * group_size, 1 if sizes.tiny else case.rows
-    speed = settings(cell.speed, case.family)
     return parse_run(
         {
             "name": cell.name,
@@ -299,9 +276,9 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "group_size": group_size,
                 "global_groups_per_batch": groups,
                 "batch_size_per_device": images,
-                **speed["rollout"],
+                "preset": cell.speed,
             },
-            "algorithm": {"name": "grpo", **speed["algorithm"]},
+            "algorithm": {"name": "grpo"},
             "rewards": {"preservation": {}},
             "optimizer": {"lr": 1e-6, "batch_size_per_device": rows, "gradient_accumulation": images // rows},
             "training": {

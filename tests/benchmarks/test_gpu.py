@@ -72,9 +72,9 @@ def test_a_cell_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen: list[bool] = []
     compile_blocks = gpu.compile_blocks
 
-    def compiled(run: Any, *, tiny: bool) -> None:
-        compile_blocks(run, tiny=tiny)
-        seen.append(any(m._compiled_call_impl is not None for m in run.model.network.modules()))
+    def compiled(network: Any, backend: str) -> None:
+        compile_blocks(network, backend)
+        seen.append(any(m._compiled_call_impl is not None for m in network.modules()))
 
     monkeypatch.setattr(gpu, "compile_blocks", compiled)
     row = gpu.row(cell("sd_inpaint-lora-fast-compiled"), DRY, tmp_path, time.monotonic() + 600)
