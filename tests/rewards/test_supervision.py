@@ -23,7 +23,7 @@ import pytest
 from retouch.config import ConfigError
 from retouch.rewards import worker as worker_module
 from retouch.rewards.client import RewardClient
-from retouch.rewards.launch import ServeOptions, parse_devices, serve
+from retouch.rewards.launch import ServeOptions, name_of, parse_devices, serve
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Failure, Score
 from tests.rewards.fakes import brightness, item, items, until, values
@@ -196,3 +196,11 @@ def test_a_batch_packed_for_a_worker_that_ended_is_not_given_to_the_next(monkeyp
     with pytest.raises(worker_module.WorkerLost, match="before it had the batch"):
         asyncio.run(worker.score(["r"], [], [time.monotonic() + 1]))
     assert not written
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("0.0.0.0", socket.gethostname()), ("::", socket.gethostname()), ("::1", "[::1]"), ("10.0.0.7", "10.0.0.7")],
+)
+def test_a_server_on_every_address_is_found_by_the_machines_name(host: str, name: str) -> None:
+    assert name_of(host) == name

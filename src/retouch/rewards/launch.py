@@ -107,8 +107,7 @@ class Instance:
         self.listener = listener
         self.device = device
         self.log = log
-        address = f"[{host}]" if ":" in host else host
-        self.url = f"http://{address}:{listener.getsockname()[1]}"
+        self.url = f"http://{name_of(host)}:{listener.getsockname()[1]}"
         self.process: subprocess.Popen[bytes] | None = None
         self.early_deaths = 0
         self._started = 0.0
@@ -281,6 +280,14 @@ def reward_token() -> str | None:
         return usable_token(token) if token.strip() else None
     except ValueError as error:
         raise ConfigError(f"{TOKEN_VARIABLE}: {error}; set it anew (its value is not shown)") from None
+
+
+def name_of(host: str) -> str:
+    """What a client on this or another machine calls an address that is listened on: this machine's name for all of
+    them."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
 
 
 def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
