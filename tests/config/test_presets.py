@@ -50,7 +50,8 @@ def test_what_an_image_costs(family: str, reference: float, fast: float, run_wit
 def test_reference_is_the_published_default(run_with: RunWith) -> None:
     run = run_with(QWEN, "rollout.preset=reference")
     assert run.rollout == RolloutConfig(preset="reference", num_steps=10)
-    assert run.algorithm.model_dump(exclude_defaults=True, exclude={"skip_zero_std_groups"}) == {
+    assert run.algorithm.model_dump(exclude_defaults=True) == {
+        "skip_zero_std_groups": False,
         "kl_weight": 0.04,
         "kl_mode": "published",
         "timestep_fraction": 0.9,
@@ -113,6 +114,7 @@ def test_a_preset_never_contradicts_what_is_written(run_with: RunWith) -> None:
     assert run_with("rollout.preset=fast", "algorithm.timestep_fraction=0.5").rollout.window is None
     assert run_with(QWEN, "rollout.preset=reference", "rollout.window={size: 2}").algorithm.timestep_fraction == 1.0  # type: ignore[union-attr]
     assert run_with(QWEN, "rollout.preset=reference", "rollout.step_rule=cps").algorithm.kl_mode == "exact"  # type: ignore[union-attr]
+    assert run_with("rollout.preset=reference", "algorithm.resample_rounds=1").algorithm.skip_zero_std_groups  # type: ignore[union-attr]
     assert run_with(QWEN, "rollout.preset=reference", "rollout.num_steps=5").algorithm.timestep_fraction == 0.8  # type: ignore[union-attr]
 
 

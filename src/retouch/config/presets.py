@@ -2,7 +2,7 @@
 
     reference   what the method was published with: every denoising step but the last one is trained, under guidance,
                 with a KL to the reference. Slow, and what a fast run is to be compared with.
-    fast        a fraction of the forwards. Each lever is lossy; docs/speed.md says how, and what was measured.
+    fast        a fraction of the forwards. Each lever is lossy; docs/speed.md says how.
 
 What the run file says itself always wins, key by key. A filled-in run is an ordinary one: its keys are in the run
 directory's config.yaml, and nothing but what shows them reads the preset again.
@@ -77,9 +77,10 @@ def preset_values(run: RunConfig) -> dict[str, tuple[object, object]]:
     found: dict[str, tuple[object, object]] = {}
     for section, keys in says.items():
         for key, value in keys.items():
-            full = has[section][key]
+            full: object = has[section][key]
             if isinstance(value, dict) and isinstance(full, dict):
-                full = {part: full[part] for part in cast("Section", value)}  # the rest are defaults
+                whole = cast("Section", full)
+                full = {part: whole[part] for part in cast("Section", value)}  # the rest are defaults
             found[f"{section}.{key}"] = (full, value)
     return found
 
@@ -97,10 +98,12 @@ def _reference(
     rule: str, rollout: Mapping[str, Any], written: Mapping[str, Any], *, guided: bool
 ) -> dict[str, Section]:
     """Flow-GRPO (arXiv 2505.05470): its SD3 runs for families with classifier-free guidance, its FLUX runs for those
-    that embed it. All steps but the last, low-noise one are trained."""
+    that embed it. All steps but the last, low-noise one are trained, and groups without a signal as well."""
     steps = 10 if guided else 6
     sampled: Section = {"num_steps": steps, "window": None, "shared_noise": False}
     trained: Section = {"kl_weight": 0.04 if guided else 0.0}
+    if not written.get("resample_rounds"):  # which replaces groups that are left out
+        trained["skip_zero_std_groups"] = False
     if trained["kl_weight"] and rule == "flow_sde" and written.get("kl_weight", 1):
         trained["kl_mode"] = "published"  # the weight is for it
     steps = rollout.get("num_steps", steps)
