@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from retouch.engine import CheckpointError
 from retouch.recipes.dpo import Pairs
 from retouch.recipes.experience import Experience, restored
-from retouch.recipes.session import _may_go_on  # pyright: ignore[reportPrivateUsage]
+from retouch.recipes.resume import may_go_on
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 
@@ -115,7 +115,7 @@ def test_moments_of_another_kind_are_refused(written: Path) -> None:
     before = yaml.safe_dump(run)
     run["optimizer"]["moments"] = "int8"
     with pytest.raises(CheckpointError, match=r"was written under optimizer.moments=fp32, the run file says int8"):
-        _may_go_on(written, before, yaml.safe_dump(run), "rl", inside_epoch=False)
+        may_go_on(written, before, yaml.safe_dump(run), after_warmup=True, inside_epoch=False)
 
 
 @pytest.mark.parametrize("kind", [Experience, Pairs])
