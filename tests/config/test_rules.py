@@ -312,7 +312,7 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             ("training.sharding=fsdp2", "model.train={kind: ip_adapter}"),
             (
                 "training.sharding: given 'fsdp2', but the files of a style adapter need its frozen weights whole; set "
-                "sharding=none"
+                "sharding=zero2, or none"
             ),
         ),
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from retouch.engine import Policy
+from retouch.engine import OutOfMemory, Policy
 
 
 def network() -> nn.Sequential:
@@ -92,4 +92,23 @@ def test_loading_is_exact_or_refused() -> None:
         with pytest.raises(ValueError, match=message):
             policy.load(wrong)
     with pytest.raises(KeyError, match="no snapshot 'ema'"), policy.use("ema"):
+        pass
+
+
+def test_memory_that_ends_in_a_swap_is_no_forward_to_take_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights are a snapshot's by then: to go on with half the rows would train the mixture."""
+    policy = Policy(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    policy.snapshot("reference")
+    calls: list[int] = []
+    clone = torch.Tensor.clone
+
+    def failing(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", failing)
+    refused = pytest.raises(OutOfMemory, match="while weights were swapped with 'reference'; resume from")
+    with refused, policy.use("reference"):
         pass

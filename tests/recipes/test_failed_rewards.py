@@ -71,7 +71,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     real = Engine.step
 
     def step(self: Engine, lr: float) -> dict[str, float]:
-        seen.append(torch.cat([p.grad.flatten().clone() for p in self._parameters if p.grad is not None]))
+        seen.append(torch.cat([p.grad.flatten().clone() for p in self.network.parameters() if p.grad is not None]))
         return real(self, lr)
 
     monkeypatch.setattr(Engine, "step", step)

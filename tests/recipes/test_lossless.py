@@ -32,7 +32,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> Gradients:
     real = Engine.step
 
     def step(self: Engine, lr: float) -> dict[str, float]:
-        found.append({str(i): p.grad.clone() for i, p in enumerate(self._parameters) if p.grad is not None})
+        found.append({str(i): p.grad.clone() for i, p in enumerate(self.network.parameters()) if p.grad is not None})
         return real(self, lr)
 
     monkeypatch.setattr(Engine, "step", step)

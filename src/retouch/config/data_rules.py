@@ -90,7 +90,7 @@ def _sizes(run: RunConfig) -> None:
                 f"{name}.resolution: given {data.resolution}; {run.model.family} needs multiples of {multiple}; "
                 f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
             )
-        if data and isinstance(run.model, QwenImageEditModel):
+        if isinstance(run.model, QwenImageEditModel):
             _shows_the_picture(run.model, name, data.size)
 
 

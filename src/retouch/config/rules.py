@@ -313,9 +313,10 @@ def _sharding(run: RunConfig) -> None:
     training = run.training
     if training.sharding == "none":
         if not training.shard_gradients:
+            useful = "zero2" if run.model.train.kind == "ip_adapter" else "fsdp2"
             raise ValueError(
                 "training.shard_gradients: given false, but training.sharding is none; leave it out, or set "
-                "sharding=fsdp2"
+                f"sharding={useful}"
             )
         return
     if training.compile:
@@ -331,7 +332,7 @@ def _sharding(run: RunConfig) -> None:
     if run.model.train.kind == "ip_adapter" and training.sharding != "zero2":
         raise ValueError(
             f"training.sharding: given {training.sharding!r}, but the files of a style adapter need its frozen weights "
-            "whole; set sharding=none"
+            "whole; set sharding=zero2, or none"
         )
     if training.mixed_precision == "fp16":
         raise ValueError(

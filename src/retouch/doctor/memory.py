@@ -271,7 +271,9 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
     )
     if need > has:
         less = _LESS[run.model.train.kind]
-        less += ", training.sharding=fsdp2 on several devices" if run.training.sharding == "none" else ""
+        if run.training.sharding == "none" and not run.training.compile and run.optimizer.moments == "fp32":
+            way = "zero2" if run.model.train.kind == "ip_adapter" else "fsdp2"
+            less += f", training.sharding={way} on several devices"
         return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")
     if need > free:
         return Line("fix", "memory", f"{counted}; only {size(free)} is free: end what holds the rest (nvidia-smi)")

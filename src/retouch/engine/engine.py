@@ -32,10 +32,6 @@ class Diverged(RuntimeError):
     """A loss or gradient that is not finite. The weights are those of the last step."""
 
 
-class OutOfMemory(RuntimeError):
-    """An optimizer step that does not fit on the device. The weights are those of the step before."""
-
-
 class Engine:
     """Precision, gradients, collectives.
 
@@ -55,7 +51,7 @@ class Engine:
         if self.accelerator.distributed_type in PLUGINS:
             raise ConfigError(
                 f"accelerate's configuration: distributed_type is {self.accelerator.distributed_type.value}; set "
-                "MULTI_GPU (configs/accelerate), and in the run file training.sharding=fsdp2 to shard weights"
+                "MULTI_GPU (configs/accelerate), and in the run file training.sharding=fsdp2, zero2 or zero3"
             )
         if training.mixed_precision == "fp16" and self.device.type == "cpu":
             # accelerate would run in fp32 without a word

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from retouch.engine.sharding import piece, piece_of, shape_of, whole_of
 
 
+class OutOfMemory(RuntimeError):
+    """What does not fit on the device, and where halving is no help: the last checkpoint is what to go on from."""
+
+
 class Policy:
     """Everything that is trained, by parameter name, and copies of it: "ema", "reference", "old".
 
@@ -95,11 +99,17 @@ class Policy:
                 piece(p).copy_(piece_of(state[n], p))
 
     def _swap(self, name: str) -> None:
-        for n, other in self.snapshots[name].items():
-            active = piece(self.parameters[n])
-            mine = active.clone()
-            active.copy_(other)
-            other.copy_(mine)
+        try:
+            for n, other in self.snapshots[name].items():
+                active = piece(self.parameters[n])
+                mine = active.clone()
+                active.copy_(other)
+                other.copy_(mine)
+        except torch.OutOfMemoryError as error:  # half swapped: nothing may be trained or saved from here on
+            raise OutOfMemory(
+                f"out of memory while weights were swapped with {name!r}; resume from the last checkpoint with a "
+                "smaller optimizer.batch_size_per_device"
+            ) from error
 
 
 def alone(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiled blocks and optimizers: what makes a step faster or smaller without changing what it computes."""
+"""Compiled blocks and optimizers: what makes a step faster or smaller."""
 
 from __future__ import annotations
 

@@ -145,5 +145,9 @@ def options(training: TrainingConfig, max_grad_norm: float) -> dict[str, Any]:
         "gradient_clipping": max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "torch_autocast": {"enabled": training.mixed_precision == "bf16", "dtype": "bfloat16"},
+        "torch_autocast": {
+            "enabled": training.mixed_precision == "bf16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # of those it would exchange gradients in bf16, too
+        },
     }

@@ -140,8 +140,6 @@ def reference_means(run: Run, data: EncodedData, experience: Experience) -> Tens
         return means
     with run.policy.use("reference"), run.clock.part("train_forward"):
         for rows in torch.arange(len(experience.weight)).split(run.config.optimizer.batch_size_per_device):
-            if not len(rows):  # of an epoch without any signal
-                continue
             condition = data.conditions(experience.position[rows].tolist(), device)
             plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, condition.size), batch=0)
             for s in range(experience.steps):

@@ -29,10 +29,9 @@ def may_go_on(folder: Path, saved: str, current: str, *, after_warmup: bool, ins
         CheckpointError: with the first option that must be set back.
     """
     before, now = yaml.safe_load(saved), yaml.safe_load(current)
-    for section, name in (("model", "family"), ("algorithm", "name")):
+    before["optimizer"].setdefault("moments", "fp32")  # as they were before there was a choice
+    for section, name in (("model", "family"), ("algorithm", "name"), ("optimizer", "moments")):
         _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
-    remedy = "or start a new run under another name=..."
-    _same(folder, "was written under", "optimizer", "moments", before, now, remedy)
     if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
         raise CheckpointError(
             f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "

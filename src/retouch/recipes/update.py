@@ -73,9 +73,11 @@ def _fewer(session: Session, problem: str) -> int:
             "optimizer.steps_per_forward=1 (grpo, ppo), or a smaller data.resolution"
         )
     if session.run.engine.world_size > 1 or optimizer.on_out_of_memory == "stop":
+        total = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+        fewer = next(size for size in range(rows // 2, 0, -1) if total % size == 0)
         raise OutOfMemory(
-            f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={rows // 2} "
-            f"and gradient_accumulation={optimizer.gradient_accumulation * 2}, which gives the same gradients"
+            f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer} "
+            f"and gradient_accumulation={total // fewer}, which gives the same gradients"
         )
     logger.warning(
         "out of memory with %d rows in a forward (%s): the step begins again with %d, the same gradients up to "
