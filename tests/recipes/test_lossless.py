@@ -165,6 +165,22 @@ def test_what_cannot_be_halved_ends_the_run_with_a_remedy(config: Config, script
         train_in(config(name="stop", optimizer__on_out_of_memory="stop", optimizer__gradient_accumulation=2), fits=1)
 
 
+def test_memory_that_ends_in_the_optimizer_names_what_it_holds(
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its moments come into being in the first step; fewer rows would not help."""
+    scripted(brightness)
+
+    def step(self: Engine, lr: float) -> dict[str, float]:
+        raise torch.OutOfMemoryError("tried to allocate moments\nand a long report")
+
+    monkeypatch.setattr(Engine, "step", step)
+    with pytest.raises(
+        OutOfMemory, match=r"in the optimizer \(tried to allocate moments\); set optimizer.moments=int8"
+    ):
+        train_in(config(name="moments"), fits=10**6)
+
+
 # --- compiled blocks ---
 
 

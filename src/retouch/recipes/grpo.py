@@ -53,7 +53,7 @@ def train(run: Run) -> None:
             else:
                 experience = collect(session, data, algorithm)
                 if algorithm.kl_weight:
-                    experience.reference_means = reference_means(run, data, experience)
+                    experience.reference_means = reference_means(run, data, experience, session.rows_per_forward)
             step = partial(train_step, session, data, algorithm, experience)
             train_epoch(session, len(experience.weight), experience.tensors, step)
         session.finish()
@@ -133,13 +133,13 @@ def surrogate(
 
 
 @torch.no_grad()
-def reference_means(run: Run, data: EncodedData, experience: Experience) -> Tensor:
+def reference_means(run: Run, data: EncodedData, experience: Experience, rows_per_forward: int) -> Tensor:
     """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
     device, means = run.engine.device, torch.zeros_like(experience.latents[:, 1:])
     if not len(means):  # no group with a signal; splitting nothing gives an empty piece
         return means
     with run.policy.use("reference"), run.clock.part("train_forward"):
-        for rows in torch.arange(len(experience.weight)).split(run.config.optimizer.batch_size_per_device):
+        for rows in torch.arange(len(experience.weight)).split(rows_per_forward):
             condition = data.conditions(experience.position[rows].tolist(), device)
             plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, condition.size), batch=0)
             for s in range(experience.steps):

@@ -58,7 +58,8 @@ def may_go_on_with(folder: Path, stage: int | None, processes: int) -> None:
     pieces = list(folder.glob("global_step*/*_optim_states.pt"))
     whole = list(folder.glob("global_step*/mp_rank_00_model_states.pt"))  # the weights, which ZeRO-3 has in pieces
     before = f"DeepSpeed ZeRO-{2 if whole else 3} on {len(pieces)} processes" if pieces else "no DeepSpeed"
-    now = "no DeepSpeed" if stage is None else f"DeepSpeed ZeRO-{stage} on {processes} processes"
+    kind = 2 if stage == 1 else stage  # whose files are alike
+    now = "no DeepSpeed" if stage is None else f"DeepSpeed ZeRO-{kind} on {processes} processes"
     if before != now:
         raise CheckpointError(
             f"{folder}: was written under {before}, this is {now}, which cannot read its optimizer state; launch as "
