@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 import yaml
 
 from retouch.evaluate import Evaluation
-from retouch.models.qwen_image import QwenImage
 from retouch.rewards import judge
-from retouch.types import Condition, Example
 from retouch.use import comparison_table
 from tests.command_line import retouch
 from tests.data.protocols import mmmg_rows, write_complex_edit, write_mmmg
@@ -32,10 +29,11 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run_file(folder: Path, server: OpenAIServer, reward: str, data: dict[str, Any], **options: Any) -> Path:
-    """A run of the tiny text-to-image model with one reward."""
+    """A run of a tiny model, which edits where the data have pictures, with one reward."""
+    family = "qwen_image_edit" if data["format"] == "complex_edit" else "qwen_image"
     run = {
         "name": "protocol",
-        "model": {"family": "qwen_image", "path": tiny_model("qwen_image"), "dtype": "fp32", "max_sequence_length": 64},
+        "model": {"family": family, "path": tiny_model(family), "dtype": "fp32", "max_sequence_length": 128},
         "data": {"resolution": 32, "part": "train", "held_out_share": 0.5, **data},
         "rollout": {"group_size": 2, "global_groups_per_batch": 2, "num_steps": 2, "guidance_scale": 1.0},
         "algorithm": {"name": "grpo"},
@@ -61,18 +59,6 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "base.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def draws_from_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen-Image without a look at the source, which it would repaint inside a mask that edits do not have."""
-    encode = QwenImage.encode
-
-    def encode_prompts(self: QwenImage, examples: Sequence[Example], guidance_scale: float) -> Condition:
-        return encode(self, [replace(example, source=None) for example in examples], guidance_scale)
-
-    monkeypatch.setattr(QwenImage, "encode", encode_prompts)
-
-
-@pytest.mark.usefixtures("draws_from_the_prompt")
 def test_complex_edit_is_evaluated_by_part_and_complexity(tmp_path: Path) -> None:
     """The three parts of the reward, each by complexity; the judge sees the source as the run resized it."""
     data = {"format": "complex_edit", "path": str(write_complex_edit(tmp_path / "edits")), "complexity": "1,8"}
