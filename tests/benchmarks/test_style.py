@@ -1,9 +1,10 @@
-"""What the style benchmark found, as committed: adapters carry font and ink over, and DiffusionNFT adds to it."""
+"""What the style benchmark found, as committed: adapters carry font and ink over; GRPO and DiffusionNFT add to it."""
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import style  # noqa: E402
 
 def test_three_seeds_each() -> None:
     runs = {(row["algorithm"], row["seed"]) for row in ROWS}
-    assert runs >= {(name, seed) for name in ("sft", "nft") for seed in range(3)}
+    assert runs >= {(name, seed) for name in ("sft", "grpo", "nft") for seed in range(3)}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
@@ -37,19 +38,20 @@ def test_supervision_carries_font_and_ink_over_and_reads_better(row: dict[str, A
     assert held_out["shuffled/font_right"] < 0.35 and held_out["shuffled/ink_error"] > held_out["ink_error"] + 5
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r["algorithm"] == "nft"], ids=lambda row: row["run"])
-def test_nft_raises_the_likeness_of_the_font_on_every_seed(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", [r for r in ROWS if r["algorithm"] != "sft"], ids=lambda row: row["run"])
+def test_rl_raises_the_likeness_of_the_font_on_every_seed(row: dict[str, Any]) -> None:
     assert row["gain"]["font_margin"][1] > 0 and row["gain"]["font_right"][0] > 0 and row["gain"]["ocr"][0] > 0
 
 
-def test_nft_raises_reading_and_font_over_seeds() -> None:
-    gain = FOUND["pooled"]["nft"]
+@pytest.mark.parametrize("algorithm", ["grpo", "nft"])
+def test_rl_raises_reading_and_font_over_seeds(algorithm: str) -> None:
+    gain = FOUND["pooled"][algorithm]
     assert gain["ocr"][1] > 0 and gain["font_right"][1] > 0 and gain["font_margin"][1] > 0
 
 
 def test_the_page_says_what_was_found() -> None:
     page = " ".join((REPOSITORY / "docs/style-adapter.md").read_text(encoding="utf-8").split())
     assert " ".join(style.table(ROWS).split()) in page
-    for measure in ("ocr", "font_right", "font_margin"):
-        mean, low, high = FOUND["pooled"]["nft"][measure]
+    for algorithm, measure in product(("grpo", "nft"), ("ocr", "font_right", "font_margin")):
+        mean, low, high = FOUND["pooled"][algorithm][measure]
         assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in page
