@@ -53,7 +53,7 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def by_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    return outcomes(tmp_path_factory.mktemp("deepspeed"), DEEPSPEED)
+    return outcomes(tmp_path_factory.mktemp("deepspeed"), ("ddp", *DEEPSPEED))
 
 
 @pytest.fixture
@@ -125,6 +125,12 @@ def test_bf16_is_as_on_one_process(found: dict[str, Any]) -> None:
     for rank in two:
         assert rank["bf16"] == pytest.approx(one["bf16"], rel=0.01)
         assert rank["bf16"] != rank["steps"][0]
+
+
+def test_deepspeed_exchanges_what_bf16_computed_in_fp32(by_deepspeed: dict[str, Any]) -> None:
+    """As DDP does; by itself it would round gradients to bf16 before it sums them."""
+    for way in DEEPSPEED:
+        assert by_deepspeed[f"{way}/0"]["bf16"] == pytest.approx(by_deepspeed["ddp/0"]["bf16"], rel=1e-6), way
 
 
 def test_without_deepspeed_it_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
