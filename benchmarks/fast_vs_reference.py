@@ -27,28 +27,24 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import colours
 import torch
+from epochs import epochs
 from loop_overhead import machine, timed
 
 from retouch.build import Run, build
 from retouch.config import RunConfig, parse_run
-from retouch.config.algorithm_sections import GrpoConfig
 from retouch.data.synth import draw_words, write_signs
 from retouch.evaluate import evaluate
 from retouch.observe import Stopwatch
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes import grpo
-from retouch.recipes.experience import collect, train_epoch
 from retouch.recipes.session import Session
-from retouch.rollout import EncodedData
 
 PRESETS: dict[str, dict[str, Any]] = {
     "reference": {"preset": "reference"},
@@ -145,10 +141,13 @@ def side_by_side(base: str, seed: int, arguments: argparse.Namespace, work: Path
         sessions = {name: stack.enter_context(Session(run, "rl")) for name, run in runs.items()}
         # with the guidance of fast, published begins as it does
         before = {n: measured(runs[n], arguments)["as_trained"] for n in ("reference", FAST)} if evaluates else {}
-        epochs = {name: one_epoch(session) for name, session in sessions.items()}
-        for epoch in epochs.values():
+        for session in sessions.values():
+            if session.config.algorithm.kl_weight:  # type: ignore[union-attr]
+                session.run.policy.snapshot("reference")
+        taken = {name: epochs(session) for name, session in sessions.items()}
+        for epoch in taken.values():
             epoch()  # encodes its prompts
-        times = [{name: timed(epoch) for name, epoch in epochs.items()} for _ in range(updates - 1)]
+        times = [{name: timed(epoch) for name, epoch in taken.items()} for _ in range(updates - 1)]
         after = {name: measured(run, arguments) for name, run in runs.items()} if evaluates else {}
         return {
             "base": base,
@@ -158,24 +157,6 @@ def side_by_side(base: str, seed: int, arguments: argparse.Namespace, work: Path
             "before": {name: means(columns) for name, columns in before.items()},
             "after": {n: {s: means(columns) for s, columns in found.items()} for n, found in after.items()},
         }
-
-
-def one_epoch(session: Session) -> Callable[[], None]:
-    """One epoch of the GRPO recipe after another."""
-    run, algorithm = session.run, session.run.config.algorithm
-    assert isinstance(algorithm, GrpoConfig)
-    data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
-    if algorithm.kl_weight:
-        run.policy.snapshot("reference")
-
-    def epoch() -> None:
-        experience = collect(session, data, algorithm)
-        if algorithm.kl_weight:
-            experience.reference_means = grpo.reference_means(run, data, experience)
-        step = partial(grpo.train_step, session, data, algorithm, experience)
-        train_epoch(session, len(experience.weight), experience.tensors, step)
-
-    return epoch
 
 
 def measured(run: Run, arguments: argparse.Namespace) -> Measured:

@@ -20,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from epochs import epochs
 from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model
@@ -36,10 +36,7 @@ from retouch.data.synth import draw_words, write_signs
 from retouch.doctor.memory import report_memory
 from retouch.engine.speed import compile_blocks
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes import grpo
-from retouch.recipes.experience import collect, train_epoch
 from retouch.recipes.session import Session
-from retouch.rollout import EncodedData
 
 MINUTES = 10.0
 """For all cells together."""
@@ -212,21 +209,6 @@ def reported(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
         "counted_forwards_per_image": round(forwards, 2),
         "parts_s": {name: middle(name, 3) for name in PARTS},
     }
-
-
-def epochs(session: Session) -> Callable[[], None]:
-    """One epoch of GRPO after another: one rollout batch and one optimizer step."""
-    run, config = session.run, session.config.algorithm
-    data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
-
-    def epoch() -> None:
-        experience = collect(session, data, config)  # type: ignore[arg-type]
-        if config.kl_weight:  # type: ignore[union-attr]
-            experience.reference_means = grpo.reference_means(run, data, experience)
-        step = partial(grpo.train_step, session, data, config, experience)  # type: ignore[arg-type]
-        train_epoch(session, len(experience.weight), experience.tensors, step)
-
-    return epoch
 
 
 def seconds(block: Callable[[], object]) -> float:

@@ -29,15 +29,13 @@ from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
+from epochs import epochs
 
 from retouch.build import Run, build
 from retouch.config import parse_run
 from retouch.data.synth import draw_words, write_signs
 from retouch.models.tiny import tiny_flux_fill
-from retouch.recipes import grpo, nft
-from retouch.recipes.experience import collect, train_epoch
 from retouch.recipes.session import Session
-from retouch.rollout import EncodedData
 from retouch.types import Score, Scores
 
 ALGORITHMS = {
@@ -122,7 +120,7 @@ def measure(algorithm: str, train: str, arguments: argparse.Namespace, work: Pat
         with Session(run, "rl") as session:
             for name in ("old", "reference") if algorithm == "nft" else ():
                 run.policy.snapshot(name)
-            epoch = epochs(algorithm, session)
+            epoch = epochs(session)
             recorder = Recorder(run.model.network)
             epoch()  # warm: encodings, allocations; what it calls is what is replayed
             recorder.close()
@@ -159,21 +157,6 @@ def timed(block: Callable[[], object]) -> tuple[float, float]:
     wall, process = time.perf_counter(), time.process_time()
     block()
     return time.perf_counter() - wall, time.process_time() - process
-
-
-def epochs(algorithm: str, session: Session) -> Callable[[], None]:
-    """One epoch of the recipe after another."""
-    run, config = session.run, session.run.config.algorithm
-    data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
-    steps = grpo.train_step if algorithm == "grpo" else nft.train_step
-
-    def epoch() -> None:
-        experience = collect(session, data, config, "old" if algorithm == "nft" else None)  # type: ignore[arg-type]
-        step = partial(steps, session, data, config, experience)  # type: ignore[arg-type]
-        after = partial(nft.move_old_policy, session, config) if algorithm == "nft" else lambda: None  # type: ignore[arg-type]
-        train_epoch(session, len(experience.weight), experience.tensors, step, after=after)
-
-    return epoch
 
 
 def replay(run: Run, calls: Sequence[Call]) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import TRAINED, epochs
+from epochs import epochs
+from gpu import TRAINED
 from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model

@@ -23,7 +23,8 @@ from typing import Any
 
 import sleeping
 import torch
-from loop_overhead import epochs, machine, run_file
+from epochs import epochs
+from loop_overhead import machine, run_file
 
 from retouch.build import build
 from retouch.config import RunConfig, parse_run
@@ -76,7 +77,7 @@ def measure(arguments: Namespace, work: Path) -> dict[str, Any]:
     table = run.rewards
     try:
         with Session(run, "rl") as session:
-            epoch = epochs("grpo", session)
+            epoch = epochs(session)
 
             def one(kind: str, delay_s: float) -> dict[str, float]:
                 sleeping.delay_s = delay_s

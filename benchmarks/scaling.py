@@ -23,7 +23,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from loop_overhead import NoRewards, epochs, machine, run_file, timed
+from epochs import epochs
+from loop_overhead import NoRewards, machine, run_file, timed
 
 from retouch.build import build
 from retouch.config import RunConfig, parse_run
@@ -85,7 +86,7 @@ def child(kind: str, work: Path, arguments: Namespace) -> None:
         shape = (3, arguments.side, arguments.side)
         run.model.decode = lambda latents: torch.zeros(len(latents), *shape)  # type: ignore[method-assign]
         with Session(run, "rl") as session:
-            epoch = epochs("grpo", session)
+            epoch = epochs(session)
             rows = 0
 
             def count(network: Any, args: Any, kwargs: dict[str, Any]) -> None:

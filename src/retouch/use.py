@@ -245,6 +245,7 @@ def compare(
     )
     rewards.start()
     try:
+        rewards.settle()  # before a network is loaded beside them
         if config.algorithm.name == "vlm_grpo":
             results = evaluate_trained(config, dataset, {"base": None, **trained.weights}, images, rewards)
         else:

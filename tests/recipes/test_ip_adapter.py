@@ -291,7 +291,7 @@ def test_a_style_reward_takes_a_reference_to_score_and_none_to_draw(
     assert "reference_path missing, which the run needs" in retouch("eval", *common).err
     judged = retouch("eval", *common, "--json", *reference)
     assert judged.code == 0, judged.err
-    assert "style" in json.loads(judged.out)["means"]["base"]
+    assert "style" in json.loads(judged.out)["means"]["base"], judged.err
 
 
 def test_a_bad_initial_adapter_is_refused_before_the_model_is_loaded(

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from retouch.config.reward_sections import RewardClientConfig
 from retouch.data.synth import draw_sign
 from retouch.rewards.client import RewardClient
+from retouch.rewards.compose import RewardTable
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers.ocr import OcrScorer
@@ -86,6 +88,22 @@ def test_scorers_are_loaded_before_they_score() -> None:
     assert local.wait_ready(5) == []
     assert values(pending.result(5)["b"]) == [brightness(item(0))]
     local.close()
+
+
+def test_what_is_loaded_next_waits_for_the_scorers_of_this_process() -> None:
+    """Models are built under settings of the whole process: two that load at a time get weights without data."""
+    gate, table = Gated(gate_load=True), RewardTable({}, RewardClientConfig())
+    table._backends["here"] = LocalRewards({"b": gate})  # type: ignore[index]
+    table._backends["broken"] = LocalRewards({"b": Unloadable()})  # type: ignore[index]
+    settled = threading.Thread(target=table.settle)
+    settled.start()
+    settled.join(0.1)
+    assert settled.is_alive()
+    gate.open()
+    settled.join(5)
+    assert not settled.is_alive()  # what could not load is told when it is asked to score
+    for backend in table._backends.values():
+        backend.close()
 
 
 def test_a_scorer_that_cannot_load_raises() -> None:

@@ -136,6 +136,13 @@ class RewardTable:
             members = [name for name, p in self._places.items() if p == place]
             self._backends[place] = self._connect(place, members)
 
+    def settle(self) -> None:
+        """Wait until the scorers of this process have loaded, or failed to: transformers and diffusers build a model
+        under settings of the whole process, so that no two may load at a time."""
+        for backend in self._backends.values():
+            if isinstance(backend, LocalRewards):
+                backend.settle()
+
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
         """Wait until every reward can be scored, on all of its servers or on one -> problems that remain.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from retouch.rewards.protocol import RewardItem, Scorer, score_checked
 from retouch.types import Outcome
@@ -36,6 +36,10 @@ class LocalRewards:
                 return []
             return [f"{', '.join(self.scorers)}: still loading after {timeout_s:.0f} s"]
         return []
+
+    def settle(self) -> None:
+        """Wait until loading has ended, well or not."""
+        wait([self._loading])
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
