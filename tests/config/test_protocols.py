@@ -107,6 +107,10 @@ def test_the_judge_of_edits_needs_sources() -> None:
         ),
         ({"mmmg": {"model": "m", "readability": "segmenter"}}, "readability: given 'segmenter'; write module:function"),
         ({"mmmg": {"model": "m", "budget_dollars": 1.0}}, "budget_dollars: given without prices"),
+        (
+            {"openai_judge": {"model": "m", "mode": "rubric", "min_mass": 0.7}},
+            "min_mass: given 0.7 with mode rubric, which reads no probabilities",
+        ),
     ],
 )
 def test_options_of_judges(rewards: dict[str, Any], message: str) -> None:

@@ -229,6 +229,10 @@ def test_embeddings_that_do_not_fit_are_refused(flux: tuple[Any, Example], tmp_p
     torch.save(model.text.of(example.prompt)["text"][:20], file)
     with pytest.raises(ModelFilesError, match=r"prompt_embeds of \(20, 64\).*set model.max_sequence_length=20"):
         model.encode([replace(example, embedding_path=file)], 30.0)
+    torch.save({"prompt_embeds": torch.zeros(20, 64), "pooled_prompt_embeds": torch.zeros(64)}, file)
+    model.encode([example], 30.0)
+    with pytest.raises(ModelFilesError, match=r"t5.pt: prompt_embeds of \(20, 64\).*before it had \(24, 64\)"):
+        model.encode([replace(example, embedding_path=file)], 30.0)
     torch.save(torch.zeros(4), file)
     with pytest.raises(ModelFilesError, match="must have 2 dimensions"):
         given_embeddings(file)

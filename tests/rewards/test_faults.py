@@ -310,18 +310,36 @@ def revised(revision: str) -> Any:
     return script
 
 
+def warnings_of_revisions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "compare" in r.getMessage()]
+
+
 def test_a_scorer_that_changes_in_the_middle_of_a_run_is_flagged(caplog: pytest.LogCaptureFixture) -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return revised("a 1" if number < 2 else "a 2")(asked, number)
+
+    with FakeServer(script) as server, client_of(server.url) as client:
+        for changes in (0, 0, 1, 1):
+            client.score(items(1))
+            assert client.statistics.revision_changes == changes
+    (warned,) = warnings_of_revisions(caplog)
+    assert "r is now 'a 2' and was 'a 1'" in warned
+
+
+def test_servers_of_two_revisions_are_flagged_once_and_nothing_is_kept(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    cache = ScoreCache(tmp_path / "scores.sqlite")
     with (
         FakeServer(revised("a 1")) as one,
         FakeServer(revised("a 2")) as two,
-        client_of(one.url, two.url, balance="round_robin") as client,
+        client_of(one.url, two.url, balance="round_robin", cache=cache) as client,
     ):
-        client.score(items(1))
-        assert client.statistics.revision_changes == 0
-        client.score(items(1))
-        assert client.statistics.revision_changes == 1
-    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "was" in r.getMessage()]
-    assert "r is now 'a 2' and was 'a 1'" in warned
+        for _ in range(6):
+            client.score(items(1))
+        assert (client.statistics.revision_changes, client.statistics.cache_hits) == (1, 0)
+    (warned,) = warnings_of_revisions(caplog)
+    assert "r is 'a 2' and of other servers 'a 1'" in warned
 
 
 def test_a_probe_asks_every_server_by_itself() -> None:

@@ -167,9 +167,13 @@ class OpenAIJudgeReward(JudgeEntry):
     """Probability that the digits must have together; below it the answer was something else, a failure."""
 
     @model_validator(mode="after")
-    def _asks_about_the_prompt(self) -> OpenAIJudgeReward:
+    def _fits_its_mode(self) -> OpenAIJudgeReward:
         if "{prompt}" not in self.question:
             raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        if self.mode == "rubric" and self.min_mass != OpenAIJudgeReward.model_fields["min_mass"].default:
+            raise ValueError(
+                f"min_mass: given {self.min_mass:g} with mode rubric, which reads no probabilities; leave it out"
+            )
         return self
 
 

@@ -107,9 +107,7 @@ class Checkpoints:
             flush(writing)
             (writing / "complete.json").write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
             flush(writing)
-            if folder.exists():
-                shutil.rmtree(folder)
-            writing.rename(folder)
+            put_in_place(writing, folder)
             self._prune()
         engine.barrier()
         return folder
@@ -163,7 +161,7 @@ class Checkpoints:
             return
         loose = [folder for folder in complete_checkpoints(self.root) if not is_pinned(folder)]
         for folder in loose[: -self.keep]:
-            shutil.rmtree(folder)
+            discard(folder)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -218,6 +216,21 @@ def _rows_of_rank(tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     # safetensors refuses tensors that share storage; clones never do
     save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
+
+
+def put_in_place(written: Path, folder: Path) -> None:
+    """By one rename; a checkpoint of the same step makes way first."""
+    if folder.exists():
+        discard(folder)
+    written.rename(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint; under another name first, so that no rest of it is taken for a complete one."""
+    leaving = folder.with_name(f".writing-gone-{folder.name}")
+    shutil.rmtree(leaving, ignore_errors=True)
+    folder.rename(leaving)
+    shutil.rmtree(leaving)
 
 
 def flush(folder: Path) -> None:

@@ -82,6 +82,7 @@ class FluxFill:
         self.network: nn.Module = network
         self.vae = vae.eval().requires_grad_(False).to(device)
         self.text = text
+        self._text_shapes: dict[str, torch.Size] = {}
         self.scheduler = scheduler
         self.image_encoder = image_encoder
         self.device = torch.device(device)
@@ -195,6 +196,12 @@ class FluxFill:
                         f"{tuple(made['text'].shape)}; set model.max_sequence_length={len(row['text'])}, or encode anew"
                     )
                 row.update({name: t for name, t in made.items() if name not in row})
+            for name, tensor in row.items():
+                if tensor.shape != (shape := self._text_shapes.setdefault(name, tensor.shape)):
+                    raise ModelFilesError(
+                        f"{example.embedding_path or repr(example.prompt)}: {GIVEN[name]} of {tuple(tensor.shape)}, "
+                        f"but the texts before it had {tuple(shape)}, and a run takes one length; encode it anew"
+                    )
         return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in ("text", "pooled")}
 
     @torch.no_grad()
@@ -236,6 +243,10 @@ class FluxFill:
         self.text.release()
 
 
+GIVEN = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+"""Name in the condition -> key in a file of embeddings."""
+
+
 def given_embeddings(path: Path) -> dict[str, Tensor]:
     """A torch file with T5's states [S, D] or [1, S, D], or a dict with them as `prompt_embeds` and optionally
     `pooled_prompt_embeds` [D] or [1, D] -> `text` [S, D] and, where it is there, `pooled` [D].
@@ -250,7 +261,7 @@ def given_embeddings(path: Path) -> dict[str, Tensor]:
     found = {"prompt_embeds": found} if isinstance(found, Tensor) else found
     tensors = found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
     given: dict[str, Tensor] = {}
-    for name, key, rank in (("text", "prompt_embeds", 2), ("pooled", "pooled_prompt_embeds", 1)):
+    for (name, key), rank in zip(GIVEN.items(), (2, 1), strict=True):
         tensor: Any = tensors.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(tensor, Tensor):
             tensor = tensor[0] if tensor.ndim == rank + 1 and len(tensor) == 1 else tensor

@@ -113,7 +113,7 @@ class RewardClient:
         self.statistics = ClientStatistics()
         self._token = None if token is None else usable_token(token)
         self._cache = cache
-        self._revisions: dict[str, str] = {}
+        self._revisions: dict[str, dict[str, str]] = {name: {} for name in self.rewards}
         self._closing = threading.Lock()
         self._closed = False
         self._start()
@@ -242,21 +242,27 @@ class RewardClient:
         return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
 
     async def _cache_keys(self, items: list[RewardItem]) -> list[list[bytes]] | None:
-        """A key for each item and reward; None without a cache, or while the revisions are not known."""
+        """A key for each item and reward; None without a cache, or while there is not one revision of each reward."""
         if self._cache is None or not items:
             return None
-        if any(name not in self._revisions for name in self.rewards):
+        if not all(self._revisions.values()):
             self._learn_revisions(await self._info())
-        if any(name not in self._revisions for name in self.rewards):
+        revisions = self._one_revision_each()
+        if revisions is None:
             return None
-        revisions = dict(self._revisions)
         return await asyncio.to_thread(
             lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
         )
 
+    def _one_revision_each(self) -> dict[str, str] | None:
+        """By reward; None where servers differ, so that a score is not known by which of them it was given."""
+        told = {name: set(of.values()) for name, of in self._revisions.items()}
+        return {n: next(iter(r)) for n, r in told.items()} if all(len(r) == 1 for r in told.values()) else None
+
     def _still(self, keys: list[list[bytes]], items: list[RewardItem]) -> bool:
         """Whether the keys are those of the revisions that scored: a server may have changed meanwhile."""
-        return keys[0] == [cache_key(items[0], name, self._revisions[name]) for name in self.rewards]
+        now = self._one_revision_each()
+        return now is not None and keys[0] == [cache_key(items[0], name, now[name]) for name in self.rewards]
 
     def _learn_revisions(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
         for url, info in infos.items():
@@ -267,12 +273,21 @@ class RewardClient:
                     self._note_revision(url, name, cast("str", told["revision"]))
 
     def _note_revision(self, url: str, name: str, revision: str) -> None:
-        """A scorer that changes in the middle of a run makes its rewards incomparable: say so."""
-        before = self._revisions.get(name)
-        self._revisions[name] = revision
-        if before is not None and before != revision:
-            self.statistics.revision_changes += 1
-            logger.warning("%s: %s is now %r and was %r: its scores may not compare", url, name, revision, before)
+        """A scorer that changes in the middle of a run, or that servers have in two revisions, makes its rewards
+        incomparable: say so, once."""
+        known = self._revisions[name]
+        before, others = known.get(url), {found for other, found in known.items() if other != url}
+        if before == revision:
+            return
+        known[url] = revision
+        if before is not None:
+            told = f"now {revision!r} and was {before!r}"
+        elif others - {revision}:
+            told = f"{revision!r} and of other servers {', '.join(map(repr, sorted(others - {revision})))}"
+        else:
+            return
+        self.statistics.revision_changes += 1
+        logger.warning("%s: %s is %s: its scores may not compare", url, name, told)
 
     async def _score_chunks(self, items: list[RewardItem]) -> Columns:
         size = self.options.batch_size

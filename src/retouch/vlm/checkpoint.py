@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import complete_checkpoints, flush, is_pinned
+from retouch.engine.checkpoint import complete_checkpoints, discard, flush, is_pinned, put_in_place
 from retouch.models.loading import ModelFilesError, load_component
 
 _STATE = ("optimizer", "scheduler", "scaler", "rng_state", "trainer_state", "latest")
@@ -91,15 +91,13 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, *, pinned: bo
     (written / "complete.json").write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
     flush(written)
     folder = root / f"step-{step:06d}"
-    if folder.exists():
-        shutil.rmtree(folder)
-    written.rename(folder)
+    put_in_place(written, folder)
     for leftover in root.glob(".writing-*"):
         shutil.rmtree(leftover)
     if config.training.keep_checkpoints is not None:
         loose = [path for path in complete_checkpoints(root) if not is_pinned(path)]
         for path in loose[: -config.training.keep_checkpoints]:
-            shutil.rmtree(path)
+            discard(path)
     return folder
 
 

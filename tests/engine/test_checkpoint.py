@@ -1,0 +1,43 @@
+"""Checkpoints that go: at no moment does a part of one look like a whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from retouch.engine.checkpoint import complete_checkpoints, discard, put_in_place
+
+
+def checkpoint(folder: Path, content: str) -> Path:
+    folder.mkdir()
+    (folder / "weights.safetensors").write_text(content)
+    (folder / "complete.json").write_text('{"step": 40}')
+    return folder
+
+
+def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "step-000040", "old")
+
+    def cut_short(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "weights.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", cut_short)
+        discard(folder)
+    assert complete_checkpoints(tmp_path) == []
+    checkpoint(folder, "again")
+    discard(folder)  # over what the first left behind
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "step-000040", "old")
+    put_in_place(checkpoint(tmp_path / ".writing-step-000040", "new"), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000040"]
+    assert (folder / "weights.safetensors").read_text() == "new"
