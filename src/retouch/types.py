@@ -245,3 +245,15 @@ class Scores:
     def counted(self) -> Scores:
         """Without the rewards of weight 0, which are only logged."""
         return Scores({name: column for name, column in self.outcomes.items() if self.weights[name]}, self.weights)
+
+
+class Stopped(Exception):
+    """A run that stopped on purpose, with a checkpoint to go on from.
+
+    Attributes:
+        code: 3, or 0 where the run file set the time limit that was reached.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code

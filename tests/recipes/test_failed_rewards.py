@@ -23,10 +23,10 @@ from retouch.data import rank_slots
 from retouch.engine import Engine
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes import dpo, grpo, nft, rollouts
-from retouch.recipes.session import Session, Stopped
+from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.types import Failure, Outcome, Score
+from retouch.types import Failure, Outcome, Score, Stopped
 from tests.rewards.fakes import closed_port, until
 from tests.rewards.test_launch import SERVE, START_S, TOKEN, ready
 

@@ -18,10 +18,10 @@ from retouch.data import derive_seed
 from retouch.observe.timing import PARTS
 from retouch.recipes import recipe
 from retouch.recipes.grpo import step_spans
-from retouch.recipes.session import Session, Stopped
+from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.types import Failure, Outcome, Score
+from retouch.types import Failure, Outcome, Score, Stopped
 
 from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, train, weights
 

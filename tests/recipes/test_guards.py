@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from retouch.recipes.session import Stopped
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.types import Failure, Outcome, Score
+from retouch.types import Failure, Outcome, Score, Stopped
 
 from .runs import Config, Scripted, Use, brightness, of_kind, train
 

@@ -24,9 +24,10 @@ from retouch.engine import CheckpointError
 from retouch.models.qwen_text import ChatStates
 from retouch.models.response import Responses
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes.vlm_grpo import VlmTrainer, adapter_config, trl_arguments
+from retouch.recipes.vlm_grpo import VlmTrainer
 from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
+from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.judge import Judge, mean_rewards, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts

@@ -31,7 +31,7 @@ from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
-from retouch.types import Example
+from retouch.types import Example, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +56,6 @@ class Progress:
     epoch: int = 0
     position: int = 0
     updates: int = 0
-
-
-class Stopped(Exception):
-    """A run that stopped on purpose, with a checkpoint to go on from.
-
-    Attributes:
-        code: 3, or 0 where the run file set the time limit that was reached.
-    """
-
-    def __init__(self, reason: str, code: int) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 class Session:

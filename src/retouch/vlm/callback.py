@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 class RunCallback(TrainerCallback):
     """Writes what the trainer logs to the run directory; says when to save, to evaluate and to stop."""
 
-    def __init__(self, trainer: Any) -> None:  # retouch.recipes.vlm_grpo.VlmTrainer
+    def __init__(self, trainer: Any) -> None:  # retouch.vlm.trainer.RunTrainer
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
