@@ -74,11 +74,13 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         if section:
             overrides += [f"{key}.path={signs[section['format']]}", f"{key}.resolution={list(SIZE)}"]
     overrides += [f"rewards.{name}.url=null" for name in published["rewards"]]
+    # finding the lines takes most of a second a picture; tests/rewards has it
+    overrides += [f"rewards.{name}.detect=false" for name in ("ocr", "style") if name in published["rewards"]]
     if "style" in published["rewards"]:
         overrides += ["rewards.style.image_encoder=tiny"]
     if published["model"]["family"] not in WITH_BASE and algorithm["name"] != "sft":
         # random weights write nothing: all readings tie, and no step is taken
-        overrides += ["rewards={style: {image_encoder: tiny, gate: 0}}"]
+        overrides += ["rewards={style: {image_encoder: tiny, gate: 0, detect: false}}"]
     overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "rollout.batch_size_per_device=4"]
     if sections["evaluation.data"]:
