@@ -46,10 +46,17 @@ def main() -> None:
     for row in rows:
         print(line(row))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        packages = environment()["packages"]
-        machine = {"cores": os.cpu_count(), "processor": platform.machine(), **packages}
-        arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        write(arguments.out, rows)
+
+
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Over the rows of the same runs; others stay."""
+    known: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    all_rows = {row["run"]: row for row in [*known, *rows]}
+    machine = {"cores": os.cpu_count(), "processor": platform.machine(), **environment()["packages"]}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": machine, "rows": list(all_rows.values())}, indent=2)
+    out.write_text(text + "\n", encoding="utf-8")
 
 
 def measure(kind: str, seed: int, data: Path, work: Path) -> dict[str, Any]:

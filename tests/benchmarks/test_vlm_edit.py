@@ -34,13 +34,11 @@ def test_the_page_has_these_numbers() -> None:
 
 def test_an_adapter_and_all_weights() -> None:
     assert {(row["kind"], row["seed"]) for row in ROWS} == set(product(("adapter", "full"), (0, 1, 2)))
-    for kind in ("adapter", "full"):
-        assert sum(row["gain"][0] for row in ROWS if row["kind"] == kind) / 3 >= 0.2
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
 def test_it_learned_in_ten_minutes_of_a_cpu(row: dict[str, Any]) -> None:
     assert row["inputs"] == inputs.inputs(vlm_edit.CONFIGS[row["kind"]])  # of the run file and base that lie here
-    assert row["gain"][0] >= (0.2 if row["kind"] == "adapter" else 0.15)
-    assert row["gain"][1] > 0
+    assert row["gain"][0] >= 0.2
+    assert row["gain"][1] > 0.1
     assert row["cpu_seconds"] <= 600
