@@ -77,27 +77,38 @@ class Judge:
         Args:
             policy: the text encoder as it is now, with its weights at hand.
             noise_seeds: of each completion; a group shares one.
-            training: false for an evaluation, which reports failures instead of stopping.
+            training: false for an evaluation, which reports failures instead of stopping, has its gold rewards and its
+                own number of denoising steps.
 
         Raises:
             RewardOutage, FailureRateExceeded: nothing was trained on these.
             ResponseTooLong: a condition that does not fit.
         """
         parts, clock = self.parts, self.parts.clock
-        drawn = self.draw_only(policy, examples, responses, noise_seeds)
+        steps = None if training else parts.config.evaluation.num_steps
+        drawn = self.draw_only(policy, examples, responses, noise_seeds, steps)
         ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
         rows = zip(examples, drawn.texts, ends, drawn.images, strict=True)
         items = [item for row in rows for item in items_of(*row)]
         with clock.part("reward_wait"):
-            pending = PendingBatch(items, parts.rewards.submit(items))
+            pending = PendingBatch(items, parts.rewards.submit(items, training=training))
             [scores] = settle(parts.rewards, [pending], parts.config.reward_client, training=training)
         rewards = mean_rewards(scores, parts.algorithm.images_per_completion)
         return replace(drawn, scores=scores, rewards=rewards)
 
     def draw_only(
-        self, policy: Any, examples: Sequence[Example], responses: Responses, noise_seeds: Sequence[int]
+        self,
+        policy: Any,
+        examples: Sequence[Example],
+        responses: Responses,
+        noise_seeds: Sequence[int],
+        steps: int | None = None,
     ) -> Judged:
-        """The pictures, without any score."""
+        """The pictures, without any score.
+
+        Args:
+            steps: denoising steps; None is `rollout.num_steps`.
+        """
         parts, clock = self.parts, self.parts.clock
         texts = parts.tokenizer.batch_decode([list(ids) for ids in responses.completion_ids], skip_special_tokens=True)
         with clock.part("text"):
@@ -112,7 +123,12 @@ class Judge:
             at_hand = drawing_on(parts.painter, policy.device) if parts.algorithm.offload_painter else nullcontext()
             with at_hand:
                 drawn = draw(
-                    parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
+                    parts.painter,
+                    drawings,
+                    steps or rollout.num_steps,
+                    parts.guidance_scale,
+                    k,
+                    rollout.batch_size_per_device,
                 )
         images = [to_uint8(rows) for rows in drawn]
         return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)

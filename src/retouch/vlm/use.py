@@ -79,8 +79,12 @@ def answer(parts: Parts, examples: Sequence[Example], seed: int, purpose: str, k
         said = speak(
             parts.policy, parts, [example], generation_options(parts), derive_seed("say", purpose, seed, example.id, k)
         )
-        draw = judge if score else judge.draw_only
-        found.append(draw(parts.policy, [example], said, [derive_seed(purpose, seed, example.id, k)]))
+        seeds = [derive_seed(purpose, seed, example.id, k)]
+        found.append(
+            judge(parts.policy, [example], said, seeds, training=False)
+            if score
+            else judge.draw_only(parts.policy, [example], said, seeds)
+        )
     return joined(found)
 
 
@@ -103,6 +107,7 @@ def sample_trained(
     config: RunConfig, data: Dataset, weights: Path | None, seed: int, count: int, steps: int | None, out: Path
 ) -> list[Path]:
     """Answer and draw every example; PNGs, and beside each what was said as a text file -> paths of the pictures."""
+    steps = steps or config.evaluation.num_steps
     if steps is not None:
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_steps": steps})})
     device = "cuda" if torch.cuda.is_available() else "cpu"
