@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from retouch.config import ConfigError, RunConfig, numbers, parse_run
-from retouch.config.trl_fields import COUNTS, DEFAULTS, MOVED, REFUSED, grpo_fields, model_fields
+from retouch.config.trl_fields import COUNTS, DEFAULTS, DRAWING, MOVED, REFUSED, grpo_fields, model_fields
 from retouch.config.vlm import VlmDerived
 from tests.command_line import retouch
 
@@ -44,7 +44,8 @@ def test_names_are_those_of_the_installed_classes() -> None:
     assert model_fields() == {field.name for field in fields(ModelConfig)}
     assert len(own) > 150
     arguments: Any = {field.name: field.default for field in fields(GRPOConfig)}
-    assert {name: arguments[name] for name in DEFAULTS} == DEFAULTS
+    for defaults in (DEFAULTS, DRAWING):
+        assert {name: arguments[name] for name in defaults} == defaults
     assert MOVED.keys() | REFUSED.keys() | set(COUNTS) <= own | model_fields() | {"logging_dir", "model_name_or_path"}
 
 
@@ -146,16 +147,16 @@ def test_numbers_of_the_brief() -> None:
 @pytest.mark.parametrize(
     ("trl", "cycle", "generations"),
     [
-        ({"gradient_accumulation_steps": 8}, 1, 100),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 8}, 4, 25),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 8, "num_iterations": 2}, 8, 13),
-        ({"gradient_accumulation_steps": 16, "steps_per_generation": 8}, 1, 200),
-        ({"gradient_accumulation_steps": 3, "steps_per_generation": 8}, 8, 38),
-        ({"gradient_accumulation_steps": 2, "generation_batch_size": 8}, 4, 25),
+        ({"gradient_accumulation_steps": 8}, 1, 200),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 8}, 4, 50),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 8, "num_iterations": 2}, 8, 25),
+        ({"gradient_accumulation_steps": 16, "steps_per_generation": 8}, 1, 400),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 8}, 8, 75),
+        ({"gradient_accumulation_steps": 2, "generation_batch_size": 8}, 4, 50),
     ],
 )
 def test_cycles(trl: dict[str, int], cycle: int, generations: int) -> None:
-    found = derived(1, "training.max_steps=100", "training.checkpoint_every=0", num_generations=8, **trl)
+    found = derived(1, "training.max_steps=200", "training.checkpoint_every=0", num_generations=8, **trl)
     assert (found.optimizer_steps_per_generation, found.generations) == (cycle, generations)
 
 
@@ -166,6 +167,13 @@ def test_checkpoints_lie_between_cycles() -> None:
         ConfigError, match=r"checkpoint_every: given 10, .*every 4 optimizer steps.*multiple of 4, such as 8"
     ):
         derived(1, "training.checkpoint_every=10", **options)
+
+
+def test_a_run_ends_between_cycles() -> None:
+    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "num_generations": 8}
+    derived(1, "training.max_steps=12", "training.checkpoint_every=0", **options)
+    with pytest.raises(ConfigError, match=r"max_steps: given 10, .*every 4 optimizer steps.*multiple of 4, such as 8"):
+        derived(1, "training.max_steps=10", "training.checkpoint_every=0", **options)
 
 
 @pytest.mark.parametrize(

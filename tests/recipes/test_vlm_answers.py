@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("trl")
 
+from retouch.recipes.vlm_grpo import VlmTrainer
 from retouch.types import Failure
 from retouch.vlm import judge as vlm_judge
+from retouch.vlm.generation import generation_options
+from retouch.vlm.judge import Judge
 from retouch.vlm.use import answer
 
 from . import vlm_runs
@@ -59,3 +62,33 @@ def test_evaluations_have_steps_of_their_own(parts_of: Any, monkeypatch: pytest.
         assert taken.pop() == expected
         answer(parts, [parts.data[0]], 0, "sample", 0, score=False)
         assert taken.pop() == 1
+
+
+@pytest.mark.parametrize(
+    "trl",
+    [
+        {},
+        {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "generation_kwargs": {"no_repeat_ngram_size": 2},
+        },
+    ],
+)
+def test_answers_are_drawn_as_the_trainer_draws_completions(parts_of: Any, trl: dict[str, Any]) -> None:
+    parts, arguments = parts_of(trl)
+    parts.policy.generation_config.eos_token_id = [5, parts.tokenizer.eos_token_id]
+    trainer = VlmTrainer(parts, arguments)
+    assert generation_options(parts) == trainer.generation_kwargs
+    assert Judge(parts).ends == {*trainer.eos_token_ids, parts.tokenizer.pad_token_id}
+
+
+def test_answers_do_not_follow_the_sampling_that_the_model_recommends(parts_of: Any) -> None:
+    parts, _ = parts_of()
+    examples = [parts.data[0], parts.data[1]]
+    free = answer(parts, examples, 0, "eval", 0, score=False).texts
+    parts.policy.generation_config.update(temperature=0.01, top_p=0.01, top_k=1, repetition_penalty=5.0)
+    assert answer(parts, examples, 0, "eval", 0, score=False).texts == free

@@ -1,19 +1,27 @@
-"""Checkpoints of vlm_grpo that hold DeepSpeed's state: where its files go, and who may read them. DeepSpeed itself runs
-in tests/distributed."""
+"""Checkpoints of vlm_grpo: what goes where, what a run that is resumed finds, and who may read DeepSpeed's state.
+DeepSpeed itself runs in tests/distributed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+pytest.importorskip("trl")
+
 from retouch.config import load_run
 from retouch.engine import CheckpointError
+from retouch.engine.checkpoint import is_pinned
+from retouch.recipes.vlm_grpo import VlmTrainer
+from retouch.rewards.compose import RewardTable
+from retouch.rollout import RewardOutage
 from retouch.vlm.checkpoint import finish_checkpoint, may_go_on_with
-from tests.recipes.vlm_runs import RunFile, vlm_file
+from tests.recipes.test_vlm_grpo import parts_of
+from tests.recipes.vlm_runs import RunFile, records, train, vlm_file
 
-__all__ = ["vlm_file"]
+__all__ = ["parts_of", "vlm_file"]
 
 ZERO2 = ("mp_rank_00_model_states.pt", *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)))
 ZERO3 = tuple(f"zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt" for rank in range(3) for what in ("model", "optim"))
@@ -29,7 +37,8 @@ def written(folder: Path, state: Iterable[str]) -> Path:
 
 
 def test_what_deepspeed_needs_to_go_on_stays_where_it_looks(vlm_file: RunFile, tmp_path: Path) -> None:
-    folder = finish_checkpoint(written(tmp_path / ".writing-step-000002", ZERO2), 2, load_run(vlm_file()), pinned=False)
+    writing = written(tmp_path / ".writing-step-000002", ZERO2)
+    folder = finish_checkpoint(writing, 2, load_run(vlm_file()), {}, pinned=False)
     assert {path.name for path in folder.iterdir()} == {
         "latest",
         "global_step2",
@@ -39,6 +48,70 @@ def test_what_deepspeed_needs_to_go_on_stays_where_it_looks(vlm_file: RunFile, t
     }
     assert {path.name for path in (folder / "global_step2").iterdir()} == set(ZERO2)
     assert [path.name for path in (folder / "weights").iterdir()] == ["adapter_model.safetensors"]
+
+
+def test_what_a_killed_run_left_does_not_stop_the_next(parts_of: Any) -> None:
+    """Killed between the trainer's writing and the rename: the folder of weights is there already."""
+    parts, arguments = parts_of()
+    trainer = VlmTrainer(parts, arguments)
+    trainer.create_optimizer_and_scheduler(2)
+    left = parts.dir.checkpoints / ".writing-step-000000"
+    (left / "checkpoint-0" / "weights").mkdir(parents=True)
+    trainer.save(pinned=False)
+    assert [path.name for path in parts.dir.checkpoints.iterdir()] == ["step-000000"]
+
+
+def test_adaptive_entropy_goes_on_where_it_was(parts_of: Any) -> None:
+    options = {"use_adaptive_entropy": True, "entropy_coef": 0.25}
+    trainer = VlmTrainer(*parts_of(options))
+    trainer.create_optimizer_and_scheduler(2)
+    trainer.entropy_coef = 0.5
+    trainer.save(pinned=False)
+    parts, arguments = parts_of(options, name="again")
+    again = VlmTrainer(parts, arguments)
+    again.create_optimizer_and_scheduler(2)
+    again._load_optimizer_and_scheduler(str(trainer.parts.dir.checkpoints / "step-000000"))
+    assert again.entropy_coef == 0.5
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path) -> None:
+    file = vlm_file()
+    assert train(file).code == 0
+    metrics = (tmp_path / "a/metrics.jsonl").read_bytes()
+    again = train(file, "resume=auto")
+    assert again.code == 0, again.err
+    assert "already ended at step 2" in again.err
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == metrics
+
+
+def test_rewards_go_on_counting_and_the_last_checkpoint_stays_pinned(
+    vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards stay away from the evaluation at the end."""
+    counted: list[int] = []
+    real_restore, real_evaluate = RewardTable.restore, VlmTrainer.evaluate_now
+
+    def watch(table: RewardTable, state: Any) -> None:
+        real_restore(table, state)
+        counted.append(table.asked)
+
+    def away(trainer: Any, moment: str) -> None:
+        if moment == "end":
+            raise RewardOutage("rewards stayed unavailable")
+        real_evaluate(trainer, moment)
+
+    monkeypatch.setattr(RewardTable, "restore", watch)
+    monkeypatch.setattr(VlmTrainer, "evaluate_now", away)
+    file = vlm_file()
+    stopped = train(file)
+    assert stopped.code == 3, stopped.err
+    assert is_pinned(tmp_path / "a/checkpoints/step-000002")
+    monkeypatch.setattr(VlmTrainer, "evaluate_now", real_evaluate)
+    resumed = train(file, "resume=auto")
+    assert resumed.code == 0, resumed.err
+    assert counted == [16]  # two steps of eight; evaluations count none
+    assert [record["step"] for record in records(tmp_path / "a")] == [1, 2]
+    assert [record["moment"] for record in records(tmp_path / "a", "eval")] == ["start", "end"]
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import load_weights
+from retouch.vlm.generation import generation_options
 from retouch.vlm.judge import Judge, mean_rewards, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
-from retouch.vlm.use import generation_options
 from tests.command_line import retouch
 
 from . import vlm_runs

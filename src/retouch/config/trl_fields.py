@@ -87,6 +87,16 @@ DEFAULTS = {
 }
 """TRL's own, of those of COUNTS that have one; a test compares them with the installed package."""
 
+DRAWING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "cache_implementation": None,
+}
+"""How TRL draws completions, with its defaults; a test compares them, too."""
+
 
 @lru_cache
 def grpo_fields() -> frozenset[str]:

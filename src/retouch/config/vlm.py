@@ -78,6 +78,13 @@ def derive_vlm(run: RunConfig, algorithm: VlmGrpoConfig, world_size: int = 1) ->
             f"lose what is still to be trained on; set a multiple of {cycle}, such as "
             f"{max(cycle, every // cycle * cycle)}"
         )
+    steps = run.training.max_steps
+    if steps % cycle:
+        raise ConfigError(
+            f"training.max_steps: given {steps}, but completions are generated every {cycle} optimizer steps, and the "
+            f"run would end with some that are still to be trained on; set a multiple of {cycle}, such as "
+            f"{max(cycle, steps // cycle * cycle)}"
+        )
     scale = FACTS[run.model.family].guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
     return VlmDerived(
         world_size=world_size,
@@ -86,7 +93,7 @@ def derive_vlm(run: RunConfig, algorithm: VlmGrpoConfig, world_size: int = 1) ->
         global_prompts_per_generation=generated // group,
         images_per_generation_per_device=generated // world_size * algorithm.images_per_completion,
         optimizer_steps_per_generation=cycle,
-        generations=math.ceil(run.training.max_steps * accumulation / used),
+        generations=steps * accumulation // used,
         forwards_per_image=float(run.rollout.num_steps * (2 if scale > 1 else 1)),
     )
 

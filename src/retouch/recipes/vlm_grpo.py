@@ -29,10 +29,10 @@ from retouch.data import curriculum_order
 from retouch.models.response import Responses
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.vlm.arguments import adapter_config, trl_arguments
-from retouch.vlm.checkpoint import may_go_on_with, newest_or, read_step
+from retouch.vlm.checkpoint import may_go_on_with, newest_or, read_step, rewards_state
 from retouch.vlm.judge import Judged, judged_grid, reward_means, seeds_of
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
-from retouch.vlm.trainer import RunTrainer, owes_evaluation
+from retouch.vlm.trainer import RunTrainer, has_ended, owes_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     if folder is not None:
         plugin = arguments.deepspeed_plugin
         may_go_on_with(folder, plugin and plugin.zero_stage, arguments.world_size)
+        parts.rewards.restore(rewards_state(folder) or parts.rewards.state())
+    if step is not None and has_ended(parts, step):
+        logger.info("the run had already ended at step %d", step)
+        return
     parts.dir.open(step)
     parts.rewards.start()
     _wait_for_rewards(parts)

@@ -2,9 +2,9 @@
 
 checkpoints/step-000040/
     weights/      an adapter as PEFT takes it, or the text encoder as transformers takes it, with its processor
-    optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json      the trainer's
+    optimizer.pt  scheduler.pt  rng_state.pth  trainer_state.json  [entropy_ctrl_state.json]      the trainer's
     global_step40/  latest        DeepSpeed's in place of optimizer.pt: what each process holds
-    state.json    the run file
+    state.json    the run file, and what the rewards counted
     complete.json written last
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import complete_checkpoints, discard, flush, is_pinned, put_in_place
+from retouch.engine.checkpoint import complete_checkpoints, discard, flush, is_pinned, put_in_place, read_state
 from retouch.models.loading import ModelFilesError, load_component
 
-_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "trainer_state", "latest")
+_STATE = ("trainer_state.json", "entropy_ctrl_state.json", "latest")
+"""Of the trainer's and DeepSpeed's files, those that are read where they were written, beside every *.pt and *.pth."""
+
 _DROPPED = ("training_args.bin", "README.md", "zero_to_fp32.py", "zero_to_torch.py")
 """What the trainer writes besides: its arguments as a pickle, which nobody needs, a page about itself, and programs of
 DeepSpeed's that would gather weights, which are there already."""
@@ -72,18 +75,33 @@ def read_step(folder: Path) -> int:
     return int(json.loads((folder / "complete.json").read_text(encoding="utf-8"))["step"])
 
 
-def finish_checkpoint(writing: Path, step: int, config: RunConfig, *, pinned: bool) -> Path:
+def rewards_state(folder: Path) -> dict[str, Any] | None:
+    """What the rewards had counted; None in a checkpoint that does not say."""
+    return read_state(folder).get("rewards")
+
+
+def drop_unfinished(root: Path) -> None:
+    """Delete what a run that was killed while it wrote left behind."""
+    for leftover in root.glob(".writing-*"):
+        shutil.rmtree(leftover)
+
+
+def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapping[str, Any], *, pinned: bool) -> Path:
     """Turn what the trainer wrote below `writing` into a checkpoint, by one rename; drop old ones beyond
-    `training.keep_checkpoints`."""
+    `training.keep_checkpoints`.
+
+    Args:
+        rewards: their state.
+    """
     root, [written] = writing.parent, list(writing.glob("checkpoint-*"))
     weights = written / "weights"
     weights.mkdir()
     for file in list(written.iterdir()):
         if file.name in _DROPPED:
             file.unlink()
-        elif file.is_file() and not file.name.startswith(_STATE) and not file.name.endswith((".pt", ".pth")):
+        elif file.is_file() and file.name not in _STATE and not file.name.endswith((".pt", ".pth")):
             file.rename(weights / file.name)
-    state = {"progress": {"step": step, "phase": "rl"}, "config": dump_run(config)}
+    state = {"progress": {"step": step, "phase": "rl"}, "config": dump_run(config), "rewards": dict(rewards)}
     (written / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*"))
     flush(written)
@@ -92,8 +110,7 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, *, pinned: bo
     flush(written)
     folder = root / f"step-{step:06d}"
     put_in_place(written, folder)
-    for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover)
+    drop_unfinished(root)
     if config.training.keep_checkpoints is not None:
         loose = [path for path in complete_checkpoints(root) if not is_pinned(path)]
         for path in loose[: -config.training.keep_checkpoints]:
@@ -153,7 +170,7 @@ def _own_weights(model: Any) -> dict[str, Tensor]:
 def _may_go_on(folder: Path, config: RunConfig) -> None:
     if not (folder / "complete.json").is_file():
         raise CheckpointError(f"{folder}: no complete.json, so it is not a complete checkpoint; give another")
-    before = yaml.safe_load(json.loads((folder / "state.json").read_text(encoding="utf-8"))["config"])
+    before = yaml.safe_load(read_state(folder)["config"])
     for section, name in (("model", "family"), ("algorithm", "name")):
         kept, given = before[section][name], getattr(getattr(config, section), name)
         if kept != given:

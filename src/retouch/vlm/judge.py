@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
+from transformers import GenerationConfig
 
 from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
@@ -26,6 +27,7 @@ from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import Drawing, PendingBatch, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
+from retouch.vlm.generation import ends_of
 from retouch.vlm.parts import Parts, asked, chat_messages
 
 KEPT_NEGATIVES = 64
@@ -60,7 +62,7 @@ class Judge:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.ends = {parts.tokenizer.eos_token_id, parts.tokenizer.pad_token_id}
+        self.ends = {*ends_of(parts), parts.tokenizer.pad_token_id}
         self._negatives: OrderedDict[str, Tensor] = OrderedDict()  # by the picture: ids repeat in other data
 
     def __call__(
@@ -309,7 +311,7 @@ def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[
 
     Args:
         policy: with its weights at hand, and able to `generate`.
-        options: as of transformers' `generate`.
+        options: of transformers' GenerationConfig.
     """
     responses = asked(
         parts.processor,
@@ -321,7 +323,7 @@ def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[
     inputs = {n: v.to(device) for n, v in model_inputs(responses, parts.tokenizer.pad_token_id).items()}
     with evaluating(policy), torch.random.fork_rng():
         torch.manual_seed(seed)
-        output = policy.generate(**inputs, **options)
+        output = policy.generate(**inputs, generation_config=GenerationConfig(**options, disable_compile=True))
     start = inputs["input_ids"].shape[1]
     ends = options.get("eos_token_id", parts.tokenizer.eos_token_id)
     ends = {ends} if isinstance(ends, int) else set(ends)

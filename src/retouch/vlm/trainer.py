@@ -24,7 +24,8 @@ from retouch.observe.run_dir import read_metrics
 from retouch.rollout import RewardOutage
 from retouch.types import Example, Stopped
 from retouch.vlm.callback import RunCallback
-from retouch.vlm.checkpoint import finish_checkpoint, load_weights
+from retouch.vlm.checkpoint import drop_unfinished, finish_checkpoint, load_weights
+from retouch.vlm.generation import generation_options
 from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, seeds_of, speak
 from retouch.vlm.parts import Parts
 
@@ -124,7 +125,7 @@ class RunTrainer(GRPOTrainer):
     def _answered(self, policy: Any, examples: Sequence[Example], k: int) -> Judged:
         """Round `k` of an evaluation of examples, in batches."""
         batch = self.parts.config.rollout.batch_size_per_device
-        options = {**self.generation_kwargs, "generation_config": None}
+        options = generation_options(self.parts)
         found: list[Judged] = []
         for start in range(0, len(examples), batch):
             chunk = examples[start : start + batch]
@@ -136,6 +137,9 @@ class RunTrainer(GRPOTrainer):
         """Write a checkpoint of this step."""
         writing = self.parts.dir.checkpoints / f".writing-step-{self.state.global_step:06d}"
         with self.parts.clock.part("checkpoint"):
+            if self.accelerator.is_main_process:
+                drop_unfinished(writing.parent)
+            self.accelerator.wait_for_everyone()
             given, self.args.output_dir = self.args.output_dir, str(writing)
             try:
                 model: Any = self.model
@@ -144,7 +148,8 @@ class RunTrainer(GRPOTrainer):
                 self.args.output_dir = given
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                finish_checkpoint(writing, self.state.global_step, self.parts.config, pinned=pinned)
+                told = self.parts.rewards.state()
+                finish_checkpoint(writing, self.state.global_step, self.parts.config, told, pinned=pinned)
             self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
@@ -181,7 +186,7 @@ class RunTrainer(GRPOTrainer):
             set_rng_state(dict(self._before))
             self.state.num_input_tokens_seen = self._tokens_before
         if self.between_cycles():
-            self.save(pinned=False)
+            self.save(pinned=self.state.global_step >= self.parts.config.training.max_steps)
         self.parts.dir.log("event", self.state.global_step, {"event": "stopped", "reason": str(error)})
         raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
 
@@ -222,6 +227,14 @@ class RunTrainer(GRPOTrainer):
             raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
         self._signal = signal.Signals(number).name
         logger.warning("%s: stopping after this cycle; once more to leave at once", self._signal)
+
+
+def has_ended(parts: Parts, step: int) -> bool:
+    """Whether a run that is resumed at a step has nothing left to do."""
+    if step < parts.config.training.max_steps:
+        return False
+    records = read_metrics(parts.dir.path / "metrics.jsonl")
+    return any((record["step"], record.get("event")) == (step, "finished") for record in records)
 
 
 def owes_evaluation(parts: Parts, step: int) -> bool:

@@ -21,6 +21,7 @@ from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.types import Example
 from retouch.vlm.checkpoint import load_weights
+from retouch.vlm.generation import generation_options
 from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, speak
 from retouch.vlm.parts import Parts, load_painter, load_policy, tokenizer_of
 
@@ -56,20 +57,6 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
         dir=RunDir(config, main=False),
         clock=Stopwatch(),
     )
-
-
-def generation_options(parts: Parts) -> dict[str, Any]:
-    """How the policy answers: as in training, by the options of the run file."""
-    trl, tokenizer = parts.algorithm.trl, parts.tokenizer
-    told = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {
-        "max_new_tokens": parts.algorithm.count("max_completion_length"),
-        "do_sample": True,
-        "top_k": 0,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        **{name: trl[name] for name in told if name in trl},
-    }
 
 
 def answer(parts: Parts, examples: Sequence[Example], seed: int, purpose: str, k: int, *, score: bool) -> Judged:
