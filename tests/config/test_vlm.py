@@ -107,6 +107,7 @@ def test_what_has_another_place_is_named(name: str) -> None:
         ([], {"lora_r": 8}, "lora_r: given, but use_peft is not"),
         ([], {"beta": 0.1}, "beta: given 0.1, .*set algorithm.trl.use_peft=true"),
         ([], {"steps_per_generation": 2, "generation_batch_size": 8}, "of which one follows; set one"),
+        ([], {"use_vllm": True, "generation_kwargs": {"n": 1}}, "generation_kwargs: given beside use_vllm, .*leave it"),
         (["algorithm.negative_encoder=base"], {}, "negative_encoder: given 'base', .*set policy"),
         (
             ["algorithm.offload_painter=true", "model.offload_vae=true"],

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 pytest.importorskip("trl")
 
+from retouch.models.loading import load_component
+from retouch.models.qwen_text import ImageTextProcessor
 from retouch.recipes.vlm_grpo import VlmTrainer
+from retouch.rollout import RewardOutage
 from retouch.types import Failure
 from retouch.vlm import judge as vlm_judge
-from retouch.vlm.generation import generation_options
+from retouch.vlm.generation import generation_options, name_for_vllm
 from retouch.vlm.judge import Judge
 from retouch.vlm.use import answer
 
 from . import vlm_runs
 from .test_vlm_grpo import parts_of
-from .vlm_runs import vlm_file
+from .vlm_runs import RunFile, train, vlm_file
 
 __all__ = ["parts_of", "vlm_file"]
 
@@ -84,6 +92,43 @@ def test_answers_are_drawn_as_the_trainer_draws_completions(parts_of: Any, trl: 
     trainer = VlmTrainer(parts, arguments)
     assert generation_options(parts) == trainer.generation_kwargs
     assert Judge(parts).ends == {*trainer.eos_token_ids, parts.tokenizer.pad_token_id}
+
+
+@pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image"])
+def test_vllm_is_given_a_name_that_can_be_loaded(parts_of: Any, tmp_path: Path, family: str) -> None:
+    model = {"family": family, "path": vlm_runs.random_model(family), "dtype": "fp32", "max_sequence_length": 256}
+    data = tmp_path / "words.json"
+    data.write_text('[{"prompt": "a red square"}]', encoding="utf-8")
+    given = {} if family == "qwen_image_edit" else {"data__path": str(data)}
+    parts, _ = parts_of(model=model, **given)
+    name_for_vllm(parts)
+    adapted: Any = get_peft_model(parts.policy, LoraConfig(target_modules=["q_proj"]))
+    name = adapted.name_or_path  # what TRL passes on
+    assert name == parts.policy.config._name_or_path == str(parts.dir.path / "vllm")
+    assert AutoConfig.from_pretrained(name).architectures == ["Qwen2_5_VLForConditionalGeneration"]
+    again = Qwen2_5_VLForConditionalGeneration.from_pretrained(name).state_dict()
+    before = load_component(Qwen2_5_VLForConditionalGeneration, model["path"], "text_encoder", torch.float32)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in before.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    assert tokenizer("red").input_ids == parts.tokenizer("red").input_ids
+    assert tokenizer.chat_template == parts.tokenizer.chat_template
+    if family == "qwen_image_edit":
+        processor = ImageTextProcessor.from_pretrained(name)
+        assert processor.image_processor.to_dict() == parts.processor.image_processor.to_dict()
+        told = json.loads((parts.dir.path / "vllm/processor_config.json").read_text(encoding="utf-8"))
+        assert told["processor_class"] == "Qwen2_5_VLProcessor"  # to load it as such needs torchvision
+
+
+def test_a_run_with_vllm_names_the_policy_first(vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+
+    def stop(trainer: Any, parts: Any, arguments: Any) -> None:
+        named.append(parts.policy.name_or_path)
+        raise RewardOutage("far enough")
+
+    monkeypatch.setattr(VlmTrainer, "__init__", stop)
+    train(vlm_file({"use_vllm": True, "vllm_mode": "colocate"}))
+    assert [Path(name).name for name in named] == ["vllm"]
 
 
 def test_answers_do_not_follow_the_sampling_that_the_model_recommends(parts_of: Any) -> None:

@@ -121,6 +121,11 @@ def check_vlm(run: RunConfig, algorithm: VlmGrpoConfig) -> None:
             f"algorithm.trl.beta: given {trl['beta']}, but without an adapter TRL loads the reference by the model's "
             "name, which a pipeline's text encoder has none of; set algorithm.trl.use_peft=true, or beta=0"
         )
+    if trl.get("use_vllm") and trl.get("generation_kwargs"):
+        raise ValueError(
+            "algorithm.trl.generation_kwargs: given beside use_vllm, which evaluations do without, so that they could "
+            "not be drawn alike; leave it out"
+        )
     adapter = sorted(name for name in trl if name.startswith("lora_") or name in ("use_rslora", "use_dora"))
     if adapter and not algorithm.uses_adapter:
         raise ValueError(f"algorithm.trl.{adapter[0]}: given, but use_peft is not; set algorithm.trl.use_peft=true")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset as Table
 from datasets.utils.logging import set_verbosity_error
 from trl import GRPOConfig
@@ -30,6 +31,7 @@ from retouch.models.response import Responses
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import may_go_on_with, newest_or, read_step, rewards_state
+from retouch.vlm.generation import name_for_vllm
 from retouch.vlm.judge import Judged, judged_grid, reward_means, seeds_of
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
 from retouch.vlm.trainer import RunTrainer, has_ended, owes_evaluation
@@ -65,6 +67,9 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     parts.dir.open(step)
     parts.rewards.start()
     _wait_for_rewards(parts)
+    if arguments.use_vllm:
+        name_for_vllm(parts)
+        PartialState().wait_for_everyone()
     trainer = VlmTrainer(parts, arguments)
     trainer.owes_evaluation = trainer.any_rank(parts.dir.main and owes_evaluation(parts, step or 0))
     logger.info("%s: %s", parts.config.name, f"resumed from {folder}" if folder else "new run")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, Qwen2_5_VLProcessor
+from transformers.utils.hub import cached_file
 
 from retouch.config.trl_fields import DRAWING
+from retouch.models.loading import component_path
+from retouch.models.qwen_text import ImageTextProcessor
 from retouch.vlm.parts import Parts
 
 
@@ -35,3 +40,25 @@ def ends_of(parts: Parts) -> list[int]:
     ids: list[int] = [declared] if isinstance(declared, int) else list(declared or ())
     own = parts.tokenizer.eos_token_id
     return ids if own in ids else [own, *ids]
+
+
+def name_for_vllm(parts: Parts) -> None:
+    """Give the policy a name by which vLLM can load it, as TRL tells it no more. A pipeline keeps weights and processor
+    apart: here they are in one folder of the run directory, the weights as links. The first process writes; the others
+    must wait for it."""
+    folder = parts.dir.path / "vllm"
+    if parts.dir.main:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        path = component_path(parts.config.model.path, parts.config.model.family)
+        found: Any = cached_file(path, "config.json", subfolder="text_encoder")
+        for file in Path(found).parent.iterdir():
+            (folder / file.name).symlink_to(file.resolve())
+        parts.processor.save_pretrained(folder)
+        for file in folder.glob("*_config.json"):  # the stock class by its name, which is all that others know
+            text = file.read_text(encoding="utf-8")
+            if ImageTextProcessor.__name__ in text and not file.is_symlink():
+                file.write_text(
+                    text.replace(ImageTextProcessor.__name__, Qwen2_5_VLProcessor.__name__), encoding="utf-8"
+                )
+    parts.policy.name_or_path = parts.policy.config.name_or_path = str(folder)
