@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLForConditionalGene
 
 pytest.importorskip("trl")
 
+from retouch.config import ConfigError
 from retouch.models.loading import load_component
 from retouch.models.qwen_text import ImageTextProcessor
 from retouch.recipes.vlm_grpo import VlmTrainer
@@ -25,7 +26,7 @@ from retouch.vlm.use import answer
 
 from . import vlm_runs
 from .test_vlm_grpo import parts_of
-from .vlm_runs import RunFile, train, vlm_file
+from .vlm_runs import RunFile, records, train, vlm_file
 
 __all__ = ["parts_of", "vlm_file"]
 
@@ -44,6 +45,47 @@ def test_a_failed_reward_is_reported_and_ends_no_comparison(parts_of: Any) -> No
     parts, _ = parts_of(rewards={"letters": reward("fail_the_second")})
     judged = answer(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
     assert judged.rewards[0] is not None and judged.rewards[1] is None
+
+
+def rising(items: list[Any]) -> list[float]:
+    CALLS.append("rising")
+    return [float(CALLS.count("rising"))] * len(items)
+
+
+def falling(items: list[Any]) -> list[float]:
+    CALLS.append("falling")
+    return [-float(CALLS.count("falling"))] * len(items)
+
+
+CALLS: list[str] = []
+
+
+@pytest.mark.parametrize("then", ["stop", "warn"])
+def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: str) -> None:
+    """A reward whose name sounds like a duration rises."""
+    CALLS.clear()
+    file = vlm_file(
+        rewards={"runtime": reward("rising"), "gold": reward("falling", role="gold")},
+        training__eval_every=1,
+        evaluation={"num_examples": 2, "on_gold_fall": then},
+    )
+    outcome = train(file)
+    steps = [1] if then == "stop" else [1, 2]
+    assert outcome.code == (3 if then == "stop" else 0), outcome.err
+    alarms = [record for record in records(tmp_path / "a", "event") if record["event"] == "alarm"]
+    assert [alarm["step"] for alarm in alarms] == steps
+    assert all("rose by" in alarm["alarm"] and "gold, which is not, fell by" in alarm["alarm"] for alarm in alarms)
+    assert [record["step"] for record in records(tmp_path / "a")] == steps
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == [f"step-{steps[-1]:06d}"]
+    assert all(record["reward/runtime"] > 0 and "step_time" not in record for record in records(tmp_path / "a"))
+
+
+def test_evaluation_examples_that_are_trained_on_are_refused_unless_asked_for(parts_of: Any) -> None:
+    same = {"format": "manifest", "path": str(vlm_runs.tasks()), "resolution": 32}
+    with pytest.raises(ConfigError, match=r"some examples are trained on: .*set evaluation.allow_overlap=true"):
+        parts_of(evaluation={"data": same})
+    parts, _ = parts_of(evaluation={"data": same, "allow_overlap": True})
+    assert not parts.eval_is_held_out
 
 
 def test_gold_rewards_are_of_evaluations_alone(parts_of: Any) -> None:

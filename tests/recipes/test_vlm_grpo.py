@@ -9,6 +9,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,9 +347,34 @@ def test_the_vision_tower_has_an_adapter_only_when_asked(vlm_file: RunFile) -> N
 
 
 def test_what_trl_refuses_is_one_message(vlm_file: RunFile) -> None:
-    outcome = train(vlm_file({"auto_find_batch_size": True}))
+    outcome = train(vlm_file({"lr_scheduler_type": "slow"}))
     assert outcome.code == 2
-    assert "algorithm.trl: auto_find_batch_size is not supported" in outcome.err
+    assert "algorithm.trl: slow is not a valid SchedulerType" in outcome.err
+
+
+def test_fsdp_is_refused(vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_run(vlm_file())
+    trl_arguments(config)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=r"says FSDP, .*; launch with configs/accelerate/zero3\.yaml"):
+        trl_arguments(config)
+
+
+def test_counts_are_of_all_processes() -> None:
+    """TRL logs the mean of what the processes tell it."""
+    told: list[dict[str, float]] = []
+    failure, good = Failure("timeout", "no answer", retryable=False), Score(1.0)
+    for outcomes, truncated in (([failure, failure, good], 1), ([good, failure, good], 4)):
+        trainer: Any = SimpleNamespace(
+            accelerator=SimpleNamespace(num_processes=2),
+            state=SimpleNamespace(global_step=0),
+            parts=SimpleNamespace(config=SimpleNamespace(logging=SimpleNamespace(rollout_images_every=0))),
+        )
+        judged = vlm_judge.Judged([], [], [], Scores({"a": outcomes}, {"a": 1}), [], truncated)
+        told.append({})
+        VlmTrainer._log_judged(trainer, judged, told[-1].__setitem__)
+    mean = {name: sum(one[name] for one in told) / 2 for name in told[0]}
+    assert mean == {"reward/a": 1.0, "failed/a": 3.0, "truncated": 5.0}
 
 
 def test_a_condition_that_is_too_long_is_refused(vlm_file: RunFile) -> None:

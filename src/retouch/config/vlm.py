@@ -165,7 +165,7 @@ def _untouched(run: RunConfig) -> None:
         if getattr(run.training, key) != getattr(type(run.training)(), key):
             raise ValueError(
                 f"training.{key}: given {getattr(run.training, key)!r}, but vlm_grpo is sharded by TRL's trainer; "
-                "leave it out, and launch with configs/accelerate/fsdp2.yaml or zero2.yaml"
+                "leave it out, and launch with configs/accelerate/zero2.yaml or zero3.yaml"
             )
     pairs: list[tuple[str, Section, Section]] = [
         ("optimizer", run.optimizer, type(run.optimizer)()),

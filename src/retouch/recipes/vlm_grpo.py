@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset as Table
 from datasets.utils.logging import set_verbosity_error
 from trl import GRPOConfig
@@ -69,7 +68,8 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     _wait_for_rewards(parts)
     if arguments.use_vllm:
         name_for_vllm(parts)
-        PartialState().wait_for_everyone()
+        processes: Any = arguments.distributed_state
+        processes.wait_for_everyone()
     trainer = VlmTrainer(parts, arguments)
     trainer.owes_evaluation = trainer.any_rank(parts.dir.main and owes_evaluation(parts, step or 0))
     logger.info("%s: %s", parts.config.name, f"resumed from {folder}" if folder else "new run")
@@ -171,9 +171,10 @@ class VlmTrainer(RunTrainer):
         return output
 
     def _log_judged(self, judged: Judged, log_metric: Any) -> None:
+        processes = self.accelerator.num_processes  # TRL logs the mean over them, of counts as well
         for name, value in reward_means(judged.scores).items():
-            log_metric(name, value)
-        log_metric("truncated", float(judged.truncated))
+            log_metric(name, value * processes if name.startswith("failed/") else value)
+        log_metric("truncated", float(judged.truncated * processes))
         every, step = self.parts.config.logging.rollout_images_every, self.state.global_step
         if every and step // self.parts.derived.optimizer_steps_per_generation % every == 0:
             self.parts.dir.save_image(

@@ -23,16 +23,21 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
     """TRL's arguments: those of the run file under `algorithm.trl`, and what the run file says itself.
 
     Raises:
-        ConfigError: what TRL refuses.
+        ConfigError: what TRL refuses, and FSDP.
     """
     algorithm, training = config.algorithm, config.training
     assert isinstance(algorithm, VlmGrpoConfig)
     given = {name: value for name, value in algorithm.trl.items() if name in grpo_fields()}
     task: Task = getattr(config.model, "variant", "draw")
     cpu = not torch.cuda.is_available()
+    if _launched_by("FSDP"):
+        raise ConfigError(
+            "accelerate's configuration says FSDP, past whose hooks vlm_grpo reads the text encoder's states; launch "
+            "with configs/accelerate/zero3.yaml"
+        )
     options: dict[str, Any] = {
         # told of a CPU, accelerate would leave DeepSpeed out; without, it finds its processes by their backend alone
-        **({"ddp_backend": "gloo"} if cpu and _launched_by_deepspeed() else {"use_cpu": cpu}),
+        **({"ddp_backend": "gloo"} if cpu and _launched_by("DEEPSPEED") else {"use_cpu": cpu}),
         "disable_tqdm": True,
         **given,
         "chat_template_kwargs": {**template_options(task), **(given.get("chat_template_kwargs") or {})},
@@ -56,9 +61,9 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
         raise ConfigError(f"algorithm.trl: {error}") from None
 
 
-def _launched_by_deepspeed() -> bool:
-    """Whether accelerate's configuration says DeepSpeed: how its launcher tells the processes."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+def _launched_by(engine: str) -> bool:
+    """Whether accelerate's configuration says DEEPSPEED, or FSDP: how its launcher tells the processes."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
 
 
 def adapter_config(algorithm: VlmGrpoConfig) -> Any:

@@ -38,9 +38,14 @@ class RunCallback(TrainerCallback):
         values = dict(logs or {})
         if "loss" not in values:  # the summary at the end
             return
-        seconds = {name: values.pop(name) for name in list(values) if "time" in name or name.startswith("profiling")}
+        seconds = {name: values.pop(name) for name in list(values) if _is_of_time(name)}
         values = {name: value for name, value in values.items() if name not in ("total_flos", "epoch")}
         values["lr"] = values.pop("learning_rate")
         split = self.trainer.parts.clock.split()
         self.trainer.parts.dir.log("train", state.global_step, {"phase": "rl", **values}, split)
         logger.debug("step %d: %s, %s", state.global_step, values, seconds)
+
+
+def _is_of_time(name: str) -> bool:
+    """Whether it is one of TRL's own timings, which the clock of the run has by its parts."""
+    return name == "step_time" or name.startswith("profiling/")

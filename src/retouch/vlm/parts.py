@@ -106,6 +106,11 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     asked = {item.prompt for item in data.items}  # of an edit it is picture and instruction that are learnt together
     seen = held_out is not None and any(item.prompt in asked for item in trained_on(held_out, data))
+    if seen and not config.evaluation.allow_overlap:
+        raise ConfigError(
+            "evaluation.data: some examples are trained on: data holds the same picture with the same prompt; divide "
+            "the data with `retouch data split`, or set evaluation.allow_overlap=true"
+        )
     policy, processor, task = load_policy(config)
     return Parts(
         config=config,

@@ -18,7 +18,8 @@ from trl.models import unwrap_model_for_generation
 
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import rng_state, set_rng_state
-from retouch.evaluate import save_evaluation
+from retouch.evaluate import Evaluation, save_evaluation
+from retouch.observe.guards import evaluation_alarms
 from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout import RewardOutage
@@ -51,6 +52,7 @@ class RunTrainer(GRPOTrainer):
         self.stopping: tuple[str, int] | None = None
         self.scoring = False
         self._signal: str | None = None
+        self._alarm: str | None = None
         self._started = time.monotonic()
         self._before: Mapping[str, Any] = {}
         self._tokens_before = 0
@@ -59,6 +61,10 @@ class RunTrainer(GRPOTrainer):
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
         self.evaluate_now("step")
+        self.control.should_evaluate = False  # or a run that stops here evaluates once more
+        if self.any_rank(self._alarm is not None) and self.between_cycles():
+            self.stopping = self.asked_to_stop()
+            self.control.should_training_stop = self.control.should_save = True
         return {}
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
@@ -68,10 +74,7 @@ class RunTrainer(GRPOTrainer):
         self.save(pinned=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_weights(self.model if model is None else model, Path(resume_from_checkpoint) / "weights")
+        load_weights(self.model if model is None else model, Path(resume_from_checkpoint) / "weights")
 
     # --- evaluation and checkpoints ---
 
@@ -118,9 +121,23 @@ class RunTrainer(GRPOTrainer):
             return
         told = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
         logger.info("step %d, %d %s images: %s", step, len(evaluation.rows), held_out.replace("_", "-"), told)
+        self._watch(parts.dir.path / "evaluations", evaluation)
         save_evaluation(evaluation, parts.dir.path / "evaluations" / f"step-{step:06d}", c.grid_examples)
         if c.grid_examples:
             parts.dir.save_image(step, "evaluation", judged_grid(rounds[0], c.grid_examples))
+
+    def _watch(self, folder: Path, evaluation: Evaluation) -> None:
+        """Alarms on an evaluation, beside those before it."""
+        table, step = self.parts.rewards, self.state.global_step
+        weights = {name: table.weights[name] for name in table.trained if table.weights[name]}
+        gold = [name for name in table.entries if name not in table.trained]
+        past = [path for path in sorted(folder.glob("step-*")) if int(path.name[5:]) < step]
+        earlier = [read_metrics(path / "rows.jsonl") for path in past]
+        for alarm in evaluation_alarms(earlier, evaluation.rows, weights, gold):
+            logger.warning("alarm: %s", alarm.text)
+            self.parts.dir.log("event", step, {"event": "alarm", "alarm": alarm.text})
+            if alarm.of_gold and self.parts.config.evaluation.on_gold_fall == "stop":
+                self._alarm = alarm.text
 
     def _answered(self, policy: Any, examples: Sequence[Example], k: int) -> Judged:
         """Round `k` of an evaluation of examples, in batches."""
@@ -218,6 +235,8 @@ class RunTrainer(GRPOTrainer):
         limit = self.parts.config.training.max_minutes
         if self.any_rank(self._signal is not None):
             return f"received {self._signal or 'a signal on another process'}", 3
+        if self.any_rank(self._alarm is not None):
+            return self._alarm or "an alarm on the first process", 3
         if limit is not None and self.any_rank(time.monotonic() - self._started > 60 * limit):
             return f"training.max_minutes = {limit:g} reached", 0
         return None
