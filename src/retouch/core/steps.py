@@ -138,10 +138,60 @@ STEP_RULES: dict[str, StepRule] = {
 
 
 def ode_step(prediction: Prediction, x: Tensor, output: Tensor, level: Level, level_next: Level) -> Tensor:
-    """The deterministic step of a family: Euler (flow) or DDIM with eta 0 (epsilon)."""
+    """The first-order deterministic step of a family: Euler (flow) or DDIM with eta 0 (epsilon)."""
     if prediction == "flow":
         return euler(x, output, level, level_next)
     return ddim(x, output, level, level_next, eta=0.0)[0]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a deterministic step leaves to the next one.
+
+    Attributes:
+        x0: [B, ...] the data that its prediction implied.
+        level: the noise level that it started from.
+    """
+
+    x0: Tensor
+    level: Level
+
+
+def dpm_step(
+    prediction: Prediction,
+    x: Tensor,
+    output: Tensor,
+    level: Level,
+    level_next: Level,
+    before: Estimate | None = None,
+) -> tuple[Tensor, Estimate]:
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2): the ODE by the predicted data and their change since the step
+    before. With a and b the shares of data and noise in x, and l = log(a / b)::
+
+        x' = b'/b x + (a' - a b'/b) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
+
+    From pure noise, to clean data, and without a step before, D is x0^: the step of `ode_step`.
+
+    Args:
+        before: of the step that led to x.
+    """
+    x, out, now, then = _levels(x, output, level, level_next)
+    (a, b), (a_next, b_next) = _shares(prediction, now), _shares(prediction, then)
+    x0 = x - now * out if prediction == "flow" else (x - b * out) / a
+    data = x0
+    if before is not None:
+        a_before, b_before = _shares(prediction, per_row(before.level, x, "level"))
+        log_snr, log_snr_next, log_snr_before = (
+            (p / q).log() for p, q in ((a, b), (a_next, b_next), (a_before, b_before))
+        )
+        weight = (log_snr_next - log_snr) / (2 * (log_snr - log_snr_before))
+        data = x0 + torch.where(weight.isfinite(), weight, 0.0) * (x0 - before.x0)
+    return b_next / b * x + (a_next - a * b_next / b) * data, Estimate(x0, level)
+
+
+def _shares(prediction: Prediction, level: Tensor) -> tuple[Tensor, Tensor]:
+    """Of data and of noise in the state at a level."""
+    return (1 - level, level) if prediction == "flow" else (level.sqrt(), (1 - level).sqrt())
 
 
 def _levels(x: Tensor, output: Tensor, level: Level, level_next: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:
