@@ -204,6 +204,13 @@ OFFLINE = (PAIRS, "rewards={}")
         ),
         # the solver of deterministic steps
         (
+            ("model={family: sd_inpaint}", "rollout.solver=dpm2"),
+            (
+                "rollout.solver: given 'dpm2', which is of flow models, but sd_inpaint predicts the noise; leave "
+                "solver out"
+            ),
+        ),
+        (
             ("rollout.solver=dpm2",),
             (
                 "rollout.solver: given 'dpm2', but every step is stochastic and follows step_rule; set rollout.window, "

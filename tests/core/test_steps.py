@@ -285,11 +285,11 @@ def test_last_steps_of_cps_and_ddim_are_deterministic(x: Tensor, v: Tensor) -> N
 # --- DPM-Solver++(2M) ---
 
 
-def dpm_run(prediction: Any, levels: Sequence[float], x: Tensor, model: Any) -> Tensor:
+def dpm_run(levels: Sequence[float], x: Tensor, model: Any) -> Tensor:
     """All steps; `model` takes (x, level)."""
     before = None
     for level, level_next in itertools.pairwise(levels):
-        x, before = steps.dpm_step(prediction, x, model(x, level), level, level_next, before)
+        x, before = steps.dpm_step(x, model(x, level), level, level_next, before)
     return x
 
 
@@ -310,16 +310,7 @@ def test_dpm_steps_of_a_flow_are_those_of_diffusers() -> None:
     theirs = diffusers_run(
         sigmas, x, lambda x, i: curve(x, sigmas[i]), prediction_type="flow_prediction", use_flow_sigmas=True
     )
-    assert torch.allclose(dpm_run("flow", sigmas, x, curve), theirs, atol=1e-6)
-
-
-def test_dpm_steps_of_an_epsilon_model_are_those_of_diffusers() -> None:
-    alpha_bars = [0.02, 0.1, 0.3, 0.6, 0.9, 1.0]
-    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    curve = lambda x, ab: torch.sin(2 * x) * (1 - ab) + x * ab / 2  # noqa: E731
-    sigmas = [math.sqrt((1 - ab) / ab) for ab in alpha_bars]
-    theirs = diffusers_run(sigmas, x, lambda x, i: curve(x, alpha_bars[i]), prediction_type="epsilon")
-    assert torch.allclose(dpm_run("epsilon", alpha_bars, x, curve), theirs, atol=1e-6)
+    assert torch.allclose(dpm_run(sigmas, x, curve), theirs, atol=1e-6)
 
 
 def test_a_dpm_step_without_a_past_is_of_first_order() -> None:
@@ -327,13 +318,13 @@ def test_a_dpm_step_without_a_past_is_of_first_order() -> None:
     x, v, other = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     for level, level_next in ((1.0, 0.7), (0.7, 0.3), (0.3, 0.0)):
         assert torch.allclose(
-            steps.dpm_step("flow", x, v, level, level_next)[0], steps.ode_step("flow", x, v, level, level_next)
+            steps.dpm_step(x, v, level, level_next)[0], steps.ode_step("flow", x, v, level, level_next)
         )
-    after_noise = steps.dpm_step("flow", x, v, 0.8, 0.5, steps.Estimate(other, 1.0))[0]
+    after_noise = steps.dpm_step(x, v, 0.8, 0.5, steps.Estimate(other, 1.0))[0]
     assert torch.allclose(after_noise, steps.ode_step("flow", x, v, 0.8, 0.5))
-    to_data = steps.dpm_step("flow", x, v, 0.2, 0.0, steps.Estimate(other, 0.4))[0]
+    to_data = steps.dpm_step(x, v, 0.2, 0.0, steps.Estimate(other, 0.4))[0]
     assert torch.allclose(to_data, steps.ode_step("flow", x, v, 0.2, 0.0))
-    assert not torch.allclose(steps.dpm_step("flow", x, v, 0.4, 0.2, steps.Estimate(other, 0.6))[0], x - 0.2 * v)
+    assert not torch.allclose(steps.dpm_step(x, v, 0.4, 0.2, steps.Estimate(other, 0.6))[0], x - 0.2 * v)
 
 
 def test_dpm_is_of_second_order() -> None:
@@ -349,7 +340,7 @@ def test_dpm_is_of_second_order() -> None:
         levels = torch.linspace(0.9, 0.1, count + 1, dtype=torch.float64).tolist()
         x = start = torch.linspace(-2, 2, 8, dtype=torch.float64).reshape(2, 4)
         if solver == "dpm2":
-            x = dpm_run("flow", levels, x, velocity)
+            x = dpm_run(levels, x, velocity)
         else:
             for s, s_next in itertools.pairwise(levels):
                 x = steps.ode_step("flow", x, velocity(x, s), s, s_next)

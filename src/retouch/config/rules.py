@@ -156,6 +156,11 @@ def _preset(run: RunConfig) -> None:
 def _sampling(run: RunConfig) -> None:
     """Rollout options that the algorithm reads, and stochastic steps that the model has."""
     rollout, algorithm, rule = run.rollout, run.algorithm, step_rule(run)
+    if rollout.solver == "dpm2" and FACTS[run.model.family].prediction != "flow":
+        raise ValueError(
+            f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; leave "
+            "solver out"
+        )
     if rule is None or not isinstance(algorithm, GrpoConfig):
         _deterministic(run)
         return

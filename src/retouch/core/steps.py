@@ -150,48 +150,34 @@ class Estimate:
 
     Attributes:
         x0: [B, ...] the data that its prediction implied.
-        level: the noise level that it started from.
+        sigma: the noise level that it started from.
     """
 
     x0: Tensor
-    level: Level
+    sigma: Level
 
 
 def dpm_step(
-    prediction: Prediction,
-    x: Tensor,
-    output: Tensor,
-    level: Level,
-    level_next: Level,
-    before: Estimate | None = None,
+    x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level, before: Estimate | None = None
 ) -> tuple[Tensor, Estimate]:
-    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2): the ODE by the predicted data and their change since the step
-    before. With a and b the shares of data and noise in x, and l = log(a / b)::
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) of a flow: the ODE by the predicted data and their change since
+    the step before, with l = log((1 - s) / s)::
 
-        x' = b'/b x + (a' - a b'/b) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
+        x' = s'/s x + (1 - s'/s) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
 
-    From pure noise, to clean data, and without a step before, D is x0^: the step of `ode_step`.
+    From pure noise, to clean data, and without a step before, D is x0^: the step of `euler`.
 
     Args:
         before: of the step that led to x.
     """
-    x, out, now, then = _levels(x, output, level, level_next)
-    (a, b), (a_next, b_next) = _shares(prediction, now), _shares(prediction, then)
-    x0 = x - now * out if prediction == "flow" else (x - b * out) / a
+    x, v, s, s_next = _levels(x, velocity, sigma, sigma_next)
+    x0 = x - s * v
     data = x0
     if before is not None:
-        a_before, b_before = _shares(prediction, per_row(before.level, x, "level"))
-        log_snr, log_snr_next, log_snr_before = (
-            (p / q).log() for p, q in ((a, b), (a_next, b_next), (a_before, b_before))
-        )
-        weight = (log_snr_next - log_snr) / (2 * (log_snr - log_snr_before))
+        log_snr, then, past = (((1 - u) / u).log() for u in (s, s_next, per_row(before.sigma, x, "sigma")))
+        weight = (then - log_snr) / (2 * (log_snr - past))
         data = x0 + torch.where(weight.isfinite(), weight, 0.0) * (x0 - before.x0)
-    return b_next / b * x + (a_next - a * b_next / b) * data, Estimate(x0, level)
-
-
-def _shares(prediction: Prediction, level: Tensor) -> tuple[Tensor, Tensor]:
-    """Of data and of noise in the state at a level."""
-    return (1 - level, level) if prediction == "flow" else (level.sqrt(), (1 - level).sqrt())
+    return s_next / s * x + (1 - s_next / s) * data, Estimate(x0, sigma)
 
 
 def _levels(x: Tensor, output: Tensor, level: Level, level_next: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:

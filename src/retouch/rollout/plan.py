@@ -42,6 +42,8 @@ class StepPlan:
     def __post_init__(self) -> None:
         if self.trained > self.stochastic:
             raise ValueError(f"{self.trained} steps are trained, but only {self.stochastic} are stochastic")
+        if self.solver == "dpm2" and self.schedule.prediction != "flow":
+            raise ValueError(f"solver dpm2 is of flow models, the model predicts {self.schedule.prediction}")
         if self.rule is not None and self.rule.prediction != self.schedule.prediction:
             raise ValueError(
                 f"this step rule is for {self.rule.prediction} models, the model predicts {self.schedule.prediction}"

@@ -51,10 +51,9 @@ def deterministic(
         before: what the deterministic step before left; None after a stochastic one.
     """
     prediction, level, level_next = _predict(model, network, plan, x, step, condition)
-    kind = plan.schedule.prediction
     if plan.solver == "dpm2":
-        return dpm_step(kind, x, prediction, level, level_next, before)
-    return ode_step(kind, x, prediction, level, level_next), None
+        return dpm_step(x, prediction, level, level_next, before)
+    return ode_step(plan.schedule.prediction, x, prediction, level, level_next), None
 
 
 def denoising_error(
