@@ -50,7 +50,7 @@ def sample(
     log_probs: list[Tensor] = []
     prefix = plan.first if plan.stochastic else 0
     x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
-    before: Estimate | None = None
+    before: Estimate | None = None  # deterministic steps before the window are in the prefix
     for i in range(prefix, plan.num_steps):
         step = torch.full((batch,), i, device=device)
         recorded = plan.first <= i < plan.first + plan.trained
@@ -58,7 +58,6 @@ def sample(
             states.append(x)
         if plan.is_stochastic(i):
             mean, std = transition(model, network, plan, x, step, condition)
-            before = None
             fresh = torch.stack([latent_noise(shape, g) for g in generators]).to(device)
             x = mean + std.reshape(-1, 1, 1, 1) * fresh
             if recorded:
