@@ -109,7 +109,7 @@ def tiny_weights(variant: EditVariant | None) -> Path:
 def small_run(path: Path, folder: Path, address: str, variant: EditVariant | None) -> list[str]:
     """Overrides that take a published run to random weights: paths, sizes, counts, the judge's address, precision.
 
-    One process accumulates what eight did. Everything else stays as published.
+    One process accumulates one group. Everything else stays as published.
     """
     format = load_run(path).data.format
     {"complex_edit": write_complex_edit, "mmmg": write_mmmg}[format](folder / "data")
@@ -117,11 +117,15 @@ def small_run(path: Path, folder: Path, address: str, variant: EditVariant | Non
         f"model.path={tiny_weights(variant)}",
         "model.dtype=fp32",
         *([] if variant is None else [f"model.variant={variant}"]),
-        *(f"{section}.{at}" for section in ("data", "evaluation.data") for at in (f"path={folder}/data", "resolution=32")),
+        *(
+            f"{section}.{at}"
+            for section in ("data", "evaluation.data")
+            for at in (f"path={folder}/data", "resolution=32")
+        ),
         "evaluation.data.held_out_share=0.3",
         "data.held_out_share=0.3",
         "rollout.num_steps=2",
-        "algorithm.trl.gradient_accumulation_steps=16",
+        "algorithm.trl.gradient_accumulation_steps=8",
         "algorithm.trl.max_completion_length=6",
         f"rewards.{format}.address={address}",
         "training.max_steps=1",
