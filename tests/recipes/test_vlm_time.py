@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,9 @@ from retouch.config import load_run, numbers
 from retouch.config.vlm import VlmDerived
 from retouch.observe.run_dir import read_metrics
 from retouch.observe.timing import PARTS
+from retouch.recipes.vlm_grpo import VlmTrainer
+from retouch.vlm.arguments import trl_arguments
+from retouch.vlm.parts import build_parts
 
 from .vlm_runs import RunFile, train, vlm_file
 
@@ -50,3 +55,45 @@ def test_the_time_of_a_step_is_explained(vlm_file: RunFile, tmp_path: Path) -> N
     for step in steps[1::2]:
         assert not {"images", "nfe_rollout", "nfe_eval"} & step.keys()
         assert step["text"] == step["rollout"] == step["vae"] == step["eval"] == step["checkpoint"] == 0
+
+
+def test_each_computation_is_charged_to_its_part(vlm_file: RunFile) -> None:
+    """Two passes of four completions; the KL asks the reference, which is the policy without its adapter."""
+    trl = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
+    config = load_run(vlm_file(trl, training__max_steps=1))
+    arguments = trl_arguments(config)
+    parts = build_parts(config, arguments.device, 1, main=True)
+    parts.dir.open(None)
+    parts.rewards.start()
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def told(what: str) -> Any:
+        return lambda *_: seen.update([(what, parts.clock.current)])
+
+    try:
+        trainer = VlmTrainer(parts, arguments)
+        trainer.owes_evaluation = False
+        parts.policy.model.language_model.register_forward_pre_hook(told("words"))
+        parts.painter.network.register_forward_pre_hook(told("picture"))
+        parts.painter.vae.encoder.register_forward_pre_hook(told("autoencoder"))
+        parts.painter.vae.decoder.register_forward_pre_hook(told("autoencoder"))
+        model: Any = trainer.model
+        learns = next(parameter for name, parameter in model.named_parameters() if ".lora_B." in name)
+        learns.register_hook(told("gradient"))
+        trainer.create_optimizer()
+        optimizer: Any = trainer.optimizer
+        optimizer.register_step_pre_hook(told("update"))
+        trainer.train()
+    finally:
+        parts.close()
+    places = {
+        "words": {"text", "train_forward"},
+        "picture": {"rollout"},
+        "autoencoder": {"vae"},
+        "gradient": {"train_backward"},
+        "update": {"optimizer"},
+    }
+    assert {what: {part for one, part in seen if one == what} for what in places} == places
+    assert seen["words", "text"] == 5 + 1  # tokens, and states for all
+    assert seen["words", "train_forward"] == 2 + 2  # of the reference, and in the loss
+    assert seen["gradient", "train_backward"] == 2 and seen["update", "optimizer"] == 1
