@@ -91,7 +91,7 @@ class Picky(OpenAIServer):
 
 
 @pytest.fixture
-def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Picky]:
+def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     judge._BUCKETS.clear()  # pyright: ignore[reportPrivateUsage]
     with Picky() as server:
@@ -146,7 +146,9 @@ def small_run(path: Path, folder: Path, address: str, variant: EditVariant | Non
         ("qwen_image_vlm_grpo_8gpu", None),
     ],
 )
-def test_one_step_of_a_released_run(name: str, variant: EditVariant | None, tmp_path: Path, picky: Picky) -> None:
+def test_one_step_of_a_released_run(
+    name: str, variant: EditVariant | None, tmp_path: Path, picky: OpenAIServer
+) -> None:
     """Generated, encoded, drawn, judged over HTTP, trained, evaluated, saved."""
     path = CONFIGS / f"{name}.yaml"
     overrides = small_run(path, tmp_path, picky.url, variant)
