@@ -23,6 +23,7 @@ from retouch.models.qwen import NEGATIVE
 from retouch.models.qwen_text import evaluating
 from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
+from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import Drawing, PendingBatch, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
@@ -83,8 +84,9 @@ class Judge:
             RewardOutage, FailureRateExceeded: nothing was trained on these.
             ResponseTooLong: a condition that does not fit.
         """
-        parts, clock = self.parts, self.parts.clock
-        drawn = self.draw_only(policy, examples, responses, noise_seeds)
+        parts = self.parts
+        clock = parts.clock if training else Stopwatch()  # all of an evaluation counts as "eval"
+        drawn = self.draw_only(policy, examples, responses, noise_seeds, clock)
         ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
         rows = zip(examples, drawn.texts, ends, drawn.images, strict=True)
         items = [item for row in rows for item in items_of(*row)]
@@ -95,10 +97,15 @@ class Judge:
         return replace(drawn, scores=scores, rewards=rewards)
 
     def draw_only(
-        self, policy: Any, examples: Sequence[Example], responses: Responses, noise_seeds: Sequence[int]
+        self,
+        policy: Any,
+        examples: Sequence[Example],
+        responses: Responses,
+        noise_seeds: Sequence[int],
+        clock: Stopwatch | None = None,
     ) -> Judged:
         """The pictures, without any score."""
-        parts, clock = self.parts, self.parts.clock
+        parts, clock = self.parts, clock or self.parts.clock
         texts = parts.tokenizer.batch_decode([list(ids) for ids in responses.completion_ids], skip_special_tokens=True)
         with clock.part("text"):
             states, truncated = self.states(policy, examples, texts, responses)
@@ -112,7 +119,13 @@ class Judge:
             at_hand = drawing_on(parts.painter, policy.device) if parts.algorithm.offload_painter else nullcontext()
             with at_hand:
                 drawn = draw(
-                    parts.painter, drawings, rollout.num_steps, parts.guidance_scale, k, rollout.batch_size_per_device
+                    parts.painter,
+                    drawings,
+                    rollout.num_steps,
+                    parts.guidance_scale,
+                    k,
+                    rollout.batch_size_per_device,
+                    clock,
                 )
         images = [to_uint8(rows) for rows in drawn]
         return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)

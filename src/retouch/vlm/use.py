@@ -79,8 +79,11 @@ def answer(parts: Parts, examples: Sequence[Example], seed: int, purpose: str, k
         said = speak(
             parts.policy, parts, [example], generation_options(parts), derive_seed("say", purpose, seed, example.id, k)
         )
-        draw = judge if score else judge.draw_only
-        found.append(draw(parts.policy, [example], said, [derive_seed(purpose, seed, example.id, k)]))
+        noise = [derive_seed(purpose, seed, example.id, k)]
+        if score:
+            found.append(judge(parts.policy, [example], said, noise, training=False))
+        else:
+            found.append(judge.draw_only(parts.policy, [example], said, noise))
     return joined(found)
 
 
