@@ -218,6 +218,8 @@ def compare(folder: Path, name: str) -> None:
     for other in (ddp, one):
         same_numbers(other, sharded)
         same_weights(other, sharded)
+    for rank in range(2):  # gradients are exchanged once in each of two steps
+        assert held(ddp, rank)["exchanges"] == 2 < held(ddp, rank)["backwards"]
 
 
 def stopped(done: subprocess.CompletedProcess[str], run: Path) -> None:
