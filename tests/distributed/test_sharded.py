@@ -172,7 +172,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def same_numbers(one: Path, two: Path) -> None:
-    """Every number that was logged, timings aside; the tolerance is a share of what is larger than 1, as fp32 has it."""
+    """Every number that was logged, timings aside; of those above 1 the tolerance is a share, as in fp32."""
     first, second = records(one), records(two)
     assert [(r["kind"], r["step"]) for r in first] == [(r["kind"], r["step"]) for r in second]
     for a, b in zip(first, second, strict=True):
