@@ -138,6 +138,7 @@ def judge_and_words(rows: list[dict[str, Any]], tasks: list[dict[str, str]]) -> 
         "right_word_drawn_wrong": sum(n and not r for r, n, _ in pairs),
         "wrong_word_drawn_right": sum(r and k and not n for r, n, k in pairs),
         "no_colour_drawn_right": sum(r and not k for r, _, k in pairs),
+        "no_colour": known.count(False),
         "differ": dict(Counter(differ).most_common()),
     }
 

@@ -55,11 +55,13 @@ def test_the_share_of_a_shape_in_a_colour(rows: list[str], share: float) -> None
 
 
 def test_a_pixel_has_the_nearest_colour() -> None:
-    """Paler than the palette it still counts; nearer to the ground than to any colour it does not."""
-    faint = page(["rrrr"] * 4)
-    for part, right in ((0.4, 1.0), (0.6, 0.0)):
-        mixed = ((1 - part) * faint.astype(np.float32) + part * np.array(GROUND)).astype(np.uint8)
-        assert colour_share(mixed, MASK, "red") == right
+    """Paler than the palette it still counts; nearer to the ground than to any colour it has none."""
+    for colour in COLOURS:
+        full = page([4 * colour[0]] * 4).astype(np.float32)
+        for part, shares in ((0.3, 1.0), (0.7, 0.0)):
+            mixed = ((1 - part) * full + part * np.array(GROUND)).astype(np.uint8)
+            assert colour_share(mixed, MASK, colour) == shares
+            assert sum(colour_share(mixed, MASK, other) for other in COLOURS) == shares
 
 
 def test_the_reward_asks_for_the_colour_of_each_item() -> None:
