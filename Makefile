@@ -10,10 +10,10 @@ SOURCES := src tests examples benchmarks tools
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint mutants clean
+.PHONY: help demo test test-slow test-deepspeed lint mutants clean
 
 help: ## Say what there is
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: .venv/.runtime ## Teach a tiny inpainting model to write, on a CPU
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,9 @@ test: lint ## Format, lint, types, import contracts, then every fast test
 
 test-slow: .venv/.installed ## The tests that take minutes
 	$(TEST) -m slow
+
+test-deepspeed: .venv/.deepspeed ## The tests of DeepSpeed, which it installs first
+	$(TEST) -m "not gpu" -k "zero or deepspeed" tests/distributed
 
 lint: .venv/.installed ## Format, lint, types, import contracts
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -50,4 +53,10 @@ clean: ## Remove .venv and caches; runs/ stays
 # what tests need besides
 .venv/.installed: .venv/.runtime
 	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,dev]"
+	@touch $@
+
+# its set-up imports torch, so that it must be there; operators are compiled when they are first used
+.venv/.deepspeed: .venv/.installed
+	$(PIP) setuptools wheel
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	@touch $@

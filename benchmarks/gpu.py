@@ -34,6 +34,7 @@ from retouch.build import build
 from retouch.config import RunConfig, derive, parse_run
 from retouch.data.synth import draw_words, write_signs
 from retouch.doctor.memory import report_memory
+from retouch.engine import OutOfMemory
 from retouch.engine.speed import compile_blocks
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.session import Session
@@ -122,13 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     wanted = [cell for cell in cells() if cell.name.startswith(tuple(given.only))]
     until = time.monotonic() + 60 * given.minutes
     rows: list[dict[str, Any]] = []
+    result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": rows}
     with tempfile.TemporaryDirectory() as work:
         for cell in wanted:
             rows.append(row(cell, sizes, Path(work), until))
             print(json.dumps(rows[-1]), flush=True)
-    result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": rows}
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            if given.out:  # what is measured stays, whatever happens to the next cell
+                given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 
 
@@ -145,7 +146,7 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
         return {**about, "skipped": f"counted {counted['device_bytes'] / 2**30:.0f} GiB of {has / 2**30:.0f}"}
     try:
         return {**about, **measure(cell, config, sizes, until)}
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutOfMemory):
         return {**about, "skipped": "out of memory"}
     finally:
         torch.compiler.reset()
@@ -262,7 +263,12 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
             },
             "algorithm": {"name": "grpo"},
             "rewards": {"preservation": {}},
-            "optimizer": {"lr": 1e-6, "batch_size_per_device": rows, "gradient_accumulation": images // rows},
+            "optimizer": {
+                "lr": 1e-6,
+                "batch_size_per_device": rows,
+                "gradient_accumulation": images // rows,
+                "on_out_of_memory": "stop",
+            },
             "training": {
                 "max_steps": 1000,
                 "checkpoint_every": 0,

@@ -1,10 +1,13 @@
 """Does GRPO teach a text encoder what to say to a frozen editor? The tiny editing task, with an adapter and in full.
 
 For every kind and seed: one run of configs/tiny/qwen_image_edit_vlm_grpo(_full).yaml. Measured are the colour judge on
-96 held-out instructions, whose answers are drawn as in training, from fixed seeds, before and after; how many answers
-name the right colour, which pixels cannot fake; and the CPU time of the whole run, start and evaluations included.
+96 held-out instructions, whose answers are drawn as in training, from fixed seeds, at every evaluation; how many of the
+answers name the right colour, which pixels cannot fake; whether it is still the words that decide what is drawn; how
+many steps were clipped; and the CPU time of the whole run, start and evaluations included.
 
     python benchmarks/vlm_edit.py --seeds 0 1 2 --out benchmarks/results/vlm_edit.json
+    python benchmarks/vlm_edit.py --again --out ...          # of the runs that lie in --work; their CPU time stays
+    python benchmarks/vlm_edit.py --again --kinds full --seeds 0 --picture docs/images/vlm-grpo.png
 """
 
 from __future__ import annotations
@@ -16,12 +19,19 @@ import platform
 import resource
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from inputs import inputs
+from PIL import Image
+from vlm_words import words_decide
 
-from retouch.data.edits import write_edits
+from retouch.config import load_run
+from retouch.data.edits import COLOURS, write_edits
+from retouch.engine.checkpoint import complete_checkpoints
+from retouch.observe.grids import grid
 from retouch.observe.run_dir import environment, read_metrics
 from retouch.observe.statistics import paired_difference
 
@@ -37,53 +47,66 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--work", type=Path, default=Path("runs/vlm-edit"), help="folder for data and runs")
+    parser.add_argument("--again", action="store_true", help="summarise runs that are there, train nothing")
+    parser.add_argument("--picture", type=Path, help="draw the first run's evaluations, before and after")
     parser.add_argument("--out", type=Path, help="JSON to write")
     arguments = parser.parse_args()
     data = arguments.work / "data"
     write_edits(data / "train", 256, "train", 1)
     write_edits(data / "held_out", 96, "held_out", 2)
-    rows = [measure(kind, seed, data, arguments.work) for kind in arguments.kinds for seed in arguments.seeds]
+    one = summary if arguments.again else measure
+    rows = [one(arguments.work / f"{kind}-{seed}", kind, seed) for kind in arguments.kinds for seed in arguments.seeds]
     for row in rows:
         print(line(row))
+    if arguments.picture:
+        picture(arguments.work / rows[0]["run"]).save(arguments.picture)
     if arguments.out:
         write(arguments.out, rows)
 
 
 def write(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Over the rows of the same runs; others stay."""
+    """Over the rows of the same runs; others stay, and what was not measured again."""
     known: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
-    all_rows = {row["run"]: row for row in [*known, *rows]}
+    all_rows = {row["run"]: row for row in known}
+    all_rows |= {row["run"]: all_rows.get(row["run"], {}) | row for row in rows}
     machine = {"cores": os.cpu_count(), "processor": platform.machine(), **environment()["packages"]}
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": machine, "rows": list(all_rows.values())}, indent=2)
     out.write_text(text + "\n", encoding="utf-8")
 
 
-def measure(kind: str, seed: int, data: Path, work: Path) -> dict[str, Any]:
+def measure(run: Path, kind: str, seed: int) -> dict[str, Any]:
     """Train one run -> its row."""
-    name = f"{kind}-{seed}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
-        [sys.executable, "-m", "retouch", "train", str(CONFIGS[kind]), f"name={name}", f"seed={seed}",
-         f"logging.dir={work}"],
-        env={**os.environ, "DATA_PATH": str(data)},
+        [sys.executable, "-m", "retouch", "train", str(CONFIGS[kind]), f"name={run.name}", f"seed={seed}",
+         f"logging.dir={run.parent}"],
+        env={**os.environ, "DATA_PATH": str(run.parent / "data")},
         check=True,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)} | summary(
-        work / name, kind, seed
-    )
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_seconds": round(cpu, 1)} | summary(run, kind, seed)
 
 
 def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
-    """Held-out means over the run, and the paired gain from its first to its last evaluation."""
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "eval"]
+    """Of a finished run: held-out means, the paired gain from its first to its last evaluation, what decides what is
+    drawn before and after, and gradients."""
+    metrics = read_metrics(run / "metrics.jsonl")
+    records = [record for record in metrics if record["kind"] == "eval"]
     rows = {r["step"]: read_metrics(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in records}
-    asked = [entry["colour"] for entry in json.loads((run.parent / "data/held_out/manifest.json").read_text())]
+    tasks = json.loads((run.parent / "data/held_out/manifest.json").read_text(encoding="utf-8"))
+    asked = [task["colour"] for task in tasks]
     first, last = rows[records[0]["step"]], rows[records[-1]["step"]]
     gain = paired_difference([row["colour"] for row in last], [row["colour"] for row in first])
     said = {step: [row["read"] == colour for row, colour in zip(found, asked)] for step, found in rows.items()}
-    agreed = [(row["colour"] > 0.5) == right for row, right in zip(last, said[records[-1]["step"]])]
+    held_out = run.parent.resolve() / "data/held_out/manifest.json"
+    config = load_run(run / "config.yaml", [f"evaluation.data.path={held_out}", f"logging.dir={run.parent}"])
+    published = load_run(CONFIGS[kind])
+    for section in ("model", "rollout", "algorithm", "rewards", "training"):
+        if getattr(config, section) != getattr(published, section):
+            raise SystemExit(f"{run}: {section} is not as in {CONFIGS[kind].name}; train again, without --again")
+    weights = complete_checkpoints(run / "checkpoints")[-1] / "weights"
     return {
         "run": run.name,
         "kind": kind,
@@ -92,17 +115,61 @@ def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
         "tasks": len(first),
         "held_out": {str(step): round(sum(r["colour"] for r in found) / len(found), 4) for step, found in rows.items()},
         "says_the_colour": {str(step): round(sum(right) / len(right), 4) for step, right in said.items()},
-        "judge_and_words_agree_at_the_end": sum(agreed),
+        "first_eight_drawn_right": [sum(row["colour"] > 0.5 for row in found[:8]) for found in (first, last)],
+        "at_the_end": judge_and_words(last, tasks),
         "gain": [round(value, 4) for value in gain],
+        "words_decide": {
+            "before": words_decide(config, None, [row["read"] for row in first]),
+            "after": words_decide(config, weights, [row["read"] for row in last]),
+        },
+        "grad_norm": gradients(metrics, config.algorithm.trl["max_grad_norm"]),  # type: ignore[union-attr]
     }
+
+
+def judge_and_words(rows: list[dict[str, Any]], tasks: list[dict[str, str]]) -> dict[str, Any]:
+    """In how many tasks both say the same of an answer, and in how many not, by what was said to which instruction."""
+    right = [row["colour"] > 0.5 for row in rows]
+    named = [row["read"] == task["colour"] for row, task in zip(rows, tasks, strict=True)]
+    known = [row["read"] in COLOURS for row in rows]
+    pairs = list(zip(right, named, known, strict=True))
+    differ = [f"{task['prompt']}: {row['read']}" for r, n, row, task in zip(right, named, rows, tasks) if r != n]
+    return {
+        "agree": sum(r == n for r, n, _ in pairs),
+        "right_word_drawn_wrong": sum(n and not r for r, n, _ in pairs),
+        "wrong_word_drawn_right": sum(r and k and not n for r, n, k in pairs),
+        "no_colour_drawn_right": sum(r and not k for r, _, k in pairs),
+        "no_colour": known.count(False),
+        "differ": dict(Counter(differ).most_common()),
+    }
+
+
+def gradients(metrics: list[dict[str, Any]], limit: float) -> dict[str, float]:
+    """Share of steps whose gradient was longer than the limit, and how far its length goes over the usual one."""
+    norms = [record["grad_norm"] for record in metrics if record["kind"] == "train"]
+    return {
+        "clipped": round(sum(norm > limit for norm in norms) / len(norms), 4),
+        "median_over_limit": round(median(norms) / limit, 2),
+        "largest_over_median": round(max(norms) / median(norms), 2),
+    }
+
+
+def picture(run: Path) -> Image.Image:
+    """Source with its instruction; what was drawn and said at the first evaluation and at the last; a task a row."""
+    tasks = json.loads((run.parent / "data/held_out/manifest.json").read_text(encoding="utf-8"))
+    evaluations = sorted((run / "evaluations").iterdir())
+    ends = [(folder, read_metrics(folder / "rows.jsonl")) for folder in (evaluations[0], evaluations[-1])]
+    cells: list[list[tuple[Image.Image, str]]] = []
+    for i, name in enumerate(sorted(file.name for file in evaluations[0].glob("*.png"))):
+        source = Image.open(run.parent / "data/held_out" / tasks[i]["image_path"])
+        edits = [(Image.open(folder / name), found[i]["read"]) for folder, found in ends]
+        cells.append([(source, tasks[i]["prompt"]), *edits])
+    return grid(cells, ["source", "before", "after"])
 
 
 def line(row: dict[str, Any]) -> str:
     path = " -> ".join(f"{value:.3f}" for value in row["held_out"].values())
     low, high = row["gain"][1:]
-    return (
-        f"{row['run']}: {path} · gain {row['gain'][0]:+.3f} [{low:+.3f}, {high:+.3f}] · {row['cpu_seconds']:.0f} CPU s"
-    )
+    return f"{row['run']}: {path} · gain {row['gain'][0]:+.3f} [{low:+.3f}, {high:+.3f}] · {row['words_decide']}"
 
 
 if __name__ == "__main__":

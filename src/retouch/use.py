@@ -277,7 +277,7 @@ def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
     """Paired differences of every measure with their intervals, over the images that both have (two at least)."""
     found: dict[str, list[float]] = {}
     for measure in after.means():
-        pairs = [(a[measure], b[measure]) for a, b in zip(after.rows, before.rows, strict=True)]
+        pairs = [(a.get(measure), b.get(measure)) for a, b in zip(after.rows, before.rows, strict=True)]
         valid = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
         if len(valid) > 1:
             found[measure] = list(paired_difference([a for a, _ in valid], [b for _, b in valid]))

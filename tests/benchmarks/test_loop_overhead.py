@@ -29,6 +29,10 @@ def test_the_committed_numbers_are_within_the_limit(row: dict[str, Any]) -> None
     assert len(row["load"]) == 2
 
 
+def test_both_algorithms_were_measured() -> None:
+    assert {row["algorithm"] for row in RESULT["rows"]} == set(loop_overhead.ALGORITHMS)
+
+
 def test_ratios_are_of_neighbours() -> None:
     """A machine that slows down halfway must not tell between the two."""
     assert loop_overhead.compared("wall", [(1.1, 1.0), (2.2, 2.0), (4.0, 4.0)]) == {

@@ -202,6 +202,25 @@ OFFLINE = (PAIRS, "rewards={}")
             )
             for name, algorithm in (("nft", NFT), ("dpo", DPO))
         ),
+        # the solver of deterministic steps
+        (
+            ("model={family: sd_inpaint}", "rollout.solver=dpm2"),
+            (
+                "rollout.solver: given 'dpm2', which is of flow models, but sd_inpaint predicts the noise; leave "
+                "solver out"
+            ),
+        ),
+        (
+            ("rollout.solver=dpm2",),
+            (
+                "rollout.solver: given 'dpm2', but every step is stochastic and follows step_rule; set rollout.window, "
+                "or leave solver out"
+            ),
+        ),
+        (
+            ("algorithm={name: dpo, pairs: offline}", "rollout.solver=dpm2"),
+            "rollout.solver: given 'dpm2', but algorithm.pairs=offline samples no images; leave it out",
+        ),
         # rewards and groups
         *(
             (

@@ -101,6 +101,7 @@ BOUNDS = [
     ("optimizer.steps_per_forward", "0", "0", POSITIVE),
     ("optimizer.max_grad_norm", "0", "0", POSITIVE),
     ("optimizer.on_out_of_memory", "skip", "'skip'", "input should be 'halve' or 'stop'"),
+    ("rollout.solver", "heun", "'heun'", "input should be 'first_order' or 'dpm2'"),
     ("optimizer.moments", "fp8", "'fp8'", "input should be 'fp32' or 'int8'"),
     ("ema.decay", "1", "1", "input should be less than 1"),
     ("ema.decay", "0", "0", POSITIVE),

@@ -32,8 +32,9 @@ torch.set_num_threads(1)
 RANK = int(os.environ.get("RANK", 0))
 LAST = int(os.environ.get("WORLD_SIZE", 1)) - 1 == RANK
 score, backward, finish, close = PreservationScorer.score, Engine.backward, Session.finish, Engine.close
+micro_step = Engine.micro_step
 faults: set[str] = set()
-backwards = 0
+backwards = exchanges = 0
 
 
 def score_with_faults(self: Any, items: Any) -> Any:
@@ -51,6 +52,12 @@ def counted(self: Engine, loss: Any) -> None:
     backward(self, loss)
 
 
+def counted_where_last(self: Engine, *, last: bool) -> Any:
+    global exchanges
+    exchanges += last
+    return micro_step(self, last=last)
+
+
 def finish_and_tell(self: Session) -> None:
     finish(self)
     run = self.run
@@ -61,18 +68,20 @@ def finish_and_tell(self: Session) -> None:
         "snapshots": {name: sum(t.numel() for t in run.policy.state(name).values()) for name in run.policy.snapshots},
         "moments": sum(piece(t).numel() for t in moments),
         "backwards": backwards,
+        "exchanges": exchanges,
     }
     (run.dir.path / f"rank-{RANK}.json").write_text(json.dumps(held), encoding="utf-8")
 
 
 def main() -> None:
-    global backwards
+    global backwards, exchanges
+    Engine.micro_step = counted_where_last
     PreservationScorer.score, Engine.backward, Session.finish = score_with_faults, counted, finish_and_tell
     Engine.close = lambda self: None  # the processes stay one group until the last run is over
     for wanted, *arguments in json.loads(sys.argv[1]):
         faults.clear()
         faults.update(wanted)
-        backwards = 0
+        backwards = exchanges = 0
         code = app(arguments, standalone_mode=False)
         if code:
             sys.exit(code)

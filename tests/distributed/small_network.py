@@ -4,14 +4,17 @@ OUT."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from retouch.config.schema import OptimizerConfig, TrainingConfig
 from retouch.engine import Checkpoints, Diverged, Engine, Policy
@@ -142,6 +145,22 @@ def resumed(sharding: dict[str, Any], out: Path, way: str, source: Path) -> dict
     return {"steps": [setup.step(7), setup.step(8)], "weights": setup.whole(), "averages": setup.whole("ema")}
 
 
+def collectives(sharding: dict[str, Any], out: Path, way: str) -> list[dict[str, int]]:
+    """What a process calls in each of two micro-steps: name of a collective -> how often."""
+    setup = Setup(sharding, out / way)
+    micro_step, found = setup.engine.micro_step, list[dict[str, int]]()
+
+    @contextlib.contextmanager
+    def watched(*, last: bool) -> Iterator[None]:
+        with profile(activities=[ProfilerActivity.CPU]) as calls, micro_step(last=last):
+            yield
+        found.append({e.key: e.count for e in calls.key_averages() if e.key.startswith("c10d::")})
+
+    setup.engine.micro_step = watched
+    setup.step(1)
+    return found
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     wanted = {name: WAYS[name] for name in sys.argv[2].split(",")} if WORLD > 1 else {"one": {}}
@@ -151,6 +170,9 @@ def main() -> None:
         found[way]["resumed"] = resumed(sharding, out, f"{way}-resumed", out / "one" / "step-000001")
         found[way]["taken_over"] = resumed(sharding, out, f"{way}-taken-over", out / before / "step-000001")
         before = way
+        for whole in (False, True):
+            kind = "whole_gradients" if whole else "gradients"
+            found[way][kind] = collectives({**sharding, "shard_gradients": not whole}, out, f"{way}-{kind}")
         found[way]["bf16"] = Setup(sharding, out / f"{way}-bf16", "bf16").step(1)
     (out / f"{'one' if WORLD == 1 else f'rank-{RANK}'}.json").write_text(json.dumps(found), encoding="utf-8")
     if WORLD > 1:

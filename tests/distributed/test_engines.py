@@ -119,6 +119,19 @@ def test_what_a_process_holds(found: dict[str, Any], way: str) -> None:
 
 
 @every_way
+def test_gradients_are_exchanged_in_the_last_micro_step_alone(found: dict[str, Any], way: str) -> None:
+    """Or in each where they stay sharded; DDP calls no collective at all before the last one."""
+    one, *two = found.values()
+    assert one["gradients"] == one["whole_gradients"] == [{}, {}]
+    for rank in two:
+        for kind, early in (("gradients", way != "ddp"), ("whole_gradients", way == "zero3")):
+            exchanged = [sum(n for name, n in calls.items() if "reduce" in name) for calls in rank[kind]]
+            assert exchanged[1] >= 1 and exchanged[0] == early * exchanged[1], (kind, rank[kind])
+        if way == "ddp":
+            assert rank["gradients"][0] == {}
+
+
+@every_way
 def test_bf16_is_as_on_one_process(found: dict[str, Any]) -> None:
     """Not with the same roundings; what is frozen is bf16 itself."""
     one, *two = found.values()

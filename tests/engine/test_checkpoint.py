@@ -41,3 +41,19 @@ def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path: Path) ->
     put_in_place(checkpoint(tmp_path / ".writing-step-000040", "new"), folder)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000040"]
     assert (folder / "weights.safetensors").read_text() == "new"
+
+
+def test_a_kill_while_the_old_one_is_deleted_leaves_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "step-000040", "old")
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        put_in_place(checkpoint(tmp_path / ".writing-step-000040", "new"), folder)
+    assert complete_checkpoints(tmp_path) == [folder]
+    assert (folder / "weights.safetensors").read_text() == "new"

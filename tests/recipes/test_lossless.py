@@ -58,9 +58,10 @@ def test_all_steps_of_a_window_at_once_have_the_gradient_of_one_after_another(
             )
         )
     together, apart = gradients
-    assert max(float(g.abs().max()) for g in together.values()) > 1e-4
+    largest = max(float(g.abs().max()) for g in together.values())
+    assert largest > 1e-3
     for name, gradient in together.items():
-        torch.testing.assert_close(apart[name], gradient, atol=1e-5, rtol=0)
+        torch.testing.assert_close(apart[name], gradient, atol=1e-4 * largest, rtol=0)
 
 
 def test_rewards_while_sampling_goes_on_are_those_waited_for(

@@ -31,8 +31,9 @@ from retouch.vlm import judge as vlm_judge
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.generation import generation_options
-from retouch.vlm.judge import Judge, mean_rewards, speak
+from retouch.vlm.judge import Judge, mean_rewards, seeds_of, speak
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
+from retouch.vlm.use import answer
 from tests.command_line import retouch
 
 from . import vlm_runs
@@ -50,6 +51,21 @@ def fail_some(items: list[Any]) -> list[float]:
 
 
 FAILED: set[int] = {1, 4, 5}
+
+
+def plain(items: list[Any]) -> list[float]:
+    return vlm_runs.letters(items)
+
+
+def other_where_it_fails(items: list[Any]) -> list[float]:
+    """`letters`, and something else in the rows that `fail_some` has no number for."""
+    return [5.0 - i if i % 10 in FAILED else value for i, value in enumerate(vlm_runs.letters(items))]
+
+
+def fail_always(items: list[Any]) -> list[float]:
+    return [float("nan")] * len(items)
+
+
 CALLS: list[int] = []
 
 
@@ -160,18 +176,22 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     assert all(torch.equal(plain[name], tensor) for name, tensor in policy.items())
 
 
-def test_a_failed_row_moves_nothing(parts_of: Any) -> None:
+@pytest.mark.parametrize("loss_type", ["dr_grpo", None, "grpo"])
+def test_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """30 % of the rewards fail, with KL and entropy in the loss: what the failed rows said does not matter, and the
     others are compared with each other alone."""
     options = {"beta": 0.1, "entropy_coef": 0.1, "per_device_train_batch_size": 20, "num_generations": 10}
+    options["loss_type"] = loss_type
     parts, arguments = parts_of(
         options, rewards={"letters": reward("fail_some")}, reward_client__max_failure_rate=0.5, training__max_steps=1
     )
     trainer = Watched(parts, arguments)
+    assert trainer.loss_type == (loss_type or "dapo")  # TRL's default
     trainer.train()
     [inputs] = trainer.inputs
     failed = inputs["tool_mask"].sum(1) == 0
     assert int(failed.sum()) == 6
+    assert int(inputs["num_items_in_batch"]) == int(inputs["completion_mask"][~failed].sum())  # what dapo divides by
     assert bool((inputs["advantages"][failed] == 0).all())
     assert bool((inputs["advantages"][~failed] != 0).any())
     said = parts.tokenizer.batch_decode([ids for _, ids in unpadded(inputs)], skip_special_tokens=True)
@@ -201,6 +221,35 @@ def test_one_failed_reward_of_two_is_none() -> None:
     assert mean_rewards(scores, 1) == [1.0, None, 3.0]
     assert mean_rewards(Scores(scores.outcomes, {"a": 1, "b": 0}), 1) == [1.0, 0.5, 1.0]  # weight 0 is only logged
     assert mean_rewards(Scores({"a": [Score(1.0), Score(0.5), Score(1.0), failure]}, {"a": 2}), 2) == [1.5, None]
+
+
+@pytest.mark.parametrize("loss_type", ["dr_grpo", None, "grpo"])
+def test_what_the_other_reward_says_of_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
+    """Two rewards, of which one fails on three rows of eight: gradients to the bit, whatever the other one says."""
+
+    def trained(name: str, first: str, second: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        both = {"first": reward(first), "second": reward(second)}
+        client = {"max_failure_rate": 0.5}
+        options = {"loss_type": loss_type, "beta": 0.1}
+        parts, arguments = parts_of(options, name=name, rewards=both, reward_client=client, training__max_steps=1)
+        trainer = Watched(parts, arguments)
+        trainer.owes_evaluation = False
+        trainer.train()
+        [inputs] = trainer.inputs
+        return inputs, gradients(trainer, inputs)
+
+    inputs, kept = trained("kept", "fail_some", "plain")
+    assert int((inputs["tool_mask"].sum(1) == 0).sum()) == len(FAILED & set(range(8)))
+    assert any(bool((g != 0).any()) for g in kept.values())
+    other, changed = trained("changed", "fail_some", "other_where_it_fails")
+    assert torch.equal(inputs["completion_ids"], other["completion_ids"])
+    assert kept.keys() == changed.keys() and all(torch.equal(kept[n], changed[n]) for n in kept)
+    if loss_type != "dr_grpo":
+        return
+    # the other reward does say something else: where nothing fails it counts
+    _, plain = trained("plain", "plain", "plain")
+    _, counted = trained("counted", "plain", "other_where_it_fails")
+    assert any(not torch.allclose(plain[n], counted[n], rtol=1e-3, atol=0) for n in plain)
 
 
 def test_one_failed_reward_of_two_masks_the_row(parts_of: Any) -> None:
@@ -250,6 +299,37 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(vlm_file: RunFile, tmp_
     assert [(r["step"], r["moment"]) for r in metrics if r["kind"] == "eval"] == [(0, "start"), (2, "step"), (3, "end")]
 
 
+def test_using_it_reports_failed_rewards_and_goes_on(parts_of: Any) -> None:
+    parts, _ = parts_of(rewards={"letters": reward("fail_always"), "second": reward("plain")})
+    judged = answer(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
+    assert judged.rewards == [None, None]
+    assert judged.scores.values("letters") == [None, None] and None not in judged.scores.values("second")
+
+
+def test_a_group_is_drawn_from_one_noise_and_no_other_is(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[int]] = []
+    real = vlm_judge.draw
+
+    def watch(painter: Any, drawings: Any, *options: Any) -> Any:
+        drawn.append([drawing.noise_seed for drawing in drawings])
+        return real(painter, drawings, *options)
+
+    monkeypatch.setattr(vlm_judge, "draw", watch)
+    parts, arguments = parts_of()
+    trainer = VlmTrainer(parts, arguments)
+    trainer.owes_evaluation = False
+    trainer.train()
+    assert [len(step) for step in drawn] == [8, 8]
+    groups = [step[i : i + 4] for step in drawn for i in (0, 4)]
+    assert all(len(set(group)) == 1 for group in groups) and len({group[0] for group in groups}) == 4
+    same = [parts.data[0]] * 3
+    seeds = [
+        seeds_of(*given)
+        for given in (("draw", 5, same, 0), ("draw", 5, same, 1), ("draw", 6, same, 0), ("eval", 5, same, 0))
+    ]
+    assert all(len(set(of_one)) == 1 for of_one in seeds) and len({of_one[0] for of_one in seeds}) == 4
+
+
 def test_answers_of_an_evaluation_are_without_dropout(parts_of: Any) -> None:
     parts, arguments = parts_of({"lora_dropout": 0.5})
     model: Any = VlmTrainer(parts, arguments).model
@@ -286,8 +366,12 @@ def test_full_fine_tuning_leaves_what_sees_alone(parts_of: Any) -> None:
     full = {"use_peft": None, "lora_r": None, "lora_alpha": None, "lora_dropout": None, "learning_rate": 1e-3}
     parts, arguments = parts_of(full)
     before = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
+    frozen = [parts.painter.network, parts.painter.vae]
+    painter = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in frozen]
     trainer = VlmTrainer(parts, arguments)
     trainer.train()
+    for one, tensors in zip(frozen, painter, strict=True):
+        assert tensors and all(torch.equal(tensor, tensors[name]) for name, tensor in one.state_dict().items())
     changed = {name for name, tensor in parts.policy.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed and not any("visual" in name for name in changed)
     assert {"lm_head.weight", "model.language_model.layers.0.self_attn.q_proj.weight"} <= changed

@@ -156,6 +156,11 @@ def _preset(run: RunConfig) -> None:
 def _sampling(run: RunConfig) -> None:
     """Rollout options that the algorithm reads, and stochastic steps that the model has."""
     rollout, algorithm, rule = run.rollout, run.algorithm, step_rule(run)
+    if rollout.solver == "dpm2" and FACTS[run.model.family].prediction != "flow":
+        raise ValueError(
+            f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; leave "
+            "solver out"
+        )
     if rule is None or not isinstance(algorithm, GrpoConfig):
         _deterministic(run)
         return
@@ -209,6 +214,11 @@ def _sampling(run: RunConfig) -> None:
                 f"algorithm.timestep_fraction: given {algorithm.timestep_fraction} beside rollout.window; the window "
                 "already says which steps are trained; leave timestep_fraction at 1.0"
             )
+    elif rollout.solver != "first_order" and last == rollout.num_steps:
+        raise ValueError(
+            f"rollout.solver: given {rollout.solver!r}, but every step is stochastic and follows step_rule; set "
+            "rollout.window, or leave solver out"
+        )
     if algorithm.kl_mode == "published" and not algorithm.kl_weight:
         raise ValueError(
             "algorithm.kl_mode: given 'published', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
@@ -253,6 +263,8 @@ def _deterministic(run: RunConfig) -> None:
     if run.rollout.window is not None:
         untrained = "" if offline else " and trains no steps of it"
         raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
+    if offline and rollout.solver != "first_order":
+        raise ValueError(f"rollout.solver: given {rollout.solver!r}, but {why}; leave it out")
     if run.rollout.shared_noise:
         alike = "" if offline else ": all images of a group would be one"
         raise ValueError(f"rollout.shared_noise: given true, but {why}{alike}; set shared_noise=false")

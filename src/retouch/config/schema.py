@@ -36,6 +36,9 @@ class Window(Section):
     """Rollout batches that a sliding window stays at a place."""
 
 
+Solver = Literal["first_order", "dpm2"]
+
+
 class RolloutConfig(Section):
     """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
 
@@ -62,6 +65,10 @@ class RolloutConfig(Section):
     """Of flow_sde and cps; null is 0.9 and 0.8. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
     eta: Positive | None = None
     """Of dance_sde and ddim; null is as published, 0.3 and 1.0."""
+    solver: Solver = "first_order"
+    """Of the deterministic steps, those outside of a window or all where images are sampled by the ODE: Euler or DDIM;
+    or "dpm2" of flow models, DPM-Solver++(2M), nearer to the ODE's end in as many steps. Evaluation and use keep the
+    first order."""
     window: Window | None = None
     """Null makes every step stochastic; see also algorithm.timestep_fraction."""
     shared_noise: bool = False

@@ -138,10 +138,46 @@ STEP_RULES: dict[str, StepRule] = {
 
 
 def ode_step(prediction: Prediction, x: Tensor, output: Tensor, level: Level, level_next: Level) -> Tensor:
-    """The deterministic step of a family: Euler (flow) or DDIM with eta 0 (epsilon)."""
+    """The first-order deterministic step of a family: Euler (flow) or DDIM with eta 0 (epsilon)."""
     if prediction == "flow":
         return euler(x, output, level, level_next)
     return ddim(x, output, level, level_next, eta=0.0)[0]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a deterministic step leaves to the next one.
+
+    Attributes:
+        x0: [B, ...] the data that its prediction implied.
+        sigma: the noise level that it started from.
+    """
+
+    x0: Tensor
+    sigma: Level
+
+
+def dpm_step(
+    x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level, before: Estimate | None = None
+) -> tuple[Tensor, Estimate]:
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) of a flow: the ODE by the predicted data and their change since
+    the step before, with l = log((1 - s) / s)::
+
+        x' = s'/s x + (1 - s'/s) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
+
+    From pure noise, to clean data, and without a step before, D is x0^: the step of `euler`.
+
+    Args:
+        before: of the step that led to x.
+    """
+    x, v, s, s_next = _levels(x, velocity, sigma, sigma_next)
+    x0 = x - s * v
+    data = x0
+    if before is not None:
+        log_snr, then, past = (((1 - u) / u).log() for u in (s, s_next, per_row(before.sigma, x, "sigma")))
+        weight = (then - log_snr) / (2 * (log_snr - past))
+        data = x0 + torch.where(weight.isfinite(), weight, 0.0) * (x0 - before.x0)
+    return s_next / s * x + (1 - s_next / s) * data, Estimate(x0, sigma)
 
 
 def _levels(x: Tensor, output: Tensor, level: Level, level_next: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:

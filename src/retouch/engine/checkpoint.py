@@ -219,18 +219,23 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def put_in_place(written: Path, folder: Path) -> None:
-    """By one rename; a checkpoint of the same step makes way first."""
-    if folder.exists():
-        discard(folder)
+    """By one rename; a checkpoint of the same step is moved aside before, and deleted when the new one is there."""
+    aside = _aside(folder) if folder.exists() else None
     written.rename(folder)
+    if aside is not None:
+        shutil.rmtree(aside)
 
 
 def discard(folder: Path) -> None:
     """Delete a checkpoint; under another name first, so that no rest of it is taken for a complete one."""
+    shutil.rmtree(_aside(folder))
+
+
+def _aside(folder: Path) -> Path:
     leaving = folder.with_name(f".writing-gone-{folder.name}")
     shutil.rmtree(leaving, ignore_errors=True)
     folder.rename(leaving)
-    shutil.rmtree(leaving)
+    return leaving
 
 
 def flush(folder: Path) -> None:

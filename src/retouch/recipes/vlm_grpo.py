@@ -152,6 +152,7 @@ class VlmTrainer(RunTrainer):
         self.together(failed)
         assert judged is not None
         self.scoring = False
+        self.costs.images += len(examples) * judged.pictures_each
         self._log_judged(judged, columns["log_metric"])
         return judged.rewards
 

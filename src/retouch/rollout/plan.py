@@ -16,15 +16,15 @@ from retouch.core.steps import STEP_RULES, StepRule
 from retouch.data.sampler import derive_seed
 
 if TYPE_CHECKING:
-    from retouch.config.schema import RunConfig, Window
+    from retouch.config.schema import RunConfig, Solver, Window
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """A solver run: its times, the stochastic rule, and three consecutive kinds of steps.
 
-    Steps `first .. first + stochastic - 1` use the rule, the others the ODE; the first `trained` of them enter the loss
-    and are recorded.
+    Steps `first .. first + stochastic - 1` use the rule, the others the ODE by `solver`; the first `trained` of them
+    enter the loss and are recorded.
 
     Raises:
         ValueError: steps that cannot be trained: not stochastic, of another family's rule, or with a std of 0. It is
@@ -37,10 +37,13 @@ class StepPlan:
     first: int
     stochastic: int
     trained: int
+    solver: Solver = "first_order"
 
     def __post_init__(self) -> None:
         if self.trained > self.stochastic:
             raise ValueError(f"{self.trained} steps are trained, but only {self.stochastic} are stochastic")
+        if self.solver == "dpm2" and self.schedule.prediction != "flow":
+            raise ValueError(f"solver dpm2 is of flow models, the model predicts {self.schedule.prediction}")
         if self.rule is not None and self.rule.prediction != self.schedule.prediction:
             raise ValueError(
                 f"this step rule is for {self.rule.prediction} models, the model predicts {self.schedule.prediction}"
@@ -69,9 +72,9 @@ class StepPlan:
         return rule.mean_std(x, x, now, then, self.strength, float(level[1]))[1]
 
 
-def ode_plan(schedule: Schedule) -> StepPlan:
+def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:
     """The deterministic sampler of evaluation, of use, and of algorithms that train on clean images alone."""
-    return StepPlan(schedule, None, 0.0, 0, 0, 0)
+    return StepPlan(schedule, None, 0.0, 0, 0, 0, solver)
 
 
 def make_plan(run: RunConfig, schedule: Schedule, batch: int) -> StepPlan:
@@ -79,14 +82,14 @@ def make_plan(run: RunConfig, schedule: Schedule, batch: int) -> StepPlan:
     (run seed, batch), never from a global generator."""
     rollout, name = run.rollout, step_rule(run)
     if name is None:
-        return ode_plan(schedule)
+        return ode_plan(schedule, rollout.solver)
     rule = STEP_RULES[name]
     given, default = (rollout.eta, ETA) if rule.strength == "eta" else (rollout.noise_level, NOISE_LEVEL)
     strength = default[name] if given is None else given
     if rollout.window is None:
-        return StepPlan(schedule, rule, strength, 0, stochastic_steps(run), trained_steps(run))
+        return StepPlan(schedule, rule, strength, 0, stochastic_steps(run), trained_steps(run), rollout.solver)
     size = rollout.window.size
-    return StepPlan(schedule, rule, strength, _window_start(run, rollout.window, batch), size, size)
+    return StepPlan(schedule, rule, strength, _window_start(run, rollout.window, batch), size, size, rollout.solver)
 
 
 def _window_start(run: RunConfig, window: Window, batch: int) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from retouch.core.steps import gaussian_log_prob
+from retouch.core.steps import Estimate, gaussian_log_prob
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.transition import deterministic, transition
 from retouch.types import Condition, DiffusionModel, Trajectory
@@ -50,6 +50,7 @@ def sample(
     log_probs: list[Tensor] = []
     prefix = plan.first if plan.stochastic else 0
     x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
+    before: Estimate | None = None  # deterministic steps before the window are in the prefix
     for i in range(prefix, plan.num_steps):
         step = torch.full((batch,), i, device=device)
         recorded = plan.first <= i < plan.first + plan.trained
@@ -64,7 +65,7 @@ def sample(
                 log_probs.append(gaussian_log_prob(x, mean, std, region, log_prob_mode))
                 means += [mean] if keep_means else []
         else:
-            x = deterministic(model, network, plan, x, step, condition)
+            x, before = deterministic(model, network, plan, x, step, condition, before)
     return Trajectory(
         final=x,
         times=plan.schedule.times,
@@ -92,8 +93,10 @@ def _shared_prefix(
     place = {row: i for i, row in enumerate(rows)}
     back = [place[first[seed]] for seed in noise_seeds or range(len(x))]
     few, lead = condition.select(rows), x[rows]
+    before: Estimate | None = None
     for i in range(steps):
-        lead = deterministic(model, network, plan, lead, torch.full((len(rows),), i, device=x.device), few)
+        step = torch.full((len(rows),), i, device=x.device)
+        lead, before = deterministic(model, network, plan, lead, step, few, before)
     return lead[back]
 
 

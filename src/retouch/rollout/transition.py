@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from retouch.core.objectives.sft import denoising_rows
 from retouch.core.schedule import Schedule
-from retouch.core.steps import ode_step
+from retouch.core.steps import Estimate, dpm_step, ode_step
 from retouch.rollout.plan import StepPlan
 from retouch.types import Condition, DiffusionModel
 
@@ -37,11 +37,23 @@ def transition(
 
 
 def deterministic(
-    model: DiffusionModel, network: nn.Module, plan: StepPlan, x: Tensor, step: Tensor, condition: Condition
-) -> Tensor:
-    """The next state on the ODE -> [B, C, H, W]."""
+    model: DiffusionModel,
+    network: nn.Module,
+    plan: StepPlan,
+    x: Tensor,
+    step: Tensor,
+    condition: Condition,
+    before: Estimate | None = None,
+) -> tuple[Tensor, Estimate | None]:
+    """The next state on the ODE -> ([B, C, H, W], what the plan's solver needs of this step in the next).
+
+    Args:
+        before: what the deterministic step before left; None after a stochastic one.
+    """
     prediction, level, level_next = _predict(model, network, plan, x, step, condition)
-    return ode_step(plan.schedule.prediction, x, prediction, level, level_next)
+    if plan.solver == "dpm2":
+        return dpm_step(x, prediction, level, level_next, before)
+    return ode_step(plan.schedule.prediction, x, prediction, level, level_next), None
 
 
 def denoising_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 from transformers import TrainerCallback
@@ -15,14 +16,22 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:  # retouch.vlm.trainer.RunTrainer
         self.trainer = trainer
+        self._optimizing = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.parts.clock.split()  # opening the run is no part of its first step
         if self.trainer.owes_evaluation:  # here weights are where they are trained
             self.trainer.evaluate_now("step" if state.global_step else "start")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.between_cycles():
             self.trainer.remember()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._optimizing.enter_context(self.trainer.parts.clock.part("optimizer"))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._optimizing.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         training, step = self.trainer.parts.config.training, state.global_step
@@ -42,6 +51,7 @@ class RunCallback(TrainerCallback):
         values = {name: value for name, value in values.items() if name not in ("total_flos", "epoch")}
         values["lr"] = values.pop("learning_rate")
         split = self.trainer.parts.clock.split()
+        split |= self.trainer.costs.split(split["step"])
         self.trainer.parts.dir.log("train", state.global_step, {"phase": "rl", **values}, split)
         logger.debug("step %d: %s, %s", state.global_step, values, seconds)
 

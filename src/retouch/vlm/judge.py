@@ -24,6 +24,7 @@ from retouch.models.qwen import NEGATIVE
 from retouch.models.qwen_text import evaluating
 from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
+from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import Drawing, PendingBatch, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
@@ -86,9 +87,10 @@ class Judge:
             RewardOutage, FailureRateExceeded: nothing was trained on these.
             ResponseTooLong: a condition that does not fit.
         """
-        parts, clock = self.parts, self.parts.clock
+        parts = self.parts
+        clock = parts.clock if training else Stopwatch()  # all of an evaluation counts as "eval"
         steps = None if training else parts.config.evaluation.num_steps
-        drawn = self.draw_only(policy, examples, responses, noise_seeds, steps)
+        drawn = self.draw_only(policy, examples, responses, noise_seeds, clock, steps)
         ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
         rows = zip(examples, drawn.texts, ends, drawn.images, strict=True)
         items = [item for row in rows for item in items_of(*row)]
@@ -104,6 +106,7 @@ class Judge:
         examples: Sequence[Example],
         responses: Responses,
         noise_seeds: Sequence[int],
+        clock: Stopwatch | None = None,
         steps: int | None = None,
     ) -> Judged:
         """The pictures, without any score.
@@ -111,7 +114,7 @@ class Judge:
         Args:
             steps: denoising steps; None is `rollout.num_steps`.
         """
-        parts, clock = self.parts, self.parts.clock
+        parts, clock = self.parts, clock or self.parts.clock
         texts = parts.tokenizer.batch_decode([list(ids) for ids in responses.completion_ids], skip_special_tokens=True)
         with clock.part("text"):
             states, truncated = self.states(policy, examples, texts, responses)
@@ -131,6 +134,7 @@ class Judge:
                     parts.guidance_scale,
                     k,
                     rollout.batch_size_per_device,
+                    clock,
                 )
         images = [to_uint8(rows) for rows in drawn]
         return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)

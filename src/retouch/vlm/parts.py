@@ -31,6 +31,7 @@ from retouch.models.qwen_text import CHAT_TEMPLATE, ImageTextProcessor, Task, pr
 from retouch.models.response import Responses
 from retouch.models.vae import save_memory
 from retouch.observe import RunDir, Stopwatch
+from retouch.observe.timing import stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import freeze
 from retouch.types import Example
@@ -126,7 +127,7 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
         eval_is_held_out=held_out is not None and not seen,
         rewards=rewards,
         dir=run_dir,
-        clock=Stopwatch(),
+        clock=stopwatch(torch.device(device).type),
     )
 
 

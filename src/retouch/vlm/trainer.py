@@ -19,6 +19,7 @@ from trl.models import unwrap_model_for_generation
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import rng_state, set_rng_state
 from retouch.evaluate import Evaluation, save_evaluation
+from retouch.observe.cost import Costs
 from retouch.observe.guards import evaluation_alarms
 from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics
@@ -43,6 +44,7 @@ class RunTrainer(GRPOTrainer):
         owes_evaluation: the weights that it begins with were to be evaluated, and were not.
         stopping: reason and exit code, once asked to stop.
         scoring: completions of a training step are out to be judged.
+        costs: pictures, and forwards of the network that draws them.
     """
 
     def __init__(self, parts: Parts, arguments: GRPOConfig, **given: Any) -> None:
@@ -56,6 +58,8 @@ class RunTrainer(GRPOTrainer):
         self._started = time.monotonic()
         self._before: Mapping[str, Any] = {}
         self._tokens_before = 0
+        self.costs = Costs(parts.painter.network, parts.clock, frozen=True, recomputes=False)
+        self.costs.peak = None  # the policy computes besides, and would be missing from the FLOPs
         super().__init__(args=arguments, callbacks=[RunCallback(self)], **given)
         self.remove_callback(PrinterCallback)
 
@@ -75,6 +79,34 @@ class RunTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint) / "weights")
+
+    # --- where the time goes: words are "text", pictures "rollout" and "vae" ---
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        """Whatever is no part of its own is the backward, with the optimizer's step where DeepSpeed takes it there."""
+        with self.parts.clock.part("train_backward"):
+            return super().training_step(*args, **options)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        with self.parts.clock.part("other"):
+            return super()._prepare_inputs(generation_batch)
+
+    def _generate(self, prompts: Any) -> Any:
+        with self.parts.clock.part("text"):
+            return super()._generate(prompts)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+        """Of the policy in the loss, and before it of the reference and of the policy that generated."""
+        with self.parts.clock.part("train_forward"):
+            return super()._get_per_token_logps_and_entropies(*args, **options)
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        with self.parts.clock.part("train_forward"):
+            return super().compute_loss(*args, **options)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        with self.parts.clock.part("optimizer"):
+            return super()._clip_grad_norm(model)
 
     # --- evaluation and checkpoints ---
 

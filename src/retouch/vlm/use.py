@@ -66,12 +66,11 @@ def answer(parts: Parts, examples: Sequence[Example], seed: int, purpose: str, k
         said = speak(
             parts.policy, parts, [example], generation_options(parts), derive_seed("say", purpose, seed, example.id, k)
         )
-        seeds = [derive_seed(purpose, seed, example.id, k)]
-        found.append(
-            judge(parts.policy, [example], said, seeds, training=False)
-            if score
-            else judge.draw_only(parts.policy, [example], said, seeds)
-        )
+        noise = [derive_seed(purpose, seed, example.id, k)]
+        if score:
+            found.append(judge(parts.policy, [example], said, noise, training=False))
+        else:
+            found.append(judge.draw_only(parts.policy, [example], said, noise))
     return joined(found)
 
 
