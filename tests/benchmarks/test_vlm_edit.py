@@ -55,7 +55,7 @@ def fall(row: Row) -> float:
 
 def test_an_adapter_and_all_weights() -> None:
     runs = {(row["kind"], row["seed"]) for row in ROWS}
-    assert runs == {*product(("adapter", "full"), (0, 1, 2)), ("adapter", 3)}
+    assert runs == set(product(("adapter", "full"), (0, 1, 2, 3)))
 
 
 @each_row
@@ -64,7 +64,7 @@ def test_it_is_of_the_run_file_and_base_that_lie_here(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", LEARNED, ids=lambda row: row["run"])
-def test_six_of_seven_learned_what_to_say(row: Row) -> None:
+def test_seven_of_eight_learned_what_to_say(row: Row) -> None:
     check(row)
 
 
@@ -133,8 +133,8 @@ def test_how_far_words_decide_and_states_drift() -> None:
 def test_judge_and_words_agree_as_often_as_the_page_says() -> None:
     told = PROSE.partition("Judge and words agree on")[2]
     for kind, words in (("adapter", "with the adapter"), ("full", "with all weights")):
-        first, second, third = (row["at_the_end"]["agree"] for row in LEARNED if row["kind"] == kind)
-        assert f"{first}, {second} and {third} of 96" in told.partition(words)[0]
+        *first, last = (str(row["at_the_end"]["agree"]) for row in LEARNED if row["kind"] == kind)
+        assert f"{', '.join(first)} and {last} of 96" in told.partition(words)[0]
         told = told.partition(words)[2]
 
 
