@@ -210,12 +210,15 @@ OFFLINE = (PAIRS, "rewards={}")
                 "solver out"
             ),
         ),
-        (
-            ("rollout.solver=dpm2",),
+        *(
             (
-                "rollout.solver: given 'dpm2', but every step is stochastic and follows step_rule; set rollout.window, "
-                "or leave solver out"
-            ),
+                ("rollout.solver=dpm2", f"rollout.step_rule={rule}"),
+                (
+                    "rollout.solver: given 'dpm2', but without a window no two steps on the ODE follow each other; set "
+                    "rollout.window, or leave solver out"
+                ),
+            )
+            for rule in ("flow_sde", "cps")
         ),
         (
             ("algorithm={name: dpo, pairs: offline}", "rollout.solver=dpm2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,15 @@ def test_answers_are_drawn_as_the_trainer_draws_completions(parts_of: Any, trl: 
 
 @pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image"])
 def test_vllm_is_given_a_name_that_can_be_loaded(parts_of: Any, tmp_path: Path, family: str) -> None:
-    model = {"family": family, "path": vlm_runs.random_model(family), "dtype": "fp32", "max_sequence_length": 256}
+    base = Path(shutil.copytree(vlm_runs.random_model(family), tmp_path / "base"))
+    (base / "text_encoder/tokenizer_config.json").write_text("{}")  # a folder that somebody made
+    model = {"family": family, "path": str(base), "dtype": "fp32", "max_sequence_length": 256}
     data = tmp_path / "words.json"
     data.write_text('[{"prompt": "a red square"}]', encoding="utf-8")
     given = {} if family == "qwen_image_edit" else {"data__path": str(data)}
     parts, _ = parts_of(model=model, **given)
     name_for_vllm(parts)
+    assert (base / "text_encoder/tokenizer_config.json").read_text() == "{}"
     adapted: Any = get_peft_model(parts.policy, LoraConfig(target_modules=["q_proj"]))
     name = adapted.name_or_path  # what TRL passes on
     assert name == parts.policy.config._name_or_path == str(parts.dir.path / "vllm")

@@ -214,10 +214,10 @@ def _sampling(run: RunConfig) -> None:
                 f"algorithm.timestep_fraction: given {algorithm.timestep_fraction} beside rollout.window; the window "
                 "already says which steps are trained; leave timestep_fraction at 1.0"
             )
-    elif rollout.solver != "first_order" and last == rollout.num_steps:
+    elif rollout.solver != "first_order":
         raise ValueError(
-            f"rollout.solver: given {rollout.solver!r}, but every step is stochastic and follows step_rule; set "
-            "rollout.window, or leave solver out"
+            f"rollout.solver: given {rollout.solver!r}, but without a window no two steps on the ODE follow each "
+            "other; set rollout.window, or leave solver out"
         )
     if algorithm.kl_mode == "published" and not algorithm.kl_weight:
         raise ValueError(

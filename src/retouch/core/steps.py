@@ -165,7 +165,7 @@ def dpm_step(
 
         x' = s'/s x + (1 - s'/s) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
 
-    From pure noise, to clean data, and without a step before, D is x0^: the step of `euler`.
+    From pure noise and in the step after that, to clean data, and without a step before, D is x0^: the step of `euler`.
 
     Args:
         before: of the step that led to x.

@@ -52,9 +52,11 @@ def name_for_vllm(parts: Parts) -> None:
         folder.mkdir(parents=True)
         path = component_path(parts.config.model.path, parts.config.model.family)
         found: Any = cached_file(path, "config.json", subfolder="text_encoder")
+        parts.processor.save_pretrained(folder)  # before the links, through which it would write into the model
+        written = {file.name for file in folder.iterdir()}
         for file in Path(found).parent.iterdir():
-            (folder / file.name).symlink_to(file.resolve())
-        parts.processor.save_pretrained(folder)
+            if file.name not in written:
+                (folder / file.name).symlink_to(file.resolve())
         for file in folder.glob("*_config.json"):  # the stock class by its name, which is all that others know
             text = file.read_text(encoding="utf-8")
             if ImageTextProcessor.__name__ in text and not file.is_symlink():
