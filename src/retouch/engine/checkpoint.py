@@ -108,7 +108,7 @@ class Checkpoints:
             (writing / "complete.json").write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
             flush(writing)
             put_in_place(writing, folder)
-            self._prune()
+            prune(self.root, self.keep)
         engine.barrier()
         return folder
 
@@ -123,7 +123,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step."""
-        return complete_checkpoints(self.root)[-1] if complete_checkpoints(self.root) else None
+        return next(reversed(complete_checkpoints(self.root)), None)
 
     def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Restore everything -> (state, rollouts).
@@ -155,13 +155,6 @@ class Checkpoints:
         engine.load_state_dict(optimizer)
         set_rng_state(rng)
         return state, tensors
-
-    def _prune(self) -> None:
-        if self.keep is None:
-            return
-        loose = [folder for folder in complete_checkpoints(self.root) if not is_pinned(folder)]
-        for folder in loose[: -self.keep]:
-            discard(folder)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -216,6 +209,15 @@ def _rows_of_rank(tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     # safetensors refuses tensors that share storage; clones never do
     save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
+
+
+def prune(root: Path, keep: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints, those that are pinned aside; None keeps all."""
+    if keep is None:
+        return
+    loose = [folder for folder in complete_checkpoints(root) if not is_pinned(folder)]
+    for folder in loose[:-keep]:
+        discard(folder)
 
 
 def put_in_place(written: Path, folder: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import complete_checkpoints, discard, flush, is_pinned, put_in_place, read_state
+from retouch.engine.checkpoint import complete_checkpoints, flush, prune, put_in_place, read_state
 from retouch.models.loading import ModelFilesError, load_component
 
 _STATE = ("trainer_state.json", "entropy_ctrl_state.json", "latest")
@@ -111,10 +111,7 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapp
     folder = root / f"step-{step:06d}"
     put_in_place(written, folder)
     drop_unfinished(root)
-    if config.training.keep_checkpoints is not None:
-        loose = [path for path in complete_checkpoints(root) if not is_pinned(path)]
-        for path in loose[: -config.training.keep_checkpoints]:
-            discard(path)
+    prune(root, config.training.keep_checkpoints)
     return folder
 
 
