@@ -324,9 +324,15 @@ def test_a_dead_server_is_failed_over(dead: str) -> None:
 
 
 def test_the_next_attempt_goes_to_another_server_whatever_other_requests_do() -> None:
-    """With one counter for all attempts, two requests in step meet the dead server again and again."""
-    with FakeServer(honest) as alive, FakeServer(unavailable) as dead:
-        client = client_of(dead.url, alive.url, batch_size=1)
+    """With one counter for all attempts, two requests in step meet the dead server again and again; and where the other
+    one has all that it may be sent, a request waits for it."""
+
+    def unhurried(asked: Asked, number: int) -> Answer:
+        time.sleep(0.1)
+        return honest(asked, number)
+
+    with FakeServer(unhurried) as alive, FakeServer(unavailable) as dead:
+        client = client_of(dead.url, alive.url, batch_size=1, timeout_s=30.0)
         assert values(client.score(items(20))["r"]) == [0.0] * 20
         client.close()
         assert 1 <= len(dead.asked) <= 10 and len(alive.asked) == 20

@@ -192,6 +192,26 @@ def test_the_breaker_leaves_a_dead_server_alone_and_finds_it_again() -> None:
         assert len(dead.asked) >= before + 3
 
 
+def test_a_retry_waits_for_a_full_server_rather_than_meeting_the_one_that_failed_it() -> None:
+    balancer = Balancer(["http://failed", "http://full"], "least_outstanding", 4)
+    failed, full = balancer.servers
+    full.sent(0.0)
+    full.answered(2.0, 2.0)
+    full.under_way = 0
+    for _ in range(4):
+        full.sent(10.0)
+    assert balancer.choose(10.1, [failed]) == (None, 1.0)
+    assert balancer.choose(17.9, [failed]) == (None, 1.0)
+    assert balancer.choose(18.1, [failed])[0] is failed  # the other hangs, by four times what it took before
+    full.answered(8.2, 18.2)
+    assert balancer.choose(18.2, [failed]) == (None, 1.0)
+    full.under_way -= 1
+    assert balancer.choose(18.2, [failed])[0] is full
+    full.under_way += 1
+    full.held(18.2, 10.0)  # it wants to be left alone: the one that failed is the only one
+    assert balancer.choose(18.3, [failed])[0] is failed
+
+
 def test_the_breaker_half_opens_for_one_request() -> None:
     balancer = Balancer(["http://a"], "least_outstanding", 4)
     (server,) = balancer.servers

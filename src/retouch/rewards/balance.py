@@ -19,6 +19,8 @@ BREAKER_S = 0.5
 BREAKER_MAX_S = 15.0
 FORGET_S = 20.0  # a latency is forgotten when its server was not asked for so long
 HOLD_MAX_S = 60.0  # of Retry-After: more would be a server that is gone
+PATIENCE = 4.0  # times its latency, for which a full server is worth waiting for
+PATIENCE_S = 1.0  # that long in any case
 SMOOTHING = 0.3  # share of the newest latency in the running one
 
 
@@ -103,7 +105,8 @@ class Balancer:
         """The server to ask and 0, or None and how long to wait for one (at most; an answer may free one earlier).
 
         Args:
-            avoid: servers that failed this request already; they are asked only where no other can be.
+            avoid: servers that failed this request already; they are asked only where no other can be, now or once
+                it has answered what it was sent.
         """
         free: list[tuple[Server, float]] = []
         for server in self._in_turn():
@@ -114,6 +117,8 @@ class Balancer:
         fresh = [server for server in ready if server not in avoid]
         if not ready:
             return None, min((at - now for _, at in free), default=1.0)
+        if not fresh and any(self._worth_waiting(s, now) for s in self.servers if s not in avoid):
+            return None, 1.0
         if self.balance == "round_robin":
             chosen = (fresh or ready)[0]
         else:
@@ -134,6 +139,11 @@ class Balancer:
                 return None, 1.0
         self._turn = (self.servers.index(chosen) + 1) % len(self.servers)
         return chosen, 0.0
+
+    def _worth_waiting(self, server: Server, now: float) -> bool:
+        """Whether a server is merely full: it answers, and will take a request when it has answered another."""
+        sound = server.failures < BREAKER_FAILURES and server.held_until <= now
+        return sound and server.silence(now) <= max(PATIENCE_S, PATIENCE * (server.latency_s or 0.0))
 
     def _in_turn(self) -> list[Server]:
         return self.servers[self._turn :] + self.servers[: self._turn]
