@@ -103,7 +103,7 @@ def build(config: RunConfig) -> Run:
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
     network = engine.prepare(model.network, gradient_checkpointing=config.training.gradient_checkpointing)
-    policy = Policy(model.network)
+    policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)
     frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
     if config.model.free_text_encoders:

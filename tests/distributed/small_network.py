@@ -75,7 +75,7 @@ class Setup:
             for parameter in network.parameters():
                 parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
         self.engine.prepare(network, gradient_checkpointing=False)
-        self.policy = Policy(network)
+        self.policy = Policy(network, exchange=self.engine.own_memory)
         self.engine.new_optimizer()
         self.checkpoints = Checkpoints(
             folder,

@@ -24,9 +24,10 @@ def test_only_trained_weights_are_copied() -> None:
         Policy(network().requires_grad_(False))
 
 
-def test_use_swaps_and_restores_bit_for_bit() -> None:
+@pytest.mark.parametrize("exchange", [False, True])
+def test_use_swaps_and_restores_bit_for_bit(exchange: bool) -> None:
     net = network()
-    policy = Policy(net)
+    policy = Policy(net, exchange)
     x = torch.randn(5, 3)
     policy.snapshot("reference")
     before = net(x)
@@ -43,8 +44,9 @@ def test_use_swaps_and_restores_bit_for_bit() -> None:
         assert torch.equal(net(x), before)
 
 
-def test_use_restores_after_an_error() -> None:
-    policy = Policy(network())
+@pytest.mark.parametrize("exchange", [False, True])
+def test_use_restores_after_an_error(exchange: bool) -> None:
+    policy = Policy(network(), exchange)
     policy.snapshot("old")
     with torch.no_grad():
         policy.parameters["1.bias"].add_(1.0)
@@ -55,9 +57,23 @@ def test_use_restores_after_an_error() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_a_snapshot_in_use_before_a_forward_leaves_its_gradients_alone() -> None:
+def test_weights_that_trade_memory_with_a_snapshot_stay_the_same_tensors() -> None:
+    """An optimizer, a wrapper and a graph hold them; nothing is allocated, and every pointer comes back."""
+    policy = Policy(network(), exchange=True)
+    policy.snapshot("old")
+    weights = list(policy.parameters.values())
+    own, copies = ([t.data_ptr() for t in ts] for ts in (weights, policy.state("old").values()))
+    with policy.use("old"):
+        assert [p.data_ptr() for p in policy.parameters.values()] == copies
+        assert all(p is q for p, q in zip(policy.parameters.values(), weights, strict=True))
+    assert [p.data_ptr() for p in weights] == own
+    assert [t.data_ptr() for t in policy.state("old").values()] == copies
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_snapshot_in_use_before_a_forward_leaves_its_gradients_alone(exchange: bool) -> None:
     net = network()
-    policy = Policy(net)
+    policy = Policy(net, exchange)
     policy.snapshot("reference")
     with policy.use("reference"):
         net(torch.randn(2, 3))

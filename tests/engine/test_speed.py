@@ -21,14 +21,32 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2))]
 
 
-def test_adamw_is_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_is_fused_where_torch_has_that(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: asked.append(options))
     config = OptimizerConfig(lr=3e-4, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
-    for device in (CPU, GPU):
+    for device in (CPU, GPU, torch.device("meta")):
         make_optimizer(config, weights(), device)
     same = {"lr": 3e-4, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-6}
-    assert asked == [{**same, "fused": False}, {**same, "fused": True}]
+    assert asked == [{**same, "fused": True}, {**same, "fused": True}, {**same, "fused": False}]
+
+
+def test_fused_adamw_is_adamw() -> None:
+    """Twenty steps of weights and gradients of many sizes, with decay."""
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+    ends = list[torch.Tensor]()
+    for fused in (True, False):
+        draw = torch.Generator().manual_seed(0)
+        trained = [nn.Parameter(10.0**-i * torch.randn(5, 7, generator=draw)) for i in range(6)]
+        optimizer = make_optimizer(config, trained, CPU)
+        if not fused:
+            optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=config.betas, weight_decay=0.1, eps=config.eps)
+        for step in range(20):
+            for parameter in trained:
+                parameter.grad = 10.0 ** -(step % 4) * torch.randn(5, 7, generator=draw)
+            optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in trained]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-7)
 
 
 def test_moments_of_8_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,11 @@ class Engine:
         return self._parallel.network
 
     @property
+    def own_memory(self) -> bool:
+        """Whether every weight is whole here and has its memory to itself: no piece, no part of a flat buffer."""
+        return self._parallel.own_memory
+
+    @property
     def optimizer(self) -> Any:
         """AdamW over what this process holds."""
         return self._parallel.optimizer

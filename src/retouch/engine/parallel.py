@@ -28,10 +28,12 @@ class Parallel(Protocol):
     Attributes:
         network: what is called.
         optimizer: AdamW over what this process holds.
+        own_memory: every weight is whole here, and has its memory to itself.
     """
 
     network: nn.Module
     optimizer: Any
+    own_memory: bool
 
     def new_optimizer(self) -> None:
         """Empty moments."""
@@ -63,6 +65,7 @@ class Replicated:
     """One process, or the whole network on each; gradients are exchanged once an optimizer step."""
 
     optimizer: Any
+    own_memory = True
 
     def __init__(self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig) -> None:
         self.accelerator = accelerator
@@ -108,6 +111,8 @@ class Replicated:
 
 class Fsdp2(Replicated):
     """1/N of every weight, gradient and moment on each process."""
+
+    own_memory = False
 
     def __init__(
         self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig, training: TrainingConfig

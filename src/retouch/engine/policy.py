@@ -23,13 +23,19 @@ class Policy:
 
     Only trained weights are copied: under LoRA a snapshot is as small as the adapter, and no second network exists.
     The reference is a snapshot from the start of RL, not "adapter off": after a warm-up these differ.
+
+    Args:
+        network: with gradients required of what is trained.
+        exchange: a snapshot comes into use by trading memory with the weights, which takes no time and none on top.
+            Only where each weight has its memory to itself (`Engine.own_memory`); else values are copied.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, exchange: bool = False) -> None:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in network.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("nothing is trained: no parameter of the network requires a gradient")
         self.snapshots: dict[str, dict[str, Tensor]] = {}
+        self._exchange = exchange
 
     @property
     def size(self) -> int:
@@ -50,7 +56,7 @@ class Policy:
     def use(self, name: str | None) -> Iterator[None]:
         """Run the block without gradients on a snapshot's weights (None: the current ones), then put the active back.
 
-        Never between a forward of the policy and its backward: the swap writes to the weights that the graph saved.
+        Never between a forward of the policy and its backward: the graph saved the weights that are swapped.
         """
         if name is not None and name not in self.snapshots:
             raise KeyError(f"no snapshot {name!r}; there are: {', '.join(self.snapshots) or 'none'}")
@@ -99,6 +105,11 @@ class Policy:
                 piece(p).copy_(piece_of(state[n], p))
 
     def _swap(self, name: str) -> None:
+        if self._exchange:
+            for n, other in self.snapshots[name].items():
+                parameter = self.parameters[n]
+                parameter.data, other.data = other.data, parameter.data
+            return
         try:
             for n, other in self.snapshots[name].items():
                 active = piece(self.parameters[n])

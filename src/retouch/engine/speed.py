@@ -32,7 +32,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], device: torch.device) -> Any:
-    """AdamW over the trained weights: fused on GPUs; with moments of 8 bits where the run file asks for it.
+    """AdamW over the trained weights: fused on GPUs and CPUs; with moments of 8 bits where the run file asks for it.
 
     Raises:
         ConfigError: 8 bits without the library that has them, or without a GPU.
@@ -44,7 +44,7 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], 
         "eps": config.eps,
     }
     if config.moments == "fp32":
-        return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda")
+        return torch.optim.AdamW(parameters, **options, fused=device.type in {"cuda", "cpu"})
     where = "optimizer.moments: given 'int8', "
     if device.type != "cuda":
         raise ConfigError(f"{where}which needs a GPU, but the device is {device.type}; set fp32")

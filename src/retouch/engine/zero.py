@@ -32,6 +32,8 @@ class Zero:
         ConfigError: DeepSpeed is not installed.
     """
 
+    own_memory = False
+
     def __init__(
         self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig, training: TrainingConfig
     ) -> None:
