@@ -88,12 +88,12 @@ class NoRewards:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=256, help="of the network, a multiple of 32")
+    parser.add_argument("--width", type=int, default=320, help="of the network, a multiple of 32")
     parser.add_argument("--batch", type=int, default=8, help="images of a forward")
     parser.add_argument("--side", type=int, default=64, help="of the images")
-    parser.add_argument("--pairs", type=int, default=5, help="epochs, and replays")
+    parser.add_argument("--pairs", type=int, default=21, help="epochs, and replays")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--train", nargs="+", choices=TRAINED, default=["lora"])
+    parser.add_argument("--train", nargs="+", choices=TRAINED, default=list(TRAINED))
     parser.add_argument("--out", type=Path, help="JSON to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ def test_the_committed_numbers_are_within_the_limit(row: dict[str, Any]) -> None
     assert len(row["load"]) == 2
 
 
-def test_both_algorithms_were_measured() -> None:
-    assert {row["algorithm"] for row in RESULT["rows"]} == set(loop_overhead.ALGORITHMS)
+def test_both_algorithms_were_measured_under_lora_and_whole() -> None:
+    measured = {(row["algorithm"], row["train"]) for row in RESULT["rows"]}
+    assert measured == set(product(loop_overhead.ALGORITHMS, loop_overhead.TRAINED))
 
 
 def test_ratios_are_of_neighbours() -> None:
