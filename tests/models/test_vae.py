@@ -1,4 +1,4 @@
-"""Autoencoders that take less memory make the same pictures."""
+"""Autoencoders that take less memory, or less time, make the same pictures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import parse_run
 from retouch.models import load_model
-from retouch.models.vae import save_memory
+from retouch.models.vae import FrameConv3d, frame_by_frame, save_memory
 from tests.tiny_models import tiny_model
 
 FAMILIES = ("flux_fill", "sd_inpaint", "qwen_image", "qwen_image_edit")
@@ -88,3 +90,42 @@ def test_an_offloaded_autoencoder_is_on_the_device_while_it_is_used() -> None:
     assert vae.place == "cpu"
     for a, b in zip(through(load("flux_fill"), 32), through(load("flux_fill", offload_vae=True), 32), strict=True):
         assert torch.equal(a, b)
+
+
+def video_autoencoder() -> AutoencoderKLQwenImage:
+    torch.manual_seed(0)
+    made = AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True]
+    )
+    return made.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+def test_a_frame_without_frames_before_it_is_the_same_picture(frames: int) -> None:
+    """Of a video, too, whose later frames see those before them."""
+    pixels = torch.rand(2, 3, frames, 16, 24, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    stock, ours = video_autoencoder(), video_autoencoder()
+    frame_by_frame(ours)
+    expected, found = (vae.encode(pixels).latent_dist.mode() for vae in (stock, ours))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours.decode(expected).sample, stock.decode(expected).sample, atol=1e-6, rtol=1e-5)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+
+
+def test_frames_that_are_not_there_are_not_computed_with() -> None:
+    """Kernels are 3 x 3 x 3 but for a few of 1, and two-dimensional ones behind them."""
+
+    def work(vae: AutoencoderKLQwenImage) -> int:
+        with FlopCounterMode(display=False) as counter:
+            vae.decode(torch.zeros(1, 4, 1, 4, 4))
+        return counter.get_total_flops()
+
+    stock, ours = video_autoencoder(), video_autoencoder()
+    frame_by_frame(ours)
+    assert work(ours) < 0.45 * work(stock)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "qwen_image_edit"])
+def test_qwen_models_take_pictures_as_pictures(family: str) -> None:
+    convolutions = [m for m in load(family).vae.modules() if isinstance(m, torch.nn.Conv3d)]
+    assert convolutions and all(isinstance(m, FrameConv3d) for m in convolutions)

@@ -24,6 +24,7 @@ from retouch.models.flux_fill import pack, unpack
 from retouch.models.inputs import KeptLatents
 from retouch.models.loading import ModelFilesError
 from retouch.models.text import TextEncoders
+from retouch.models.vae import frame_by_frame
 from retouch.types import Condition, Example, ModelSpec
 
 GUIDANCE_SCALE = 4.0  # true classifier-free guidance of the released models
@@ -82,6 +83,7 @@ class QwenModel(ABC):
     ) -> None:
         self.network: nn.Module = network
         self.vae = vae.eval().requires_grad_(False).to(device)
+        frame_by_frame(self.vae)
         self.text = text
         self.scheduler = scheduler
         self.device = torch.device(device)
