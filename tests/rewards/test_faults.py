@@ -362,6 +362,23 @@ def test_servers_of_two_revisions_are_flagged_once_and_nothing_is_kept(
     assert "r is 'a 2' and of other servers 'a 1'" in warned
 
 
+def test_the_revision_of_a_server_that_is_gone_keeps_no_score_from_the_cache(tmp_path: Path) -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return revised("a 1")(asked, number) if number == 0 else Answer(b"", 503)
+
+    cache = ScoreCache(tmp_path / "scores.sqlite")
+    with (
+        FakeServer(script) as old,
+        FakeServer(revised("a 2")) as new,
+        client_of(old.url, new.url, balance="round_robin", cache=cache) as client,
+    ):
+        for asked in range(2 * BREAKER_FAILURES):
+            assert values(client.score(items(1))["r"]) == [0.0], asked
+            if len(old.asked) <= BREAKER_FAILURES:  # it may come back
+                assert client.statistics.cache_hits == 0
+        assert client.score(items(1)) and client.statistics.cache_hits >= 1
+
+
 def test_a_probe_asks_every_server_by_itself() -> None:
     dead = f"http://127.0.0.1:{closed_port()}"
     with (

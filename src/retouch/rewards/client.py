@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from retouch.rewards.balance import Balance, Balancer, RetryBudget, Server
+from retouch.rewards.balance import BREAKER_FAILURES, Balance, Balancer, RetryBudget, Server
 from retouch.rewards.cache import ScoreCache, cache_key
 from retouch.rewards.exchange import CONNECT_S, Columns, Exchange, Refusal
 from retouch.rewards.protocol import RewardItem, base_url, malformed, usable_token
@@ -255,8 +255,10 @@ class RewardClient:
         )
 
     def _one_revision_each(self) -> dict[str, str] | None:
-        """By reward; None where servers differ, so that a score is not known by which of them it was given."""
-        told = {name: set(of.values()) for name, of in self._revisions.items()}
+        """By reward; None where servers differ, so that a score is not known by which of them it was given. One that is
+        gone does not count: when it is back, it tells."""
+        gone = {server.url for server in self._balancer.servers if server.failures >= BREAKER_FAILURES}
+        told = {name: {r for url, r in of.items() if url not in gone} for name, of in self._revisions.items()}
         return {n: next(iter(r)) for n, r in told.items()} if all(len(r) == 1 for r in told.values()) else None
 
     def _still(self, keys: list[list[bytes]], items: list[RewardItem]) -> bool:
