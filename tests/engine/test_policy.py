@@ -58,7 +58,7 @@ def test_use_restores_after_an_error(exchange: bool) -> None:
 
 
 def test_weights_that_trade_memory_with_a_snapshot_stay_the_same_tensors() -> None:
-    """An optimizer, a wrapper and a graph hold them; nothing is allocated, and every pointer comes back."""
+    """An optimizer and a wrapper hold them; nothing is allocated, and every pointer comes back."""
     policy = Policy(network(), exchange=True)
     policy.snapshot("old")
     weights = list(policy.parameters.values())
@@ -68,6 +68,18 @@ def test_weights_that_trade_memory_with_a_snapshot_stay_the_same_tensors() -> No
         assert all(p is q for p, q in zip(policy.parameters.values(), weights, strict=True))
     assert [p.data_ptr() for p in weights] == own
     assert [t.data_ptr() for t in policy.state("old").values()] == copies
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_swap_between_a_forward_and_its_backward_is_refused(exchange: bool) -> None:
+    net = network()
+    policy = Policy(net, exchange)
+    policy.snapshot("old")
+    loss = net(torch.randn(2, 3)).sum()
+    with policy.use("old"):
+        pass
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("exchange", [False, True])

@@ -12,7 +12,7 @@ from torch import nn
 
 from retouch.config import ConfigError
 from retouch.config.schema import OptimizerConfig
-from retouch.engine.speed import compile_blocks, make_optimizer
+from retouch.engine.speed import compile_blocks, computed_here, make_optimizer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -47,6 +47,26 @@ def test_fused_adamw_is_adamw() -> None:
             optimizer.step()
         ends.append(torch.cat([p.detach().flatten() for p in trained]))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_does_not_say_how_adamw_is_computed() -> None:
+    """One of another machine, or of an older version, whose AdamW was not fused."""
+    trained = weights()
+    old = torch.optim.AdamW(trained, lr=0.5)
+    trained[0].grad = torch.ones(2)
+    old.step()
+    state = old.state_dict()
+    assert not state["param_groups"][0]["fused"]
+    new = make_optimizer(OptimizerConfig(), trained, CPU)
+    new.load_state_dict(computed_here(state, new))
+    assert new.param_groups[0]["fused"] and new.param_groups[0]["lr"] == 0.5
+    new.step()
+    assert float(new.state[trained[0]]["step"]) == 2.0
+
+
+def test_weights_in_another_order_of_memory_are_not_fused_on_a_cpu() -> None:
+    made = make_optimizer(OptimizerConfig(), [nn.Parameter(torch.ones(2, 3).t())], CPU)
+    assert not made.param_groups[0]["fused"]
 
 
 def test_moments_of_8_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,14 @@ def test_the_old_policy_follows_by_the_decay_of_the_optimizer_steps(
     assert moved(run.policy.state("old"), weights(run)) > 0
 
 
+def test_snapshots_of_a_run_come_into_use_without_a_copy(nft_run: Config, scripted: Use) -> None:
+    scripted(brightness)
+    run, _ = train(nft_run(training__max_steps=1))
+    kept = [t.data_ptr() for t in run.policy.state("old").values()]
+    with run.policy.use("old"):
+        assert [p.data_ptr() for p in run.policy.parameters.values()] == kept
+
+
 def test_the_blend_is_what_the_decay_says(nft_run: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nft, "old_policy_decay", lambda step, kind: 0.75)
     scripted(brightness)

@@ -208,6 +208,7 @@ def test_a_retry_waits_for_a_full_server_rather_than_meeting_the_one_that_failed
     full.under_way -= 1
     assert balancer.choose(18.2, [failed])[0] is full
     full.under_way += 1
+    assert balancer.choose(18.2, [failed], ends=18.3)[0] is failed  # the other would answer too late
     full.held(18.2, 10.0)  # it wants to be left alone: the one that failed is the only one
     assert balancer.choose(18.3, [failed])[0] is failed
 
@@ -341,7 +342,7 @@ def test_a_scorer_that_changes_in_the_middle_of_a_run_is_flagged(caplog: pytest.
     with FakeServer(script) as server, client_of(server.url) as client:
         for changes in (0, 0, 1, 1):
             client.score(items(1))
-            assert client.statistics.revision_changes == changes
+            assert client.revisions.changes == changes
     (warned,) = warnings_of_revisions(caplog)
     assert "r is now 'a 2' and was 'a 1'" in warned
 
@@ -357,7 +358,7 @@ def test_servers_of_two_revisions_are_flagged_once_and_nothing_is_kept(
     ):
         for _ in range(6):
             client.score(items(1))
-        assert (client.statistics.revision_changes, client.statistics.cache_hits) == (1, 0)
+        assert (client.revisions.changes, client.statistics.cache_hits) == (1, 0)
     (warned,) = warnings_of_revisions(caplog)
     assert "r is 'a 2' and of other servers 'a 1'" in warned
 
@@ -377,6 +378,43 @@ def test_the_revision_of_a_server_that_is_gone_keeps_no_score_from_the_cache(tmp
             if len(old.asked) <= BREAKER_FAILURES:  # it may come back
                 assert client.statistics.cache_hits == 0
         assert client.score(items(1)) and client.statistics.cache_hits >= 1
+
+
+def test_a_server_of_another_revision_that_comes_and_goes_while_it_is_asked_leaves_nothing_in_the_cache(
+    tmp_path: Path,
+) -> None:
+    """Nobody knew of it when keys were made, and at the end it is gone again."""
+
+    def short_lived(asked: Asked, number: int) -> Answer:
+        return revised("a 1")(asked, number) if number < 2 else Answer(b"", 503)
+
+    cache = ScoreCache(tmp_path / "scores.sqlite")
+    with (
+        FakeServer(revised("a 2")) as stays,
+        FakeServer(short_lived) as other,
+        client_of(stays.url, other.url, balance="round_robin", batch_size=1, timeout_s=30.0, cache=cache) as client,
+    ):
+        client.revisions.note(stays.url, "r", "a 2")
+        assert values(client.score(items(40))["r"]) == [0.0] * 40
+        assert len(other.asked) >= 2 + BREAKER_FAILURES  # it is gone, and counts no more
+        client.score(items(40))
+        assert client.statistics.cache_hits == 0
+        client.score(items(40))
+        assert client.statistics.cache_hits == 40  # of the second time, when one alone answered
+
+
+def test_what_is_in_the_cache_is_known_while_every_server_is_gone(tmp_path: Path) -> None:
+    def script(asked: Asked, number: int) -> Answer:
+        return revised("a 1")(asked, number) if number < 2 else Answer(b"", 503)
+
+    cache = ScoreCache(tmp_path / "scores.sqlite")
+    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0, cache=cache) as client:
+        for _ in range(2):  # the first answer tells the revision
+            assert values(client.score(items(1))["r"]) == [0.0]
+        while len(server.asked) < 2 + BREAKER_FAILURES:
+            assert values(client.score([item(7)])["r"]) == ["unavailable"]
+        assert values(client.score(items(1))["r"]) == [0.0]
+        assert client.statistics.cache_hits == 1
 
 
 def test_a_probe_asks_every_server_by_itself() -> None:

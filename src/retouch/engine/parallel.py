@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
-from retouch.engine.speed import make_optimizer
+from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -106,7 +106,7 @@ class Replicated:
         return whole_optimizer(self.optimizer.state_dict(), keep=keep)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(sharded_optimizer(state, self.parameters))
+        self.optimizer.load_state_dict(computed_here(sharded_optimizer(state, self.parameters), self.optimizer))
 
 
 class Fsdp2(Replicated):

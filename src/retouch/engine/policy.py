@@ -109,6 +109,7 @@ class Policy:
             for n, other in self.snapshots[name].items():
                 parameter = self.parameters[n]
                 parameter.data, other.data = other.data, parameter.data
+                torch.autograd.graph.increment_version(parameter)  # a graph that saved it refuses its backward
             return
         try:
             for n, other in self.snapshots[name].items():

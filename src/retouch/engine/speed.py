@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,9 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], 
         "eps": config.eps,
     }
     if config.moments == "fp32":
-        return torch.optim.AdamW(parameters, **options, fused=device.type in {"cuda", "cpu"})
+        # on CPUs it goes through memory in order, whatever the strides
+        whole = all(parameter.is_contiguous() for parameter in parameters)
+        return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda" or (device.type == "cpu" and whole))
     where = "optimizer.moments: given 'int8', "
     if device.type != "cuda":
         raise ConfigError(f"{where}which needs a GPU, but the device is {device.type}; set fp32")
@@ -55,3 +57,9 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], 
             f"{where}which bitsandbytes computes, but it is not installed: pip install bitsandbytes, or set fp32"
         ) from None
     return library.optim.AdamW8bit(parameters, **options)
+
+
+def computed_here(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state for this one to load: whether AdamW is fused is up to the machine."""
+    own = {name: value for name, value in optimizer.param_groups[0].items() if name == "fused"}
+    return {**state, "param_groups": [{**group, **own} for group in state["param_groups"]]}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
 from retouch.engine.sharding import piece_of, whole_of
-from retouch.engine.speed import make_optimizer
+from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -100,7 +100,7 @@ class Zero:
         return {"state": moments, "param_groups": [{**settings, "params": list(range(len(self.parameters)))}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        [group], [saved] = self.optimizer.param_groups, state["param_groups"]
+        [group], [saved] = self.optimizer.param_groups, computed_here(state, self.optimizer)["param_groups"]
         group.update({name: value for name, value in saved.items() if name != "params"})
         self.new_optimizer()
         for i, entry in state["state"].items():

@@ -41,7 +41,8 @@ class FrameConv3d(QwenImageCausalConv3d):
     """
 
     def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-        left, _, top, _, before, _ = self._padding
+        padding: Any = self._padding  # its own, causal one
+        left, _, top, _, before, _ = padding
         if x.shape[2] != 1 or cache_x is not None or before != self.kernel_size[0] - 1:
             return super().forward(x, cache_x)
         kernel = self.weight[:, :, -1]
@@ -51,7 +52,7 @@ class FrameConv3d(QwenImageCausalConv3d):
 def frame_by_frame(vae: Any) -> None:
     """Let the autoencoder of Qwen-Image, which was made for video, take pictures as pictures; in place."""
     for module in vae.modules():
-        if type(module) is QwenImageCausalConv3d:
+        if type(module) is QwenImageCausalConv3d and hasattr(module, "_padding"):
             module.__class__ = FrameConv3d
 
 

@@ -6,6 +6,7 @@ it is used from the client's event loop alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -101,12 +102,13 @@ class Balancer:
         self.most = most
         self._turn = 0
 
-    def choose(self, now: float, avoid: Collection[Server] = ()) -> tuple[Server | None, float]:
+    def choose(self, now: float, avoid: Collection[Server] = (), ends: float = math.inf) -> tuple[Server | None, float]:
         """The server to ask and 0, or None and how long to wait for one (at most; an answer may free one earlier).
 
         Args:
             avoid: servers that failed this request already; they are asked only where no other can be, now or once
                 it has answered what it was sent.
+            ends: when the request must have its answer.
         """
         free: list[tuple[Server, float]] = []
         for server in self._in_turn():
@@ -117,7 +119,7 @@ class Balancer:
         fresh = [server for server in ready if server not in avoid]
         if not ready:
             return None, min((at - now for _, at in free), default=1.0)
-        if not fresh and any(self._worth_waiting(s, now) for s in self.servers if s not in avoid):
+        if not fresh and any(self._worth_waiting(s, now, ends) for s in self.servers if s not in avoid):
             return None, 1.0
         if self.balance == "round_robin":
             chosen = (fresh or ready)[0]
@@ -140,10 +142,11 @@ class Balancer:
         self._turn = (self.servers.index(chosen) + 1) % len(self.servers)
         return chosen, 0.0
 
-    def _worth_waiting(self, server: Server, now: float) -> bool:
-        """Whether a server is merely full: it answers, and will take a request when it has answered another."""
+    def _worth_waiting(self, server: Server, now: float, ends: float) -> bool:
+        """Whether a server is merely full: it answers, and in time will take a request when it has answered another."""
         sound = server.failures < BREAKER_FAILURES and server.held_until <= now
-        return sound and server.silence(now) <= max(PATIENCE_S, PATIENCE * (server.latency_s or 0.0))
+        latency = server.latency_s or 0.0
+        return sound and now + latency < ends and server.silence(now) <= max(PATIENCE_S, PATIENCE * latency)
 
     def _in_turn(self) -> list[Server]:
         return self.servers[self._turn :] + self.servers[: self._turn]

@@ -18,16 +18,17 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from retouch.rewards.balance import BREAKER_FAILURES, Balance, Balancer, RetryBudget, Server
 from retouch.rewards.cache import ScoreCache, cache_key
 from retouch.rewards.exchange import CONNECT_S, Columns, Exchange, Refusal
 from retouch.rewards.protocol import RewardItem, base_url, malformed, usable_token
+from retouch.rewards.revisions import Revisions
 from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,6 @@ class ClientStatistics:
     retries: int = 0
     hedges: int = 0
     cache_hits: int = 0
-    revision_changes: int = 0
     scores: Counter[str] = field(default_factory=Counter[str])
     failures: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
     latencies: deque[float] = field(default_factory=lambda: deque[float](maxlen=_LATENCIES))
@@ -113,7 +113,7 @@ class RewardClient:
         self.statistics = ClientStatistics()
         self._token = None if token is None else usable_token(token)
         self._cache = cache
-        self._revisions: dict[str, dict[str, str]] = {name: {} for name in self.rewards}
+        self.revisions = Revisions(self.rewards)
         self._closing = threading.Lock()
         self._closed = False
         self._start()
@@ -168,7 +168,7 @@ class RewardClient:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._exchange = Exchange(self.rewards, self._token, self._note_revision)
+        self._exchange = Exchange(self.rewards, self._token, self.revisions.note)
         self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
         self._budget = RetryBudget()
         self._freed = asyncio.Event()
@@ -220,76 +220,36 @@ class RewardClient:
 
     async def _score_sound(self, items: list[RewardItem]) -> Columns:
         """From the cache, where every reward of an item is there; else from the servers."""
-        keys = await self._cache_keys(items)
-        if keys is None or self._cache is None:
+        revisions = await self._one_revision_each() if self._cache is not None and items else None
+        if revisions is None or self._cache is None:
             return await self._score_chunks(items)
+        keys = await asyncio.to_thread(
+            lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
+        )
         try:
             known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
         except sqlite3.Error as error:
             logger.warning("the cache of scores cannot be read: %s", error)
             known = {}
         missing = [i for i, row in enumerate(keys) if not all(key in known for key in row)]
+        asked = time.monotonic()
         self.statistics.cache_hits += len(items) - len(missing)
         fresh = await self._score_chunks([items[i] for i in missing])
         found: dict[bytes, Outcome] = dict(known)
         for column, name in enumerate(self.rewards):
             found.update(zip((keys[i][column] for i in missing), fresh[name], strict=True))
-        if self._still(keys, items):
+        if not self.revisions.others_since(asked, revisions):
             try:
                 await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
             except sqlite3.Error as error:  # a full disk: the scores are here all the same
                 logger.warning("scores are not kept: %s", error)
         return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
 
-    async def _cache_keys(self, items: list[RewardItem]) -> list[list[bytes]] | None:
-        """A key for each item and reward; None without a cache, or while there is not one revision of each reward."""
-        if self._cache is None or not items:
-            return None
-        if not all(self._revisions.values()):
-            self._learn_revisions(await self._info())
-        revisions = self._one_revision_each()
-        if revisions is None:
-            return None
-        return await asyncio.to_thread(
-            lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
-        )
-
-    def _one_revision_each(self) -> dict[str, str] | None:
-        """By reward; None where servers differ, so that a score is not known by which of them it was given. One that is
-        gone does not count: when it is back, it tells."""
-        gone = {server.url for server in self._balancer.servers if server.failures >= BREAKER_FAILURES}
-        told = {name: {r for url, r in of.items() if url not in gone} for name, of in self._revisions.items()}
-        return {n: next(iter(r)) for n, r in told.items()} if all(len(r) == 1 for r in told.values()) else None
-
-    def _still(self, keys: list[list[bytes]], items: list[RewardItem]) -> bool:
-        """Whether the keys are those of the revisions that scored: a server may have changed meanwhile."""
-        now = self._one_revision_each()
-        return now is not None and keys[0] == [cache_key(items[0], name, now[name]) for name in self.rewards]
-
-    def _learn_revisions(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        for url, info in infos.items():
-            scorers = info.get("scorers")
-            for name in self.rewards:
-                told = scorers.get(name) if isinstance(scorers, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-                if isinstance(told, dict) and isinstance(told.get("revision"), str):  # pyright: ignore[reportUnknownMemberType]
-                    self._note_revision(url, name, cast("str", told["revision"]))
-
-    def _note_revision(self, url: str, name: str, revision: str) -> None:
-        """A scorer that changes in the middle of a run, or that servers have in two revisions, makes its rewards
-        incomparable: say so, once."""
-        known = self._revisions[name]
-        before, others = known.get(url), {found for other, found in known.items() if other != url}
-        if before == revision:
-            return
-        known[url] = revision
-        if before is not None:
-            told = f"now {revision!r} and was {before!r}"
-        elif others - {revision}:
-            told = f"{revision!r} and of other servers {', '.join(map(repr, sorted(others - {revision})))}"
-        else:
-            return
-        self.statistics.revision_changes += 1
-        logger.warning("%s: %s is %s: its scores may not compare", url, name, told)
+    async def _one_revision_each(self) -> dict[str, str] | None:
+        """By reward, of the servers that are not gone; None where they differ."""
+        if not self.revisions.known:
+            self.revisions.learn(await self._info())
+        return self.revisions.one_each({s.url for s in self._balancer.servers if s.failures >= BREAKER_FAILURES})
 
     async def _score_chunks(self, items: list[RewardItem]) -> Columns:
         size = self.options.batch_size
@@ -347,7 +307,7 @@ class RewardClient:
             ends = deadline if deadline is not None else max(asked, self._progress) + self.options.timeout_s
             if now >= ends:
                 return None
-            server, wait = self._balancer.choose(now, failed)
+            server, wait = self._balancer.choose(now, failed, ends)
             if server is not None:
                 server.sent(now)
                 return server

@@ -194,7 +194,7 @@ class RewardTable:
             if isinstance(backend, RewardClient):
                 s, names = backend.statistics, "+".join(n for n, p in self._places.items() if p == place)
                 found = {"retries": s.retries, "hedges": s.hedges, "cache_hits": s.cache_hits}
-                found |= {"revision_changes": s.revision_changes}
+                found |= {"revision_changes": backend.revisions.changes}
                 if s.latencies:
                     found |= {"latency_p50": s.latency(0.5), "latency_p95": s.latency(0.95)}
                 told |= {f"reward_client/{names}/{name}": float(value) for name, value in found.items()}
