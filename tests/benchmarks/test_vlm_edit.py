@@ -16,8 +16,11 @@ from retouch.data.edits import COLOURS
 
 REPOSITORY = Path(__file__).parents[2]
 Row = dict[str, Any]
-ROWS: list[Row] = json.loads((REPOSITORY / "benchmarks/results/vlm_edit.json").read_text(encoding="utf-8"))["rows"]
-LEARNED = [row for row in ROWS if row["run"] != "adapter-3"]
+RESULTS = REPOSITORY / "benchmarks/results"
+ROWS, FREE = (
+    list[Row](json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"])
+    for name in ("vlm_edit", "vlm_edit_without_kl")
+)
 PAGE = (REPOSITORY / "docs/vlm-grpo.md").read_text(encoding="utf-8")
 PROSE = " ".join(PAGE.split())
 
@@ -55,7 +58,7 @@ def fall(row: Row) -> float:
 
 def test_an_adapter_and_all_weights() -> None:
     runs = {(row["kind"], row["seed"]) for row in ROWS}
-    assert runs == set(product(("adapter", "full"), (0, 1, 2, 3)))
+    assert runs == {*product(("adapter", "full"), (0, 1, 2, 3)), ("adapter", 4)}
 
 
 @each_row
@@ -63,20 +66,26 @@ def test_it_is_of_the_run_file_and_base_that_lie_here(row: Row) -> None:
     assert row["inputs"] == inputs.inputs(vlm_edit.CONFIGS[row["kind"]])
 
 
-@pytest.mark.parametrize("row", LEARNED, ids=lambda row: row["run"])
-def test_seven_of_eight_learned_what_to_say(row: Row) -> None:
+@each_row
+def test_every_run_learned_what_to_say(row: Row) -> None:
     check(row)
+    assert "All nine runs learned." in PROSE and len(ROWS) == 9
 
 
-def test_a_seed_that_did_not_learn_is_told() -> None:
-    [row] = [row for row in ROWS if row not in LEARNED]
-    assert row["gain"][1] < 0 < row["gain"][2]
-    assert row["says_the_colour"]["60"] == row["says_the_colour"]["0"]
-    assert f"{row['at_the_end']['no_colour']} of its 96 answers are no colour's name" in PROSE
-    assert {"like grass: ued", "paint it grass: n"} <= set(row["at_the_end"]["differ"])
-    blank = row["words_decide"]["after"]["blank"]["as_asked"]
-    assert blank > row["gain"][0] and f"draws {percent(blank)} as asked, more than its gain" in PROSE
-    assert f"on {row['at_the_end']['agree']} with that of seed 3" in PROSE
+def test_what_the_kl_is_for(tmp_path: Path) -> None:
+    """The same runs without it, of which one did not learn and others forgot how to spell."""
+    file = tmp_path / "free.yaml"
+    file.write_text(f"extends: {vlm_edit.CONFIGS['adapter']}\nalgorithm: {{trl: {{beta: null}}}}\n", encoding="utf-8")
+    kept = [row for row in ROWS if row["kind"] == "adapter"]
+    assert [row["seed"] for row in kept] == [row["seed"] for row in FREE] == [0, 1, 2, 3, 4]
+    assert all(row["inputs"] == inputs.inputs(file) for row in FREE)
+    *gains, last = (f"{row['gain'][0]:+.3f}" for row in FREE)
+    assert f"gained {', '.join(gains)} and {last}" in PROSE
+    assert [row["seed"] for row in FREE if row["gain"][1] <= 0] == [2]
+    lost, with_kl = ([row["at_the_end"]["no_colour"] for row in rows] for rows in (FREE, kept))
+    assert f"{', '.join(map(str, lost[:-1]))} and {lost[-1]} of their 96 answers" in PROSE
+    assert f"with it {', '.join(map(str, with_kl[:-1]))} and {with_kl[-1]}" in PROSE
+    assert "paint it grass: grw" in FREE[1]["at_the_end"]["differ"] and '"grw"' in PROSE
 
 
 @each_row
@@ -98,12 +107,13 @@ def test_the_table_of_words_has_these_numbers(row: Row) -> None:
     assert f"| {row['kind'].replace('full', 'all weights')} | {row['seed']} | {' | '.join(cells)} |" in PAGE
 
 
-@pytest.mark.parametrize("row", LEARNED, ids=lambda row: row["run"])
+@each_row
 def test_what_judge_and_words_differ_in(row: Row) -> None:
-    """Right words drawn wrong, and the right colour after what is no colour's name; no wrong word is drawn right."""
+    """Right words drawn wrong, and the right colour after what is no colour's name; twice after a wrong one."""
     end = row["at_the_end"]
-    assert end["wrong_word_drawn_right"] == 0
-    assert row["tasks"] - end["agree"] == end["right_word_drawn_wrong"] + end["no_colour_drawn_right"]
+    assert end["wrong_word_drawn_right"] == 2 * (row["run"] == "adapter-4")
+    apart = ("right_word_drawn_wrong", "no_colour_drawn_right", "wrong_word_drawn_right")
+    assert row["tasks"] - end["agree"] == sum(end[name] for name in apart)
 
 
 def test_the_base_listens_to_words_alone() -> None:
@@ -117,14 +127,14 @@ def test_the_base_listens_to_words_alone() -> None:
 
 def test_how_far_words_decide_and_states_drift() -> None:
     """Words win by far; what is drawn as asked with nothing said is less than what was gained."""
-    after = [row["words_decide"]["after"] for row in LEARNED]
+    after = [row["words_decide"]["after"] for row in ROWS]
     moved, blank = [found["moved"] for found in after], [found["blank"] for found in after]
     assert f"at least {percent(min(m['as_said'] for m in moved))} of the moved words are drawn" in PROSE
     assert f"at most {percent(max(m['as_asked'] for m in moved))} of those pictures" in PROSE
     assert f"{span([b['as_it_was'] for b in blank])} of the tasks only" in PROSE
     assert f"{span([b['as_asked'] for b in blank])} are drawn as asked without a word" in PROSE
-    assert all(b["as_asked"] <= 0.25 and b["as_asked"] < row["gain"][0] for b, row in zip(blank, LEARNED, strict=True))
-    of_changed = {row["run"]: b["as_asked"] / (1 - b["as_it_was"]) for row, b in zip(LEARNED, blank, strict=True)}
+    assert all(b["as_asked"] <= 0.25 and b["as_asked"] < row["gain"][0] for b, row in zip(blank, ROWS, strict=True))
+    of_changed = {row["run"]: b["as_asked"] / (1 - b["as_it_was"]) for row, b in zip(ROWS, blank, strict=True)}
     low, high = min(of_changed.values()), max(of_changed.values())
     assert f"Of the pictures that change, that is {100 * low:.0f} to {100 * high:.0f} %" in PROSE
     assert {run for run, share in of_changed.items() if share > 0.4} == {"full-0", "full-1"}
@@ -133,13 +143,13 @@ def test_how_far_words_decide_and_states_drift() -> None:
 def test_judge_and_words_agree_as_often_as_the_page_says() -> None:
     told = PROSE.partition("Judge and words agree on")[2]
     for kind, words in (("adapter", "with the adapter"), ("full", "with all weights")):
-        *first, last = (str(row["at_the_end"]["agree"]) for row in LEARNED if row["kind"] == kind)
+        *first, last = (str(row["at_the_end"]["agree"]) for row in ROWS if row["kind"] == kind)
         assert f"{', '.join(first)} and {last} of 96" in told.partition(words)[0]
         told = told.partition(words)[2]
 
 
 def test_what_the_page_quotes_of_those_that_differ() -> None:
-    differ = {row["run"]: row["at_the_end"]["differ"] for row in LEARNED}
+    differ = {row["run"]: row["at_the_end"]["differ"] for row in ROWS}
     assert next(iter(differ["full-1"])) == "paint it grass: green"  # the most frequent
     counts = [pair for found in differ.values() for pair in found.items()]
     no_colour = sum(count for task, count in counts if task.rpartition(": ")[2] not in COLOURS)
@@ -178,7 +188,7 @@ def test_completions_go_to_rows_that_said_another_colour() -> None:
 
 @pytest.mark.slow
 def test_a_seed_learns_again(tmp_path: Path) -> None:
-    """One that learned; not every seed does."""
+    """The first one."""
     out = tmp_path / "result.json"
     command = [sys.executable, str(REPOSITORY / "benchmarks/vlm_edit.py"), "--kinds", "adapter", "--seeds", "0"]
     subprocess.run([*command, "--work", str(tmp_path / "work"), "--out", str(out)], check=True)
