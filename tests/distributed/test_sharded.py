@@ -40,14 +40,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "flux_nft": (NFT, *ODE),
     "sd_grpo": (*SD, "optimizer.lr=2e-4"),
     "sd_dpo": (*SD, DPO, *ODE, "optimizer.lr=2e-4"),
-    "sd_nft": (*SD, NFT, *ODE),
+    "sd_nft": (*SD, NFT, *ODE, "optimizer.lr=2e-4"),
     "sft": ("algorithm={name: sft}", "training.gradient_checkpointing=true"),
     "lora": ("model.train={kind: lora, rank: 4, alpha: 64}", "optimizer.lr=1e-2"),
     "flat": FLAT,
     "flat_nft": (*FLAT, NFT, *ODE),
 }
-"""Name of a comparison -> what its runs have in common beside `write_run`. Two of them would grow rounding beyond the
-tolerance in one step of its learning rate."""
+"""Name of a comparison -> what its runs have in common beside `write_run`. Three of them would grow rounding beyond
+the tolerance, or until it tips a pixel over, in one step of its learning rate."""
 
 FEW = ("flux_dpo", "sd_nft")
 """Those of them that are compared in every run of the tests, not only in the slow ones."""
