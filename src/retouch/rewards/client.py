@@ -2,7 +2,8 @@
 
 One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
 transport errors, 408, 425, 429 and 5xx are tried again, on another server where there is one, until the deadline and
-within the retry budget; nothing else is. `exchange.py` is one request to one server.
+within the retry budget; nothing else is. `exchange.py` is one request to one server, `revisions.py` what servers
+told of their scorers.
 """
 
 from __future__ import annotations
