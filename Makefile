@@ -10,7 +10,7 @@ SOURCES := src tests examples benchmarks tools
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-deepspeed lint mutants clean
+.PHONY: help demo test test-slow test-deepspeed test-gpu lint mutants clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -26,6 +26,9 @@ test-slow: .venv/.installed ## The tests that take minutes
 
 test-deepspeed: .venv/.deepspeed ## The tests of DeepSpeed, which it installs first
 	$(TEST) -m "not gpu" -k "zero or deepspeed" tests/distributed
+
+test-gpu: .venv/.installed ## The tests that need a GPU
+	$(TEST) -m gpu tests/cuda
 
 lint: .venv/.installed ## Format, lint, types, import contracts
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))

@@ -5,7 +5,8 @@ epoch: the first is left out (allocations, compilation) and told apart, the othe
 is nothing to download. Text encoders are made, asked, and dropped before training, as `model.free_text_encoders` does;
 rewards are there at once. What is held before an update, when no activation is, and the peak stand beside what
 `retouch check --memory` counts; a cell whose count does not fit the device is not tried, and one that does not fit all
-the same says so. Cells come in the order of what they are worth; those for which no time was left say so, too.
+the same says so. Cells come in the order of what they are worth; those for which no time was left say so, too, and
+another call with the same file measures them.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
     python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU
@@ -42,6 +43,9 @@ from retouch.recipes.session import Session
 MINUTES = 10.0
 """For all cells together."""
 
+SECONDS = 15.0
+"""After so many no further step of a cell is measured."""
+
 TRAINED: dict[str, dict[str, Any]] = {
     "lora": {"kind": "lora", "rank": 32, "alpha": 64},
     "ip_adapter": {"kind": "ip_adapter"},
@@ -61,21 +65,25 @@ class Case:
     trained: str
     groups: int
     group_size: int
-    rows: int  # of a forward with its backward
+    rows: int  # images of a forward with its backward
+    checkpointing: bool = False
+    moments: str = "fp32"
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{self.trained}"
+        return f"{self.family}-{self.trained}" + ("_int8" if self.moments == "int8" else "")
 
 
 CASES = (
-    Case("flux_fill", "lora", groups=2, group_size=4, rows=1),
-    Case("sd_inpaint", "lora", groups=2, group_size=8, rows=2),
+    Case("flux_fill", "lora", groups=1, group_size=4, rows=2),
+    Case("sd_inpaint", "lora", groups=2, group_size=8, rows=8),
     Case("qwen_image", "lora", groups=1, group_size=4, rows=1),
-    Case("flux_fill", "ip_adapter", groups=2, group_size=4, rows=1),
-    Case("sd_inpaint", "full", groups=2, group_size=8, rows=2),
-    Case("flux_fill", "full", groups=2, group_size=4, rows=1),
+    Case("flux_fill", "ip_adapter", groups=1, group_size=4, rows=2),
+    Case("sd_inpaint", "full", groups=2, group_size=8, rows=8),
+    Case("flux_fill", "full", groups=1, group_size=4, rows=2, checkpointing=True),
+    Case("flux_fill", "full", groups=1, group_size=4, rows=2, checkpointing=True, moments="int8"),
 )
+"""Rows so that a forward keeps a GPU busy for longer than launching its kernels takes, and one of 80 GB holds it."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +132,26 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     until = time.monotonic() + 60 * given.minutes
     rows: list[dict[str, Any]] = []
     result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": rows}
+    known = measured_before(given.out, result) if given.out else {}
     with tempfile.TemporaryDirectory() as work:
         for cell in wanted:
-            rows.append(row(cell, sizes, Path(work), until))
+            rows.append(known.get(cell.name) or row(cell, sizes, Path(work), until))
             print(json.dumps(rows[-1]), flush=True)
             if given.out:  # what is measured stays, whatever happens to the next cell
                 given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def measured_before(file: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Cell -> its row in a file of the same machine: what a call had no time for, the next one measures."""
+    if not file.exists():
+        return {}
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if any(before[key] != result[key] for key in ("machine", "dry_run", "side")):
+        return {}
+    names = {(cell.case.name, cell.speed, cell.compiled): cell.name for cell in cells()}
+    rows = [row for row in before["rows"] if "step_s" in row]
+    return {names[row["case"], row["speed"], row["compiled"]]: row for row in rows}
 
 
 def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
@@ -148,6 +169,8 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
         return {**about, **measure(cell, config, sizes, until)}
     except (torch.OutOfMemoryError, OutOfMemory):
         return {**about, "skipped": "out of memory"}
+    except Exception as error:  # the other cells are still worth their time
+        return {**about, "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     finally:
         torch.compiler.reset()
         gc.collect()
@@ -173,9 +196,10 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
                 run.policy.snapshot("reference")
             epoch = epochs(session)
             first = seconds(epoch)
+            enough = min(until, time.monotonic() + SECONDS)
             for _ in range(sizes.steps):
                 epoch()
-                if time.monotonic() > until:
+                if time.monotonic() > enough:
                     break
         steps = [line for line in read_metrics(run.dir.path / "metrics.jsonl") if line["kind"] == "train"][1:]
     finally:
@@ -186,6 +210,7 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         "forwards_per_image": derive(config).forwards_per_image,
         "first_step_s": round(first, 3),
         "held_gib": round((held[-1] - before) / 2**30, 3),
+        "max_abs_log_ratio": max(line["max_abs_log_ratio"] for line in steps),
         **reported([line["time"] for line in steps]),
     }
 
@@ -222,12 +247,13 @@ def seconds(block: Callable[[], object]) -> float:
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """What of a run decides its speed."""
-    rollout, algorithm = config.rollout.model_dump(), config.algorithm.model_dump()
+    rollout, algorithm, optimizer = (part.model_dump() for part in (config.rollout, config.algorithm, config.optimizer))
     return {
         **{name: rollout[name] for name in ("num_steps", "guidance_scale", "shared_noise")},
         "window": config.rollout.window.size if config.rollout.window else None,
         **{name: algorithm[name] for name in ("kl_weight", "timestep_fraction")},
         "gradient_checkpointing": config.training.gradient_checkpointing,
+        **{name: optimizer[name] for name in ("batch_size_per_device", "steps_per_forward", "moments")},
     }
 
 
@@ -267,6 +293,8 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "lr": 1e-6,
                 "batch_size_per_device": rows,
                 "gradient_accumulation": images // rows,
+                "steps_per_forward": 1 if cell.speed == "reference" else None,  # as published: one step after another
+                "moments": "fp32" if sizes.tiny else case.moments,
                 "on_out_of_memory": "stop",
             },
             "training": {
@@ -274,7 +302,7 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "checkpoint_every": 0,
                 "eval_every": 0,
                 "mixed_precision": "no" if sizes.tiny else "bf16",
-                "gradient_checkpointing": case.family != "sd_inpaint",
+                "gradient_checkpointing": case.checkpointing,
             },
             "evaluation": {"num_examples": 1, "num_steps": 1, "grid_examples": 0},
             "logging": {"dir": str(work / "runs"), "sinks": []},

@@ -5,6 +5,7 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ from retouch.data.synth import draw_words, write_signs
 from tests.command_line import retouch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 SIZE = (32, 64)
 

@@ -71,7 +71,11 @@ def test_a_cell_trains_and_resumes_bitwise(
     family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
 ) -> None:
     scripted(brightness)
-    make = {"targets": str(signs / "targets")}
+    resumes_bitwise(family, algorithm, kind, config, targets=str(signs / "targets"))
+
+
+def resumes_bitwise(family: str, algorithm: str, kind: str, config: Config, **make: Any) -> None:
+    """A run changes its weights, and one that goes on from its checkpoint inside an epoch ends like it."""
     base = base_weights(cell(config, family, algorithm, kind, name="base", **make))
     whole, records = train(cell(config, family, algorithm, kind, name="whole", **make))
     steps = of_kind(records, "train")

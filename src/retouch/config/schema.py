@@ -137,6 +137,10 @@ class TrainingConfig(Section):
     compile: bool = False
     """Compile the repeated blocks of the network (torch.compile), in rollout and training alike. Needs a C++ compiler,
     on a GPU Triton; the first step of each shape takes minutes."""
+    deterministic: bool = False
+    """On a GPU, use only kernels that give the same bits every time, at some cost in speed: then a run with the same
+    seed, or one that was stopped and resumed, is the same to the last bit, as it is on a CPU without being asked; else
+    it is up to rounding."""
     sharding: Literal["none", "fsdp2", "zero2", "zero3"] = "none"
     """On several processes: "none" gives each the whole network (DDP); "fsdp2" gives each 1/N of every weight,
     gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same

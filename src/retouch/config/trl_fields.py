@@ -62,6 +62,7 @@ REFUSED = {
     "bf16": "training.mixed_precision",
     "fp16": "training.mixed_precision",
     "data_seed": "seed",
+    "full_determinism": "training.deterministic",
     "shuffle_dataset": "nothing: every pass has an order of its own from the seed",
     "num_train_epochs": "training.max_steps",
     "remove_unused_columns": "nothing: rewards see every column",

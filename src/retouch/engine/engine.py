@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, gather_object, set_seed
+from accelerate.utils import AutocastKwargs, DistributedType, gather_object, set_seed
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
 from retouch.engine.parallel import Fsdp2, Parallel, Replicated
-from retouch.engine.speed import compile_blocks
+from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
 from retouch.engine.zero import Zero
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ class Engine:
         AcceleratorState._reset_state()
         try:
             self.accelerator = Accelerator(
-                mixed_precision=training.mixed_precision, step_scheduler_with_optimizer=False
+                mixed_precision=training.mixed_precision,
+                step_scheduler_with_optimizer=False,
+                # a weight is used once a forward; of full weights the lowered copies would all be kept until its end
+                kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
@@ -56,6 +59,7 @@ class Engine:
         if training.mixed_precision == "fp16" and self.device.type == "cpu":
             # accelerate would run in fp32 without a word
             raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
+        choose_kernels(self.device, precision=training.mixed_precision, deterministic=training.deterministic)
         set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
         self.training = training
         self.config = optimizer
@@ -88,6 +92,8 @@ class Engine:
         """
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
+        if self.training.mixed_precision != "no":
+            leave_casts_to_autocast(network)
         if self.training.compile:
             compile_blocks(network)
         network.eval()

@@ -1,8 +1,9 @@
-"""Compiled blocks and optimizers: what makes a step faster or smaller."""
+"""Kernels, compiled blocks and optimizers: what makes a step faster, smaller, or the same every time."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,35 @@ from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig
+
+
+def choose_kernels(device: torch.device, *, precision: str, deterministic: bool) -> None:
+    """What a GPU computes with, for the whole process; nothing on a CPU.
+
+    cuDNN's attention is left out: torch prefers it on Hopper and newer, where the backward of FLUX's blocks, plain
+    diffusers alike, reads beyond its memory (torch 2.11 with cuDNN 9.19 on an H200; `tests/cuda` runs it without).
+    FlashAttention is next.
+
+    Args:
+        precision: `training.mixed_precision`; "no" is fp32 in convolutions, too, where torch would take TF32.
+        deterministic: only kernels that give the same bits every time; an operation that has none raises.
+    """
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.allow_tf32 = precision != "no"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read where cuBLAS is first used
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def leave_casts_to_autocast(network: nn.Module) -> None:
+    """LoRA of a network whose forward is autocast takes its input as it is: peft would raise it to the fp32 of its
+    weights, for autocast to lower it again. The same numbers in two passes over memory less for each adapted layer."""
+    module: Any
+    for module in network.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
 
 
 def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:

@@ -96,8 +96,11 @@ def forward_flops(network: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     from torch.utils.flop_counter import FlopCounterMode
 
     kind = next(c for c in type(network).__mro__ if c.__module__.startswith("diffusers."))  # not a sharded one
+    config = dict(network.config)
+    if config.get("encoder_hid_dim_type") == "ip_image_proj":  # how diffusers marks a UNet that has a style adapter
+        config["encoder_hid_dim_type"] = None
     with torch.device("meta"):
-        bare: Any = kind.from_config(network.config)  # type: ignore[attr-defined]
+        bare: Any = kind.from_config(config)  # type: ignore[attr-defined]
     dropped = ("joint_attention_kwargs", "attention_kwargs", "added_cond_kwargs")
     kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
     args, kwargs = tree_map_only(

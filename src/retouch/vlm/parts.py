@@ -24,6 +24,7 @@ from retouch.config.needs import needed_pictures
 from retouch.config.vlm import VlmDerived, derive_vlm
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
+from retouch.engine.speed import choose_kernels
 from retouch.models import family_class
 from retouch.models.loading import DTYPES, component_path, load_component
 from retouch.models.qwen import QwenModel
@@ -112,6 +113,8 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
             "evaluation.data: some examples are trained on: data holds the same picture with the same prompt; divide "
             "the data with `retouch data split`, or set evaluation.allow_overlap=true"
         )
+    training = config.training
+    choose_kernels(torch.device(device), precision=training.mixed_precision, deterministic=training.deterministic)
     policy, processor, task = load_policy(config)
     return Parts(
         config=config,

@@ -1,0 +1,1 @@
+from tests.recipes.conftest import scripted as scripted

@@ -1,0 +1,217 @@
+"""What only a GPU can show: `make test-gpu`.
+
+The run without sharding, its precisions, kernels and memory. What does not depend on the device is tested on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from retouch.adapters.lora import add_lora
+from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.data.synth import draw_words, write_signs
+from retouch.engine import Engine
+from retouch.models.flux_fill import LORA_TARGETS, RELEASED_TRANSFORMER
+from retouch.recipes.grpo import ON_POLICY_TOLERANCE
+from tests.recipes.runs import Config, Use, brightness, of_kind, train, weights
+from tests.recipes.test_cells import resumes_bitwise
+from tests.tiny_models import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+CUDA = torch.device("cuda")
+
+PARTS = (
+    "rollout", "text", "vae", "reward_wait", "train_forward", "train_backward", "optimizer", "eval", "checkpoint",
+    "other",
+)  # fmt: skip
+"""Of the time of a step."""
+
+
+@pytest.fixture(autouse=True)
+def other_kernels() -> Any:
+    """As they were before a test."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "kind"),
+    [
+        ("flux_fill", "grpo", "lora"),
+        ("flux_fill", "nft", "full"),
+        ("sd_inpaint", "dpo", "lora"),
+        ("sd_inpaint", "ppo", "full"),
+        ("qwen_image", "grpo", "lora"),
+    ],
+)
+def test_with_deterministic_kernels_a_run_resumes_bitwise(
+    family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
+) -> None:
+    scripted(brightness)
+    targets = str(signs / "targets")
+    resumes_bitwise(family, algorithm, kind, config, targets=targets, training__deterministic=True)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+def test_before_the_first_update_the_ratio_is_one(family: str, precision: str, config: Config, scripted: Use) -> None:
+    """Sampled four at a time, trained two at a time. fp16's loss scaler may skip a step, and says so."""
+    scripted(brightness)
+    given = config(
+        model={
+            "family": family,
+            "path": tiny_model(family),
+            "dtype": {"no": "fp32"}.get(precision, precision),
+            "train": {"kind": "lora", "rank": 4, "alpha": 8},
+            **({} if family == "sd_inpaint" else {"max_sequence_length": 24}),
+        },
+        rollout__noise_level=None,
+        training__mixed_precision=precision,
+        optimizer={"lr": 1e-4, "batch_size_per_device": 2, "gradient_accumulation": 2},
+    )
+    run, records = train(given)
+    assert run.engine.device.type == "cuda"
+    steps = of_kind(records, "train")
+    assert all(step["max_abs_log_ratio"] <= ON_POLICY_TOLERANCE[precision] for step in steps)
+    moved = [step for step in steps if not step["overflow"]]
+    assert len(moved) >= (1 if precision == "fp16" else len(steps))
+    assert all(0 < step["grad_norm"] < 1e4 for step in moved)
+    assert all(bool(t.isfinite().all()) for t in weights(run).values())
+
+
+def test_moments_of_8_bits_train_and_resume(config: Config, scripted: Use) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    scripted(brightness)
+    ends: dict[str, dict[str, torch.Tensor]] = {}
+    for moments in ("fp32", "int8"):
+        run, _ = train(
+            config(
+                name=moments,
+                training__max_steps=4,
+                training__checkpoint_every=2,
+                training__deterministic=True,
+                optimizer__moments=moments,
+            )
+        )
+        ends[moments] = weights(run)
+    assert any(not torch.equal(t, ends["int8"][n]) for n, t in ends["fp32"].items())
+    for name, tensor in ends["fp32"].items():
+        torch.testing.assert_close(ends["int8"][name], tensor, atol=8e-4, rtol=0)  # four steps of 1e-4 either way
+    again, _ = train(
+        config(
+            name="again",
+            resume=str(run.dir.path / "checkpoints/step-000002"),
+            training__max_steps=4,
+            training__deterministic=True,
+            optimizer__moments="int8",
+        )
+    )
+    for name, tensor in weights(again).items():
+        torch.testing.assert_close(tensor, ends["int8"][name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["flux_fill", "qwen_image"])
+def test_networks_that_wait_on_the_cpu_change_nothing(family: str, config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    model = {
+        "family": family,
+        "path": tiny_model(family),
+        "dtype": "fp32",
+        "max_sequence_length": 24,
+        "train": {"kind": "lora", "rank": 4, "alpha": 8},
+    }
+    ends: list[dict[str, torch.Tensor]] = []
+    for name, waits in (("stays", False), ("waits", True)):
+        run, _ = train(
+            config(
+                name=name,
+                model={**model, "offload_text_encoders": waits, "offload_vae": waits},
+                training__max_steps=2,
+                training__deterministic=True,
+            )
+        )
+        ends.append(weights(run))
+        assert next(run.model.vae.parameters()).device.type == ("cpu" if waits else "cuda")
+    assert all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
+
+
+@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+def test_a_style_adapter_trains_and_its_cost_is_told(
+    family: str, config: Config, scripted: Use, tmp_path: Path
+) -> None:
+    """FLOPs are counted where the peak of the device is known: on the UNet without its adapter, too."""
+    scripted(brightness)
+    write_signs(tmp_path / "styled", draw_words(6, "train", 2), (32, 64), 2, styled=True)
+    model = {
+        "family": family,
+        "path": tiny_model(family),
+        "dtype": "bf16",
+        "train": {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4},
+        **({} if family == "sd_inpaint" else {"max_sequence_length": 24}),
+    }
+    _, records = train(
+        config(
+            model=model,
+            data={"format": "self_bench", "path": str(tmp_path / "styled"), "resolution": [32, 64]},
+            evaluation__data=None,
+            rollout__noise_level=None,
+            training__max_steps=2,
+            training__mixed_precision="bf16",
+        )
+    )
+    for step in of_kind(records, "train"):
+        seconds = step["time"]
+        assert step["grad_norm"] > 0
+        assert seconds["peak_memory_gib"] > 0
+        parts = sum(seconds[name] for name in PARTS)
+        assert parts == pytest.approx(seconds["step"], rel=0.02)
+        if "mfu" in seconds:  # of a device whose peak is known
+            assert 0 < seconds["mfu"] < 1 and seconds["tflops"] > 0
+
+
+def test_the_backward_of_blocks_of_the_released_width(config: Config) -> None:
+    """Two double and two single blocks of FLUX.1-Fill with LoRA, as many tokens as 512 x 512 pixels have, in bf16 with
+    recomputation. With cuDNN's attention this read beyond its memory."""
+    torch.manual_seed(0)
+    with torch.device(CUDA):
+        sizes = RELEASED_TRANSFORMER | {"num_layers": 2, "num_single_layers": 2}
+        network = FluxTransformer2DModel(**sizes).to(torch.bfloat16)
+    add_lora(network, 16, 16, LORA_TARGETS)
+    engine = Engine(TrainingConfig(mixed_precision="bf16"), OptimizerConfig(), seed=0)
+    engine.prepare(network, gradient_checkpointing=True)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    lines = torch.arange(1024, device=CUDA)
+    ids = torch.stack([torch.zeros_like(lines), lines // 32, lines % 32], dim=1).bfloat16()
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+
+    for rows in (1, 2, 2):
+        out = engine.network(
+            hidden_states=noise(rows, 1024, 384),
+            encoder_hidden_states=noise(rows, 512, 4096),
+            pooled_projections=noise(rows, 768),
+            timestep=torch.full((rows,), 0.5, device=CUDA, dtype=torch.bfloat16),
+            guidance=torch.full((rows,), 30.0, device=CUDA),
+            img_ids=ids,
+            txt_ids=torch.zeros(512, 3, device=CUDA, dtype=torch.bfloat16),
+            return_dict=False,
+        )[0]
+        engine.backward(out.float().square().mean())
+    torch.cuda.synchronize()
+    gradients = [p.grad for p in network.parameters() if p.requires_grad and p.grad is not None]
+    assert gradients and all(bool(g.isfinite().all()) for g in gradients)
+    assert any(bool(g.any()) for g in gradients)
