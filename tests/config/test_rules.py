@@ -68,6 +68,7 @@ BOUNDS = [
     ("algorithm.combine", "sum", "'sum'", "input should be 'normalize_then_sum' or 'sum_then_normalize'"),
     ("algorithm.kl_weight", "-1", "-1", NOT_NEGATIVE),
     ("algorithm.kl_mode", "full", "'full'", "input should be 'exact' or 'published'"),
+    ("algorithm.old_log_probs", "kept", "'kept'", "input should be 'recorded' or 'recomputed'"),
     ("algorithm.timestep_fraction", "0", "0", POSITIVE),
     ("algorithm.timestep_fraction", "1.5", "1.5", AT_MOST_1),
     ("algorithm.region", "hole", "'hole'", "input should be 'all' or 'mask'"),

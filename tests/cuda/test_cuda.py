@@ -179,7 +179,7 @@ def test_a_style_adapter_trains_and_its_cost_is_told(
         parts = sum(seconds[name] for name in PARTS)
         assert parts == pytest.approx(seconds["step"], rel=0.02)
         if "mfu" in seconds:  # of a device whose peak is known
-            assert 0 < seconds["mfu"] < 1 and seconds["tflops"] > 0
+            assert 0 <= seconds["mfu"] < 1 and "tflops" in seconds  # of a toy: rounded to 0
 
 
 def test_the_backward_of_blocks_of_the_released_width(config: Config) -> None:
@@ -215,3 +215,26 @@ def test_the_backward_of_blocks_of_the_released_width(config: Config) -> None:
     gradients = [p.grad for p in network.parameters() if p.requires_grad and p.grad is not None]
     assert gradients and all(bool(g.isfinite().all()) for g in gradients)
     assert any(bool(g.any()) for g in gradients)
+
+
+def test_log_probs_computed_again_have_the_rounding_of_training(config: Config, scripted: Use) -> None:
+    """Guided, in bf16, sampled four at a time and trained one at a time: to the last bit what training computes."""
+    scripted(brightness)
+    _, records = train(
+        config(
+            model={
+                "family": "sd_inpaint",
+                "path": tiny_model("sd_inpaint"),
+                "dtype": "bf16",
+                "train": {"kind": "lora", "rank": 4, "alpha": 8},
+            },
+            rollout__noise_level=None,
+            rollout__guidance_scale=7.5,
+            algorithm__old_log_probs="recomputed",
+            training__max_steps=1,
+            training__mixed_precision="bf16",
+            optimizer={"batch_size_per_device": 1, "gradient_accumulation": 4},
+        )
+    )
+    (step,) = of_kind(records, "train")
+    assert step["max_abs_log_ratio"] == 0.0

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from torch import nn
 
+from retouch.adapters.lora import add_lora
 from retouch.config import ConfigError
 from retouch.config.schema import OptimizerConfig
-from retouch.engine.speed import compile_blocks, computed_here, make_optimizer
+from retouch.engine.speed import (
+    choose_kernels,
+    compile_blocks,
+    computed_here,
+    leave_casts_to_autocast,
+    make_optimizer,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -96,3 +105,86 @@ def test_moments_of_8_bits_need_a_gpu_and_the_library(monkeypatch: pytest.Monkey
 def test_a_network_that_names_no_blocks_is_not_compiled() -> None:
     with pytest.raises(ConfigError, match="Linear names no blocks to compile; set compile=false"):
         compile_blocks(nn.Linear(2, 2))
+
+
+def test_every_variant_of_a_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of more widths than torch's limit, each with and without gradients: none goes on uncompiled."""
+
+    class Net(nn.Module):
+        _repeated_blocks = ("Block",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(width) for width in range(2, 14)])
+
+        def compile_repeated_blocks(self, **options: Any) -> None:
+            for block in self.blocks:
+                block.compile(**options)
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    net = Net()
+    compile_blocks(net, "eager")
+    for block in net.blocks:
+        block(torch.ones(3, block.width))
+        with torch.no_grad():
+            block(torch.ones(2, block.width))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_kernels_of_a_gpu(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of the process, which need no GPU to be made; tests/cuda shows what they do."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        choose_kernels(CPU, precision="no", deterministic=True)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.cudnn_sdp_enabled() == before
+        choose_kernels(GPU, precision=precision, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cudnn.allow_tf32 == (precision == "bf16")
+        choose_kernels(GPU, precision=precision, deterministic=False)
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_lora_under_autocast_takes_its_input_as_it_is() -> None:
+    """Output and gradients bit for bit those of peft's own way, which raises the input to fp32 first."""
+    results: list[tuple[torch.Tensor, ...]] = []
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for leave in (False, True):
+        torch.manual_seed(0)
+        network: Any = FluxTransformer2DModel(
+            num_layers=0, num_single_layers=1, attention_head_dim=8, num_attention_heads=2, axes_dims_rope=(2, 2, 4)
+        ).bfloat16()
+        add_lora(network, 4, 8, ["attn.to_q"])
+        adapted = network.single_transformer_blocks[0].attn.to_q
+        nn.init.normal_(adapted.lora_B["default"].weight)
+        if leave:
+            leave_casts_to_autocast(network)
+        seen: list[torch.dtype] = []
+        adapted.lora_A["default"].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].dtype))
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = adapted(given)
+        out.float().square().sum().backward()
+        assert seen == [torch.bfloat16 if leave else torch.float32]
+        factors = [adapted.lora_A["default"].weight.grad, adapted.lora_B["default"].weight.grad]
+        results.append((out, given.grad, *factors))  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retouch.build import build
 from retouch.config import ConfigError, RunConfig
 from retouch.data import derive_seed
+from retouch.models.flux_fill import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.recipes import recipe
 from retouch.recipes.grpo import step_spans
@@ -47,6 +48,58 @@ def test_ratio_is_one_within_rounding_in_other_batches(config: Config) -> None:
     _, records = train(config(training__max_steps=1))
     (step,) = of_kind(records, "train")
     assert step["max_abs_log_ratio"] <= 1e-6
+
+
+def test_rounding_does_not_clip(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a network that rounds by how many rows a forward has, as GPUs do in bf16. Before the first update the ratio is
+    taken as 1, and how far the record is off is told. After it the record's rounding is in the ratio, unless
+    log-probabilities are computed again in the batches of training. Both updates change nothing."""
+    exact = FluxFill.predict
+
+    def rounded(self: FluxFill, network: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        return exact(self, network, x, *rest) * (1 + 1e-3 * len(x))
+
+    monkeypatch.setattr(FluxFill, "predict", rounded)
+    made = {
+        how: train(
+            config(
+                name=how,
+                training__max_steps=2,
+                algorithm__old_log_probs=how,
+                optimizer={"lr": 1e-30, "batch_size_per_device": 1, "gradient_accumulation": 2},
+            )
+        )
+        for how in ("recorded", "recomputed")
+    }
+    first, second = of_kind(made["recorded"][1], "train")
+    assert first["max_abs_log_ratio"] > 1e-5
+    assert first["ratio"] == 1.0 and first["clip_fraction"] == first["approx_kl"] == 0.0 < first["grad_norm"]
+    assert second["max_abs_log_ratio"] > 1e-5 and second["ratio"] != 1.0
+    run, records = made["recomputed"]
+    for step in of_kind(records, "train"):
+        assert step["max_abs_log_ratio"] == step["clip_fraction"] == step["approx_kl"] == 0.0
+        assert step["ratio"] == 1.0 and step["grad_norm"] > 0
+    asked = sum(r["time"]["nfe_train_forward"] for r in of_kind(records, "train"))
+    assert asked == 2 * run.derived.global_images_per_epoch * run.derived.trained_steps
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_log_probs_computed_again_are_those_recorded(config: Config, guard: bool) -> None:
+    """In fp32, where both are exact, training is the same; with GRPO-Guard, whose means are replaced as well."""
+    ends = [
+        train(
+            config(
+                name=how,
+                training__max_steps=2,
+                algorithm__old_log_probs=how,
+                algorithm__guard=guard,
+                algorithm__inner_epochs=2,
+            )
+        )[0]
+        for how in ("recorded", "recomputed")
+    ]
+    for name, tensor in weights(ends[0]).items():
+        torch.testing.assert_close(weights(ends[1])[name], tensor, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("spans", [1, 2])

@@ -79,6 +79,10 @@ class GrpoConfig(AdvantageConfig):
     log_prob_mode: Literal["exact", "published"] = "exact"
     """"published" is the log-probability of the CPS code, -mean (x' - mean)² without the std; its clip ranges are for
     it."""
+    old_log_probs: Literal["recorded", "recomputed"] = "recorded"
+    """Of the sampler, for the ratios after the first update on a batch of rollouts (before it they are 1): as they were
+    recorded while sampling, or "recomputed" in forwards of as many rows as training takes, one more for each trained
+    step. Under bf16 how many rows a forward has changes the rounding, with guidance by hundreds of times clip_range."""
     guard: bool = False
     """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled by the step's std, gradients balanced over the steps.
     Published clip range: 2e-6."""

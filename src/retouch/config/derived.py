@@ -31,7 +31,8 @@ class Derived:
         global_rows_per_step: images (DPO: pairs) that one optimizer step sees at most; an epoch is dealt evenly into
             its steps.
         forwards_per_image: forward-equivalents of the network that one image costs, sampled and trained: solver steps,
-            1 for each noised copy or trained step under each snapshot (old, reference), then 3 for each of them in each
+            1 for each noised copy or trained step under each snapshot (old, reference) and for each log-probability
+            that is computed again, then 3 for each of them in each
             inner epoch (a backward counts as 2; 1 more with gradient checkpointing). Classifier-free guidance
             doubles what goes through the solver: sampling, and the trained steps of GRPO and PPO.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
@@ -208,7 +209,8 @@ def forwards_per_image(run: RunConfig) -> float:
     assert isinstance(algorithm, GrpoConfig)
     trained = trained_steps(run)
     reference = trained if algorithm.kl_weight else 0
-    return guided * (_sampling_steps(run) + reference + algorithm.inner_epochs * trained * backward)
+    again = trained if algorithm.old_log_probs == "recomputed" else 0
+    return guided * (_sampling_steps(run) + again + reference + algorithm.inner_epochs * trained * backward)
 
 
 def _sampling_steps(run: RunConfig) -> float:

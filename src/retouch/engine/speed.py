@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig
 
 
+COMPILED_VARIANTS = 128
+"""Of one block, for all its widths, sizes and batches."""
+
+
 def choose_kernels(device: torch.device, *, precision: str, deterministic: bool) -> None:
     """What a GPU computes with, for the whole process; nothing on a CPU.
 
@@ -49,7 +53,8 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     """Compile the repeated blocks of a diffusers network in place (its `compile_repeated_blocks`).
 
     In place, so that rollout and training run the same block: compiled for one of them only, it would round otherwise
-    and the ratio would not be 1.
+    and the ratio would not be 1. So it would where torch stops compiling and goes on without: after 8 variants of a
+    block, which a UNet's widths and sizes, with and without gradients, use up before the first step.
 
     Raises:
         ConfigError: a network whose class names no repeated blocks.
@@ -58,6 +63,9 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
         raise ConfigError(
             f"training.compile: given true, but {type(network).__name__} names no blocks to compile; set compile=false"
         )
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, COMPILED_VARIANTS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * COMPILED_VARIANTS)
     network.compile_repeated_blocks(backend=backend)  # type: ignore[operator]
 
 

@@ -9,7 +9,8 @@ Flow-GRPO (arXiv 2505.05470): denoising is a Markov decision process whose actio
 
 Departures: log-probabilities are means over latent dims (so are the published ones) or over the repainted region; a
 rollout without a valid reward leaves its group's baseline and has weight 0 everywhere; every image of an optimizer step
-counts the same however it is split over ranks and micro-batches.
+counts the same however it is split over ranks and micro-batches; before the first update the ratio is 1, not what the
+rounding of forwards of different sizes makes of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +54,8 @@ def train(run: Run) -> None:
                 experience = Experience.restore(saved)
             else:
                 experience = collect(session, data, algorithm)
+                if algorithm.old_log_probs == "recomputed":
+                    record_again(run, data, algorithm, experience, session.rows_per_forward)
                 if algorithm.kl_weight:
                     experience.reference_means = reference_means(run, data, experience, session.rows_per_forward)
             step = partial(train_step, session, data, algorithm, experience)
@@ -68,19 +72,55 @@ def train_step(
     if float(total) == 0:  # no row with a signal on any rank
         return {"skipped": 1.0}, False
     spans = step_spans(experience.steps, optimizer.steps_per_forward)
+    fresh = session.progress.position == 0
 
     def losses_of(size: int) -> list[MicroLoss]:
         chunks = rows.split(size)
         return [
-            partial(surrogate, run, data, algorithm, experience, chunk, span, total)
+            partial(surrogate, run, data, algorithm, experience, chunk, span, total, fresh=fresh)
             for chunk in chunks
             for span in spans
         ]
 
     values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
-    if session.progress.position == 0 and updated:
+    if fresh and updated:
         warn_off_policy(values["max_abs_log_ratio"], run.config.training.mixed_precision)
     return {**values, "rows": float(total), "skipped": 0.0}, updated
+
+
+class Replay(NamedTuple):
+    """What the policy says now of recorded transitions, B rows x W trained steps, row-major.
+
+    Attributes:
+        log_prob: [B · W], with gradient.
+        mean: [B · W, C, H, W'], with gradient.
+        std: [B · W], with the step size in it.
+        region: what counts of a latent; None is all of it.
+        dt: [B · W] sigma_next - sigma.
+    """
+
+    log_prob: Tensor
+    mean: Tensor
+    std: Tensor
+    region: Tensor | None
+    dt: Tensor
+
+
+def replay(
+    run: Run, data: EncodedData, algorithm: GrpoConfig, experience: Experience, rows: Tensor, span: range
+) -> Replay:
+    """One forward of B x W rows (all steps of a row together, as `experience` stores them)."""
+    device, width = run.engine.device, len(span)
+    condition = data.conditions(experience.position[rows].tolist(), device)
+    x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
+    wide = condition.select(torch.arange(len(rows), device=device).repeat_interleave(width))
+    region = objective_region(algorithm, wide, run.model.spec.downsampling)
+    plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, wide.size), batch=0)
+    mean, std = transition(run.model, run.network, plan, x, step, wide)
+    log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
+    times = plan.schedule.times.to(device)
+    dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
+    return Replay(log_prob, mean, std, region, dt)
 
 
 def surrogate(
@@ -91,28 +131,27 @@ def surrogate(
     rows: Tensor,
     span: range,
     total: Tensor,
+    *,
+    fresh: bool,
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of some rows over a span of their trained steps: one forward of B x W rows.
+    """The loss of some rows over a span of their trained steps.
 
-    Row-major order (all steps of a row together), as `experience` stores them.
+    Args:
+        fresh: the weights are still those that sampled, so that the ratio is 1. It is taken as 1 then: what was
+            recorded differs by rounding alone, which under bf16 is many times the clip range and would clip at random.
+            `max_abs_log_ratio` is against the record all the same.
     """
     device, width = run.engine.device, len(span)
-    condition = data.conditions(experience.position[rows].tolist(), device)
     weight = experience.weight[rows].to(device)
-    x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
-    wide = condition.select(torch.arange(len(rows), device=device).repeat_interleave(width))
-    region = objective_region(algorithm, wide, run.model.spec.downsampling)
-    plan = make_plan(run.config, run.model.schedule(run.config.rollout.num_steps, wide.size), batch=0)
-    mean, std = transition(run.model, run.network, plan, x, step, wide)
-    log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
-    old_log_prob = experience.log_probs[rows][:, span.start : span.stop].flatten().to(device)
-    times = plan.schedule.times.to(device)
-    dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
+    now = replay(run, data, algorithm, experience, rows, span)
+    recorded = experience.log_probs[rows][:, span.start : span.stop].flatten().to(device)
+    log_prob, old_log_prob = now.log_prob, now.log_prob.detach() if fresh else recorded
     balance = None
     if algorithm.guard:
         old_mean = experience.means[rows][:, span.start : span.stop].flatten(0, 1).to(device)
-        log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, mean, old_mean, std, region)
-        balance = (-1 / dt).view(-1, width)
+        old_mean = now.mean.detach() if fresh else old_mean
+        log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, now.mean, old_mean, now.std, now.region)
+        balance = (-1 / now.dt).view(-1, width)
     # a span is a share of the row's trained steps: its loss counts as that share
     share = width / experience.steps
     loss, values = grpo_loss(
@@ -124,12 +163,37 @@ def surrogate(
         total / share,
         balance,
     )
+    if fresh:
+        off = (now.log_prob.detach() - recorded).abs().view(-1, width).amax(1)
+        values["max_abs_log_ratio"] = torch.where(weight > 0, off, 0.0).max()
     if algorithm.kl_weight:
         reference = experience.reference_means[rows][:, span.start : span.stop].flatten(0, 1).to(device)
-        kl = gaussian_kl(mean, reference, std, region, algorithm.kl_mode, dt).view(-1, width)
+        kl = gaussian_kl(now.mean, reference, now.std, now.region, algorithm.kl_mode, now.dt).view(-1, width)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, total / share)
         values["kl"] = weighted_mean(kl.detach(), weight)
     return loss, values, weight.sum()
+
+
+@torch.no_grad()
+def record_again(
+    run: Run, data: EncodedData, algorithm: GrpoConfig, experience: Experience, rows_per_forward: int
+) -> None:
+    """Put in place of the recorded log-probabilities and means those of forwards of as many rows as training takes: in
+    the ratio its rounding, which depends on how many rows a forward has, cancels. For weights that have not changed
+    since they sampled."""
+    if not len(experience.weight):
+        return
+    log_probs, means = experience.log_probs.clone(), experience.means.clone()
+    with run.clock.part("train_forward"):
+        for rows in torch.arange(len(experience.weight)).split(rows_per_forward):
+            for span in step_spans(experience.steps, run.config.optimizer.steps_per_forward):
+                found = replay(run, data, algorithm, experience, rows, span)
+                log_probs[rows, span.start : span.stop] = found.log_prob.view(-1, len(span)).cpu()
+                if len(means):
+                    means[rows, span.start : span.stop] = found.mean.unflatten(0, (-1, len(span))).cpu()
+    off = (log_probs - experience.log_probs).abs()
+    logger.info("recorded again: log-probabilities moved by at most %.1e", float(off.max()))
+    experience.log_probs, experience.means = log_probs, means
 
 
 @torch.no_grad()
@@ -160,7 +224,8 @@ def warn_off_policy(max_abs_log_ratio: float, precision: str) -> None:
     if max_abs_log_ratio > ON_POLICY_TOLERANCE[precision]:
         logger.warning(
             "off policy before the first update: max |log ratio| is %.2e, rounding explains %.0e; rollout and training "
-            "do not compute the same policy",
+            "do not compute the same policy. Where forwards of other sizes round otherwise (bf16 with guidance), set "
+            "algorithm.old_log_probs=recomputed",
             max_abs_log_ratio,
             ON_POLICY_TOLERANCE[precision],
         )
