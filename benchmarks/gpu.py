@@ -9,6 +9,7 @@ the same says so. Cells come in the order of what they are worth; those for whic
 another call with the same file measures them.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
+    python benchmarks/gpu.py --out benchmarks/results/gpu.json --table
     python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU
 """
 
@@ -55,6 +56,11 @@ PARTS = ("rollout", "text", "vae", "train_forward", "train_backward", "optimizer
 """Parts of a step that are reported."""
 
 SPEEDS = ("fast", "reference")
+
+COLUMNS = (
+    "trained", "preset", "images/s", "TFLOP/s", "of the peak", "forwards an image", "GiB counted", "GiB held",
+    "GiB at most", "max abs log ratio",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all cells together")
     parser.add_argument("--only", nargs="+", default=[""], help="cells that begin so, like flux_fill-lora-fast")
     parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--table", action="store_true", help="print what --out holds, run nothing")
     given = parser.parse_args(arguments)
+    if given.table:
+        result: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8"))
+        print(table(result["rows"]))
+        return result
     if not given.dry_run and not torch.cuda.is_available():
         parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
     device = torch.device("cpu" if given.dry_run else "cuda")
@@ -152,6 +163,27 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, dict[str, A
     names = {(cell.case.name, cell.speed, cell.compiled): cell.name for cell in cells()}
     rows = [row for row in before["rows"] if "step_s" in row]
     return {names[row["case"], row["speed"], row["compiled"]]: row for row in rows}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of what was measured."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in rows:
+        if "step_s" in row:
+            cells = (
+                row["case"].replace("-", ", "),
+                row["speed"] + (", compiled" if row["compiled"] else ""),
+                f"{row['images_per_s']:.2f}",
+                f"{row['tflops']:.0f}",
+                f"{100 * row['mfu']:.0f} %",
+                f"{row['counted_forwards_per_image']:g}",
+                f"{row['counted_gib']:.1f}",
+                f"{row['held_gib']:.1f}",
+                f"{row['peak_memory_gib']:.1f}",
+                f"{row['max_abs_log_ratio']:.1e}" if row["max_abs_log_ratio"] else "0",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:

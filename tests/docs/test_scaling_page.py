@@ -19,6 +19,7 @@ from .pages import REPOSITORY, retouch_arguments
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
+import gpu
 import random_models
 
 PAGE = (REPOSITORY / "docs/scaling.md").read_text(encoding="utf-8")
@@ -122,5 +123,15 @@ def test_what_was_measured_is_what_the_files_say() -> None:
     strong, weak = (f"{100 * scaling[kind]['wall_step_s'] / alone:.0f} %" for kind in ("strong", "weak"))
     assert f"takes {strong} of the time (50 %" in " ".join(PAGE.split())
     assert f"one of 16 images, 8 for each, {weak} (" in " ".join(PAGE.split())
-    measured = (REPOSITORY / "benchmarks/results/gpu.json").exists()
-    assert ("have not been measured yet" in PAGE) != measured
+
+
+def test_the_table_of_a_gpu_is_that_of_the_file() -> None:
+    measured = json.loads((REPOSITORY / "benchmarks/results/gpu.json").read_text(encoding="utf-8"))
+    text = " ".join(PAGE.split())
+    assert f"\n\n{gpu.table(measured['rows'])}\n\n" in PAGE
+    assert measured["machine"]["gpu"] == "NVIDIA H200" and measured["side"] == 512
+    rows = [row for row in measured["rows"] if "step_s" in row]
+    assert all(row["settings"]["num_steps"] == 6 for row in rows if row["speed"] == "fast")
+    assert f"within {100 * max(abs(row['held_gib'] / row['counted_gib'] - 1) for row in rows):.1f} %." in text
+    assert "would take 178 GiB" in text
+    assert "counted 178 GiB of 140" in {row.get("skipped") for row in measured["rows"]}
