@@ -122,6 +122,20 @@ def test_bf16_autocasts_the_forward_and_keeps_fp32_weights() -> None:
     engine_for(linear(), precision="no")
 
 
+def test_autocast_keeps_no_lowered_copies_of_full_weights() -> None:
+    """They would stay until the end of the forward, of every weight that is trained."""
+    kept: list[bool] = []
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(torch.is_autocast_cache_enabled())
+            return super().forward(x)
+
+    engine = engine_for(Net(2, 2), precision="bf16")
+    engine.network(torch.ones(1, 2))
+    assert kept == [False]
+
+
 # --- checkpoints ---
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import RunConfig, derive
 from retouch.data import load_dataset
+from retouch.data.synth import draw_words, write_signs
 from retouch.models import load_model
 from retouch.observe import cost
 from retouch.observe.cost import Costs, forward_flops
 from retouch.observe.timing import Stopwatch
 from tests.recipes.runs import of_kind, train
+from tests.tiny_models import tiny_model
 
 Config = Callable[..., RunConfig]
 
@@ -94,6 +97,38 @@ def test_flops_are_those_of_the_real_network(family: str, config: Config) -> Non
         model.predict(model.network, x, torch.full((3,), 0.5), condition)
     assert forward_flops(model.network, *seen[0]) == pytest.approx(counter.get_total_flops() / 3)
     assert counter.get_total_flops() > 1e7
+
+
+@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+def test_flops_of_a_network_with_a_style_adapter(
+    family: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted without it, and a GPU's run, which counts them, trains: the UNet's config bears the adapter's mark."""
+    counted: list[float] = []
+
+    def spied(*given: Any) -> float:
+        counted.append(forward_flops(*given))
+        return counted[-1]
+
+    monkeypatch.setattr(cost, "peak_flops", lambda network: 1e12)
+    monkeypatch.setattr(cost, "forward_flops", spied)
+    write_signs(tmp_path / "styled", draw_words(4, "train", 2), (32, 64), 2, styled=True)
+    common: dict[str, Any] = {
+        "data": {"format": "self_bench", "path": str(tmp_path / "styled"), "resolution": [32, 64]},
+        "evaluation__data": None,
+        "rollout__noise_level": None,
+        "training__max_steps": 1,
+    }
+    model: dict[str, Any] = {"family": family, "path": tiny_model(family), "dtype": "fp32"}
+    if family != "sd_inpaint":
+        model["max_sequence_length"] = 24
+    for train_section in (
+        {"kind": "full"},
+        {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4},
+    ):
+        train(config(name=train_section["kind"], model={**model, "train": train_section}, **common))
+    bare, adapted = counted
+    assert adapted == bare > 0
 
 
 class Wide(nn.Linear):
