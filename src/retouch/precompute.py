@@ -14,6 +14,7 @@ from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.families import FACTS
 from retouch.config.needs import needed_pictures
 from retouch.data import Dataset, load_dataset
+from retouch.engine.speed import choose_kernels
 from retouch.imaging import stack_above
 from retouch.models import load_model
 from retouch.models.embeddings import EmbeddingCache, through_cache
@@ -22,14 +23,15 @@ from retouch.types import Example
 
 def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     """Encode what a run will ask for, each example alone as training does, and keep it in a folder -> new entries by
-    kind. Uses a GPU where there is one, as training does: elsewhere the last bits would differ.
+    kind. Uses a GPU where there is one, and its kernels, as training does: elsewhere the last bits would differ.
 
     Raises:
         ConfigError, DataError, ModelFilesError: a run that can use no embeddings; a folder of another model; no usable
             data or model.
     """
     usable(config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, training = torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.training
+    choose_kernels(device, precision=training.mixed_precision, deterministic=training.deterministic)
     given = config.model.model_copy(update={"embeddings": None})
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model = load_model(given, device)
