@@ -6,7 +6,7 @@ is nothing to download. Text encoders are made, asked, and dropped before traini
 rewards are there at once. What is held before an update, when no activation is, and the peak stand beside what
 `retouch check --memory` counts; a cell whose count does not fit the device is not tried, and one that does not fit all
 the same says so. Cells come in the order of what they are worth; those for which no time was left say so, too, and
-another call with the same file measures them.
+another call with the same file measures them (a new file for new settings).
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
     python benchmarks/gpu.py --out benchmarks/results/gpu.json --table
@@ -141,13 +141,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     sizes = Sizes(device, given.dry_run, 32 if given.dry_run else given.side, 1 if given.dry_run else given.steps)
     wanted = [cell for cell in cells() if cell.name.startswith(tuple(given.only))]
     until = time.monotonic() + 60 * given.minutes
-    rows: list[dict[str, Any]] = []
-    result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": rows}
-    known = measured_before(given.out, result) if given.out else {}
+    result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": []}
+    rows = measured_before(given.out, result) if given.out else {}
     with tempfile.TemporaryDirectory() as work:
         for cell in wanted:
-            rows.append(known.get(cell.name) or row(cell, sizes, Path(work), until))
-            print(json.dumps(rows[-1]), flush=True)
+            if "step_s" not in rows.get(cell.name, {}):
+                rows[cell.name] = row(cell, sizes, Path(work), until)
+            print(json.dumps(rows[cell.name]), flush=True)
+            result["rows"] = list(rows.values())
             if given.out:  # what is measured stays, whatever happens to the next cell
                 given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
@@ -161,8 +162,8 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, dict[str, A
     if any(before[key] != result[key] for key in ("machine", "dry_run", "side")):
         return {}
     names = {(cell.case.name, cell.speed, cell.compiled): cell.name for cell in cells()}
-    rows = [row for row in before["rows"] if "step_s" in row]
-    return {names[row["case"], row["speed"], row["compiled"]]: row for row in rows}
+    rows = ((names.get((row["case"], row["speed"], row["compiled"])), row) for row in before["rows"])
+    return {name: row for name, row in rows if name is not None}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -202,7 +203,7 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
     except (torch.OutOfMemoryError, OutOfMemory):
         return {**about, "skipped": "out of memory"}
     except Exception as error:  # the other cells are still worth their time
-        return {**about, "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        return {**about, "failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     finally:
         torch.compiler.reset()
         gc.collect()

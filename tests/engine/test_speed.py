@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,11 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
+from retouch import precompute as precompute_module
 from retouch.adapters.lora import add_lora
-from retouch.config import ConfigError
+from retouch.config import ConfigError, RunConfig
 from retouch.config.schema import OptimizerConfig
+from retouch.engine import engine as engine_module
 from retouch.engine.speed import (
     choose_kernels,
     compile_blocks,
@@ -188,3 +192,18 @@ def test_lora_under_autocast_takes_its_input_as_it_is() -> None:
         factors = [adapted.lora_A["default"].weight.grad, adapted.lora_B["default"].weight.grad]
         results.append((out, given.grad, *factors))  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_computes_chooses_its_kernels(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and use through the engine; precomputation, whose numbers must be those of training."""
+    asked: list[tuple[str, str, bool]] = []
+
+    def noted(device: torch.device, *, precision: str, deterministic: bool) -> None:
+        asked.append((device.type, precision, deterministic))
+
+    monkeypatch.setattr(engine_module, "choose_kernels", noted)
+    monkeypatch.setattr(precompute_module, "choose_kernels", noted)
+    given = config(training__deterministic=True, training__mixed_precision="bf16")
+    engine_module.Engine(given.training, given.optimizer, given.seed)
+    precompute_module.precompute(given, Path(given.logging.dir) / "cache")
+    assert asked == 2 * [("cpu", "bf16", True)]

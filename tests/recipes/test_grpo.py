@@ -17,7 +17,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.data import derive_seed
 from retouch.models.flux_fill import FluxFill
 from retouch.observe.timing import PARTS
-from retouch.recipes import recipe
+from retouch.recipes import grpo, recipe
 from retouch.recipes.grpo import step_spans
 from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
@@ -66,7 +66,8 @@ def test_rounding_does_not_clip(config: Config, monkeypatch: pytest.MonkeyPatch)
                 name=how,
                 training__max_steps=2,
                 algorithm__old_log_probs=how,
-                optimizer={"lr": 1e-30, "batch_size_per_device": 1, "gradient_accumulation": 2},
+                rollout__group_size=5,
+                optimizer={"lr": 1e-30, "batch_size_per_device": 2, "gradient_accumulation": 3},
             )
         )
         for how in ("recorded", "recomputed")
@@ -77,10 +78,71 @@ def test_rounding_does_not_clip(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert second["max_abs_log_ratio"] > 1e-5 and second["ratio"] != 1.0
     run, records = made["recomputed"]
     for step in of_kind(records, "train"):
-        assert step["max_abs_log_ratio"] == step["clip_fraction"] == step["approx_kl"] == 0.0
+        assert step["clip_fraction"] == step["approx_kl"] == 0.0
         assert step["ratio"] == 1.0 and step["grad_norm"] > 0
+    fresh, later = of_kind(records, "train")
+    assert fresh["max_abs_log_ratio"] >= first["max_abs_log_ratio"]  # of what the sampler recorded, in the whole epoch
+    assert later["max_abs_log_ratio"] == 0.0
     asked = sum(r["time"]["nfe_train_forward"] for r in of_kind(records, "train"))
     assert asked == 2 * run.derived.global_images_per_epoch * run.derived.trained_steps
+
+
+@pytest.mark.parametrize("how", ["recorded", "recomputed"])
+def test_another_policy_in_training_is_told(
+    how: str, config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the record is put aside. Its mean is off by half a standard deviation."""
+    exact = grpo.transition
+
+    def other(*given: Any) -> tuple[Tensor, Tensor]:
+        mean, std = exact(*given)
+        return mean + std.view(-1, 1, 1, 1) / 2, std
+
+    monkeypatch.setattr(grpo, "transition", other)
+    _, records = train(config(training__max_steps=2, algorithm__old_log_probs=how))
+    fresh, later = of_kind(records, "train")
+    assert fresh["max_abs_log_ratio"] > 0.1 and fresh["ratio"] == 1.0
+    assert (later["max_abs_log_ratio"] > 0.1) == (how == "recorded")
+    assert "off policy before the first update" in caplog.text
+
+
+def test_out_of_memory_while_computing_again_halves_the_rows(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = FluxFill.predict
+
+    def predict(self: FluxFill, network: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        if len(x) > 2 and network.training is False and asked:
+            raise torch.OutOfMemoryError("tried to allocate\nand a long report")
+        return exact(self, network, x, *rest)
+
+    asked: list[bool] = []
+    again = grpo.record_again
+    monkeypatch.setattr(grpo, "record_again", lambda *given: (asked.append(True), again(*given))[1])
+    monkeypatch.setattr(FluxFill, "predict", predict)
+    common: dict[str, Any] = {
+        "training__max_steps": 2,
+        "algorithm__old_log_probs": "recomputed",
+        "evaluation__num_examples": 1,
+        "rollout__window": {"size": 1, "range": [0, 0.5]},
+    }
+    halved, _ = train(
+        config(
+            name="halved",
+            **common,
+            optimizer={"batch_size_per_device": 4, "gradient_accumulation": 1, "lr": 1e-3},
+            algorithm__inner_epochs=2,
+        )
+    )
+    asked.clear()
+    monkeypatch.setattr(grpo, "record_again", again)
+    small, _ = train(
+        config(
+            name="small",
+            **common,
+            optimizer={"batch_size_per_device": 2, "gradient_accumulation": 2, "lr": 1e-3},
+            algorithm__inner_epochs=2,
+        )
+    )
+    assert all(torch.equal(t, weights(small)[n]) for n, t in weights(halved).items())
 
 
 @pytest.mark.parametrize("guard", [False, True])

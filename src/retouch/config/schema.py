@@ -140,7 +140,7 @@ class TrainingConfig(Section):
     deterministic: bool = False
     """On a GPU, use only kernels that give the same bits every time, at some cost in speed: then a run with the same
     seed, or one that was stopped and resumed, is the same to the last bit, as it is on a CPU without being asked; else
-    it is up to rounding."""
+    it is up to rounding. Where torch has no such kernel, the run ends and names the operation."""
     sharding: Literal["none", "fsdp2", "zero2", "zero3"] = "none"
     """On several processes: "none" gives each the whole network (DDP); "fsdp2" gives each 1/N of every weight,
     gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same

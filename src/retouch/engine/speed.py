@@ -21,7 +21,7 @@ COMPILED_VARIANTS = 128
 
 
 def choose_kernels(device: torch.device, *, precision: str, deterministic: bool) -> None:
-    """What a GPU computes with, for the whole process; nothing on a CPU.
+    """What a GPU computes with, for the whole process, whatever was set before; nothing on a CPU.
 
     cuDNN's attention is left out: torch prefers it on Hopper and newer, where the backward of FLUX's blocks, plain
     diffusers alike, reads beyond its memory (torch 2.11 with cuDNN 9.19 on an H200; `tests/cuda` runs it without).

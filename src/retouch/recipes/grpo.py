@@ -28,10 +28,10 @@ from retouch.config.algorithm_sections import GrpoConfig
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss, guard_log_probs
 from retouch.core.reduce import weighted_mean
 from retouch.core.steps import gaussian_log_prob
-from retouch.recipes.experience import Experience, collect, train_epoch
+from retouch.recipes.experience import Experience, collect, step_batches, train_epoch
 from retouch.recipes.session import Session
 from retouch.recipes.sft import warm_up
-from retouch.recipes.update import MicroLoss, optimizer_step
+from retouch.recipes.update import MicroLoss, fewer_rows, optimizer_step
 from retouch.rollout import EncodedData, make_plan, objective_region, transition
 
 logger = logging.getLogger(__name__)
@@ -49,24 +49,34 @@ def train(run: Run) -> None:
         warm_up(session, algorithm, ["reference"] if algorithm.kl_weight else [])
         data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
         while session.progress.step < run.config.training.max_steps:
-            saved = session.take_rollouts()
+            saved, off = session.take_rollouts(), 0.0
             if saved is not None:
                 experience = Experience.restore(saved)
             else:
                 experience = collect(session, data, algorithm)
-                if algorithm.old_log_probs == "recomputed":
-                    record_again(run, data, algorithm, experience, session.rows_per_forward)
                 if algorithm.kl_weight:
                     experience.reference_means = reference_means(run, data, experience, session.rows_per_forward)
-            step = partial(train_step, session, data, algorithm, experience)
+                if algorithm.old_log_probs == "recomputed" and run.derived.optimizer_steps_per_epoch > 1:
+                    off = record_again(session, data, algorithm, experience)
+            step = partial(train_step, session, data, algorithm, experience, off=off)
             train_epoch(session, len(experience.weight), experience.tensors, step)
         session.finish()
 
 
 def train_step(
-    session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience, rows: Tensor
+    session: Session,
+    data: EncodedData,
+    algorithm: GrpoConfig,
+    experience: Experience,
+    rows: Tensor,
+    *,
+    off: float = 0.0,
 ) -> tuple[dict[str, float], bool]:
-    """One optimizer step on rows of the experience -> (metrics, whether the weights changed)."""
+    """One optimizer step on rows of the experience -> (metrics, whether the weights changed).
+
+    Args:
+        off: the largest |log ratio| of what the sampler recorded, where it was put aside.
+    """
     run, optimizer = session.run, session.run.config.optimizer
     total = run.engine.sum(experience.weight[rows].sum())
     if float(total) == 0:  # no row with a signal on any rank
@@ -83,6 +93,8 @@ def train_step(
         ]
 
     values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
+    if fresh:
+        values["max_abs_log_ratio"] = max(values["max_abs_log_ratio"], off)
     if fresh and updated:
         warn_off_policy(values["max_abs_log_ratio"], run.config.training.mixed_precision)
     return {**values, "rows": float(total), "skipped": 0.0}, updated
@@ -174,26 +186,45 @@ def surrogate(
     return loss, values, weight.sum()
 
 
+def record_again(session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience) -> float:
+    """Put in place of the recorded log-probabilities and means those of forwards as training takes them, of as many
+    rows: in the ratio their rounding cancels. For weights that have not changed since they sampled. Out of memory, it
+    begins again with half the rows, as an optimizer step does.
+
+    Returns:
+        The largest |log ratio| of what was recorded, over the rows with a weight of all ranks.
+    """
+    found: tuple[Tensor, Tensor] | None = None
+    problem = ""
+    while found is None:
+        try:
+            with session.run.clock.part("train_forward"):
+                found = _computed_again(session, data, algorithm, experience)
+        except torch.OutOfMemoryError as error:
+            problem = str(error).splitlines()[0]
+        if found is None:
+            session.rows_per_forward = fewer_rows(session, problem)
+    off = (found[0] - experience.log_probs).abs()[experience.weight > 0]
+    experience.log_probs, experience.means = found
+    return float(session.run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1)).max())
+
+
 @torch.no_grad()
-def record_again(
-    run: Run, data: EncodedData, algorithm: GrpoConfig, experience: Experience, rows_per_forward: int
-) -> None:
-    """Put in place of the recorded log-probabilities and means those of forwards of as many rows as training takes: in
-    the ratio its rounding, which depends on how many rows a forward has, cancels. For weights that have not changed
-    since they sampled."""
-    if not len(experience.weight):
-        return
+def _computed_again(
+    session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and means in the batches of the first inner epoch."""
+    run, config = session.run, session.run.config
     log_probs, means = experience.log_probs.clone(), experience.means.clone()
-    with run.clock.part("train_forward"):
-        for rows in torch.arange(len(experience.weight)).split(rows_per_forward):
-            for span in step_spans(experience.steps, run.config.optimizer.steps_per_forward):
-                found = replay(run, data, algorithm, experience, rows, span)
-                log_probs[rows, span.start : span.stop] = found.log_prob.view(-1, len(span)).cpu()
+    steps = run.derived.optimizer_steps_per_epoch // algorithm.inner_epochs
+    for batch in step_batches(len(experience.weight), config.seed, session.progress.epoch, 1, steps):
+        for rows in batch.split(session.rows_per_forward) if len(batch) else ():
+            for span in step_spans(experience.steps, config.optimizer.steps_per_forward):
+                now = replay(run, data, algorithm, experience, rows, span)
+                log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()
                 if len(means):
-                    means[rows, span.start : span.stop] = found.mean.unflatten(0, (-1, len(span))).cpu()
-    off = (log_probs - experience.log_probs).abs()
-    logger.info("recorded again: log-probabilities moved by at most %.1e", float(off.max()))
-    experience.log_probs, experience.means = log_probs, means
+                    means[rows, span.start : span.stop] = now.mean.unflatten(0, (-1, len(span))).cpu()
+    return log_probs, means
 
 
 @torch.no_grad()
@@ -223,9 +254,9 @@ def warn_off_policy(max_abs_log_ratio: float, precision: str) -> None:
     """The alarm on ratio = 1: before the first update the policy is the sampler."""
     if max_abs_log_ratio > ON_POLICY_TOLERANCE[precision]:
         logger.warning(
-            "off policy before the first update: max |log ratio| is %.2e, rounding explains %.0e; rollout and training "
-            "do not compute the same policy. Where forwards of other sizes round otherwise (bf16 with guidance), set "
-            "algorithm.old_log_probs=recomputed",
+            "off policy before the first update: max |log ratio| is %.2e, above %.0e. Where forwards of sampling and "
+            "of training have other numbers of rows, bf16 explains it, with guidance above all: set "
+            "algorithm.old_log_probs=recomputed. Else rollout and training do not compute the same policy",
             max_abs_log_ratio,
             ON_POLICY_TOLERANCE[precision],
         )

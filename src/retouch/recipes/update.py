@@ -40,7 +40,7 @@ def optimizer_step(session: Session, losses_of: LossesOf, lr: float) -> tuple[di
         except torch.OutOfMemoryError as error:
             problem = str(error).splitlines()[0]
         if metrics is None:  # outside of `except`, whose traceback holds the tensors of the forward
-            session.rows_per_forward = _fewer(session, problem)
+            session.rows_per_forward = fewer_rows(session, problem)
             engine.drop_gradients()
     with run.clock.part("optimizer"):
         try:
@@ -66,7 +66,7 @@ def _accumulated(session: Session, losses: Sequence[MicroLoss]) -> Metrics:
     return metrics
 
 
-def _fewer(session: Session, problem: str) -> int:
+def fewer_rows(session: Session, problem: str) -> int:
     """Half the rows of a forward.
 
     Raises:
