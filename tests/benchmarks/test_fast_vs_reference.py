@@ -76,6 +76,17 @@ def test_gold_is_higher_than_before() -> None:
         assert after > before
 
 
+def test_a_seventh_step_is_what_the_page_says() -> None:
+    result = json.loads((RESULTS / "fast_vs_reference_7_steps.json").read_text(encoding="utf-8"))
+    rows = [row for row in result["rows"] if row["base"] == "colours"]
+    assert [row["seed"] for row in rows] == [3, 4, 5]
+    said = " ".join(PAGE.split())
+    for measure in benchmark.MEASURES:
+        mean, low, high = benchmark.difference(rows, "reference", f"{measure}_as_trained")
+        assert f"{measure} {mean:+.3f} [{low:+.3f}, {high:+.3f}]" in said
+    assert f"is {fewer(rows, 'reference'):.2f} times fewer forwards" in said
+
+
 def test_the_page_has_the_table() -> None:
     assert f"\n\n{benchmark.table(ROWS)}\n\n" in PAGE
 
