@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor  # what a compiler traced with; it has no memory
 
 from retouch.build import Run
 
@@ -15,7 +16,7 @@ def held_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated()
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+        if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) and found.device.type == "cpu":
             for tensor in (found, found.grad) if found.is_leaf else (found,):
                 if tensor is not None:
                     storage = tensor.untyped_storage()

@@ -30,8 +30,8 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
             data or model.
     """
     usable(config)
-    device, training = torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.training
-    choose_kernels(device, precision=training.mixed_precision, deterministic=training.deterministic)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choose_kernels(device, config.training)
     given = config.model.model_copy(update={"embeddings": None})
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model = load_model(given, device)

@@ -17,7 +17,7 @@ from torch import nn
 from retouch import precompute as precompute_module
 from retouch.adapters.lora import add_lora
 from retouch.config import ConfigError, RunConfig
-from retouch.config.schema import OptimizerConfig
+from retouch.config.schema import OptimizerConfig, TrainingConfig
 from retouch.engine import engine as engine_module
 from retouch.engine.speed import (
     choose_kernels,
@@ -111,7 +111,7 @@ def test_a_network_that_names_no_blocks_is_not_compiled() -> None:
         compile_blocks(nn.Linear(2, 2))
 
 
-def test_every_variant_of_a_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_of_a_block_is_compiled() -> None:
     """Blocks of more widths than torch's limit, each with and without gradients: none goes on uncompiled."""
 
     class Net(nn.Module):
@@ -134,34 +134,35 @@ def test_every_variant_of_a_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x)
 
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    limits: Any = torch._dynamo.config
     torch._dynamo.reset()
-    net = Net()
-    compile_blocks(net, "eager")
-    for block in net.blocks:
-        block(torch.ones(3, block.width))
-        with torch.no_grad():
-            block(torch.ones(2, block.width))
+    with limits.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=True):
+        net = Net()
+        compile_blocks(net, "eager")
+        for block in net.blocks:
+            block(torch.ones(3, block.width))
+            with torch.no_grad():
+                block(torch.ones(2, block.width))
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_kernels_of_a_gpu(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of the process, which need no GPU to be made; tests/cuda shows what they do."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what is set below goes again
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        choose_kernels(CPU, precision="no", deterministic=True)
+        training = TrainingConfig(mixed_precision=precision, deterministic=True)  # type: ignore[arg-type]
+        choose_kernels(CPU, training)
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.cudnn_sdp_enabled() == before
-        choose_kernels(GPU, precision=precision, deterministic=True)
+        choose_kernels(GPU, training)
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cudnn.allow_tf32 == (precision == "bf16")
-        choose_kernels(GPU, precision=precision, deterministic=False)
+        choose_kernels(GPU, training.model_copy(update={"deterministic": False}))
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -196,14 +197,14 @@ def test_lora_under_autocast_takes_its_input_as_it_is() -> None:
 
 def test_what_computes_chooses_its_kernels(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and use through the engine; precomputation, whose numbers must be those of training."""
-    asked: list[tuple[str, str, bool]] = []
+    asked: list[tuple[str, TrainingConfig]] = []
 
-    def noted(device: torch.device, *, precision: str, deterministic: bool) -> None:
-        asked.append((device.type, precision, deterministic))
+    def noted(device: torch.device, training: TrainingConfig) -> None:
+        asked.append((device.type, training))
 
     monkeypatch.setattr(engine_module, "choose_kernels", noted)
     monkeypatch.setattr(precompute_module, "choose_kernels", noted)
     given = config(training__deterministic=True, training__mixed_precision="bf16")
     engine_module.Engine(given.training, given.optimizer, given.seed)
     precompute_module.precompute(given, Path(given.logging.dir) / "cache")
-    assert asked == 2 * [("cpu", "bf16", True)]
+    assert asked == 2 * [("cpu", given.training)]

@@ -28,6 +28,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.recipes.vlm_grpo import VlmTrainer
 from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
+from retouch.vlm import parts as parts_module
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.generation import generation_options
@@ -490,6 +491,13 @@ def test_a_group_shares_its_picture_and_sees_it_at_one_size(parts_of: Any) -> No
     assert pictures[0] is pictures[1] is pictures[2] is not pictures[3]
     assert pictures[0].size == (64, 64)
     assert rows["prompt"][0][1]["content"] == parts.data[2].prompt
+
+
+def test_it_chooses_the_kernels_of_the_run(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(parts_module, "choose_kernels", lambda *given: asked.append(given))
+    parts, arguments = parts_of(training__deterministic=True)
+    assert asked == [(arguments.device, parts.config.training)] and parts.config.training.deterministic
 
 
 def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(

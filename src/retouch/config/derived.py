@@ -32,9 +32,9 @@ class Derived:
             its steps.
         forwards_per_image: forward-equivalents of the network that one image costs, sampled and trained: solver steps,
             1 for each noised copy or trained step under each snapshot (old, reference) and for each log-probability
-            that is computed again, then 3 for each of them in each
-            inner epoch (a backward counts as 2; 1 more with gradient checkpointing). Classifier-free guidance
-            doubles what goes through the solver: sampling, and the trained steps of GRPO and PPO.
+            that is computed again, then 3 for each of them in each inner epoch (a backward counts as 2; 1 more with
+            gradient checkpointing). Classifier-free guidance doubles what goes through the solver: sampling, and the
+            trained steps of GRPO and PPO.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
             weight, its gradient, two moments of AdamW (less where optimizer.moments says so), and one copy in each
             snapshot; with training.sharding this is shared out over the devices. Frozen weights, activations,
@@ -142,7 +142,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
             epochs=0,
             stochastic_steps=0,
             trained_steps=0,
-            forwards_per_image=forwards_per_image(run),
+            forwards_per_image=forwards_per_image(run, 0),
             state_bytes_per_weight=_state_bytes(run),
             vision_tokens=_vision_tokens(run),
         )
@@ -170,7 +170,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         epochs=math.ceil((training.max_steps - algorithm.warmup_steps) / per_epoch),
         stochastic_steps=stochastic_steps(run),
         trained_steps=trained_steps(run),
-        forwards_per_image=forwards_per_image(run),
+        forwards_per_image=forwards_per_image(run, per_epoch),
         state_bytes_per_weight=_state_bytes(run),
         vision_tokens=_vision_tokens(run),
     )
@@ -189,8 +189,12 @@ def _vision_tokens(run: RunConfig) -> int:
     return seen_tokens(run.model, run.data.size) if isinstance(run.model, QwenImageEditModel) else 0
 
 
-def forwards_per_image(run: RunConfig) -> float:
-    """Forward-equivalents of one image; see `Derived`."""
+def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
+    """Forward-equivalents of one image; see `Derived`.
+
+    Args:
+        optimizer_steps: of an epoch; of a single one no log-probability is computed again.
+    """
     algorithm, rollout, facts = run.algorithm, run.rollout, FACTS[run.model.family]
     scale = facts.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     guided = 2 if facts.doubles_for_guidance and scale > 1 else 1
@@ -209,7 +213,7 @@ def forwards_per_image(run: RunConfig) -> float:
     assert isinstance(algorithm, GrpoConfig)
     trained = trained_steps(run)
     reference = trained if algorithm.kl_weight else 0
-    again = trained if algorithm.old_log_probs == "recomputed" else 0
+    again = trained if algorithm.old_log_probs == "recomputed" and optimizer_steps > 1 else 0
     return guided * (_sampling_steps(run) + again + reference + algorithm.inner_epochs * trained * backward)
 
 

@@ -59,7 +59,7 @@ class Engine:
         if training.mixed_precision == "fp16" and self.device.type == "cpu":
             # accelerate would run in fp32 without a word
             raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
-        choose_kernels(self.device, precision=training.mixed_precision, deterministic=training.deterministic)
+        choose_kernels(self.device, training)
         set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
         self.training = training
         self.config = optimizer

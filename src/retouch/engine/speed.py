@@ -13,31 +13,28 @@ from torch import nn
 from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retouch.config.schema import OptimizerConfig
+    from retouch.config.schema import OptimizerConfig, TrainingConfig
 
 
 COMPILED_VARIANTS = 128
 """Of one block, for all its widths, sizes and batches."""
 
 
-def choose_kernels(device: torch.device, *, precision: str, deterministic: bool) -> None:
+def choose_kernels(device: torch.device, training: TrainingConfig) -> None:
     """What a GPU computes with, for the whole process, whatever was set before; nothing on a CPU.
 
     cuDNN's attention is left out: torch prefers it on Hopper and newer, where the backward of FLUX's blocks, plain
     diffusers alike, reads beyond its memory (torch 2.11 with cuDNN 9.19 on an H200; `tests/cuda` runs it without).
-    FlashAttention is next.
-
-    Args:
-        precision: `training.mixed_precision`; "no" is fp32 in convolutions, too, where torch would take TF32.
-        deterministic: only kernels that give the same bits every time; an operation that has none raises.
+    FlashAttention is next. mixed_precision "no" is fp32 in convolutions, too, where torch would take TF32; with
+    `deterministic` an operation without a kernel that gives the same bits every time raises.
     """
     if device.type != "cuda":
         return
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cudnn.allow_tf32 = precision != "no"
-    if deterministic:
+    torch.backends.cudnn.allow_tf32 = training.mixed_precision != "no"
+    if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read where cuBLAS is first used
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(training.deterministic)
 
 
 def leave_casts_to_autocast(network: nn.Module) -> None:

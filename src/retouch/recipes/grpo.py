@@ -31,14 +31,14 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.recipes.experience import Experience, collect, step_batches, train_epoch
 from retouch.recipes.session import Session
 from retouch.recipes.sft import warm_up
-from retouch.recipes.update import MicroLoss, fewer_rows, optimizer_step
+from retouch.recipes.update import MicroLoss, optimizer_step, within_memory
 from retouch.rollout import EncodedData, make_plan, objective_region, transition
 
 logger = logging.getLogger(__name__)
 
 ON_POLICY_TOLERANCE = {"no": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
-"""Largest |log ratio| before the first update of an epoch that rounding explains, by training.mixed_precision. More
-means that rollout and training run different policies."""
+"""Largest |log ratio| before the first update of an epoch that is not warned of, by training.mixed_precision: what
+rounding explains where forwards of sampling and of training have about as many rows."""
 
 
 def train(run: Run) -> None:
@@ -194,16 +194,8 @@ def record_again(session: Session, data: EncodedData, algorithm: GrpoConfig, exp
     Returns:
         The largest |log ratio| of what was recorded, over the rows with a weight of all ranks.
     """
-    found: tuple[Tensor, Tensor] | None = None
-    problem = ""
-    while found is None:
-        try:
-            with session.run.clock.part("train_forward"):
-                found = _computed_again(session, data, algorithm, experience)
-        except torch.OutOfMemoryError as error:
-            problem = str(error).splitlines()[0]
-        if found is None:
-            session.rows_per_forward = fewer_rows(session, problem)
+    with session.run.clock.part("train_forward"):
+        found = within_memory(session, lambda rows: _computed_again(session, data, algorithm, experience, rows))
     off = (found[0] - experience.log_probs).abs()[experience.weight > 0]
     experience.log_probs, experience.means = found
     return float(session.run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1)).max())
@@ -211,14 +203,14 @@ def record_again(session: Session, data: EncodedData, algorithm: GrpoConfig, exp
 
 @torch.no_grad()
 def _computed_again(
-    session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience
+    session: Session, data: EncodedData, algorithm: GrpoConfig, experience: Experience, rows_per_forward: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and means in the batches of the first inner epoch."""
     run, config = session.run, session.run.config
     log_probs, means = experience.log_probs.clone(), experience.means.clone()
     steps = run.derived.optimizer_steps_per_epoch // algorithm.inner_epochs
     for batch in step_batches(len(experience.weight), config.seed, session.progress.epoch, 1, steps):
-        for rows in batch.split(session.rows_per_forward) if len(batch) else ():
+        for rows in batch.split(rows_per_forward) if len(batch) else ():
             for span in step_spans(experience.steps, config.optimizer.steps_per_forward):
                 now = replay(run, data, algorithm, experience, rows, span)
                 log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()

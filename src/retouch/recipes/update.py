@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ MicroLoss = Callable[[], tuple[Tensor, Mapping[str, Tensor], Tensor | float]]
 """One forward -> its share of the step's loss (the normalizer counts all ranks and micro-batches), metrics, and the
 rows that these are means of."""
 
+Computed = TypeVar("Computed")
+
 LossesOf = Callable[[int], Sequence[MicroLoss]]
 """Rows of a forward -> the micro-batches of the step. May be asked again, and must then give the same losses."""
 
@@ -25,23 +28,14 @@ LossesOf = Callable[[int], Sequence[MicroLoss]]
 def optimizer_step(session: Session, losses_of: LossesOf, lr: float) -> tuple[dict[str, float], bool]:
     """Forward and backward of every micro-batch, then one update -> (metrics, whether the weights changed).
 
-    Where the device is out of memory, what was accumulated is dropped and the step begins again with half the rows in a
-    forward, which it keeps: its gradient is, bit for bit, that of a run file that asked for so few.
+    Begun again with half the rows in a forward where memory runs out, its gradient is, bit for bit, that of a run file
+    that asked for so few.
 
     Raises:
         OutOfMemory: not to be mended so.
     """
     run, engine = session.run, session.run.engine
-    metrics: Metrics | None = None
-    problem = ""
-    while metrics is None:
-        try:
-            metrics = _accumulated(session, losses_of(session.rows_per_forward))
-        except torch.OutOfMemoryError as error:
-            problem = str(error).splitlines()[0]
-        if metrics is None:  # outside of `except`, whose traceback holds the tensors of the forward
-            session.rows_per_forward = fewer_rows(session, problem)
-            engine.drop_gradients()
+    metrics = within_memory(session, lambda rows: _accumulated(session, losses_of(rows)))
     with run.clock.part("optimizer"):
         try:
             stepped = engine.step(lr)
@@ -51,6 +45,24 @@ def optimizer_step(session: Session, losses_of: LossesOf, lr: float) -> tuple[di
                 "model.train.kind=lora, or training.sharding on several devices"
             ) from error
     return {**metrics.reduce(engine), **stepped, "lr": lr}, not stepped["overflow"]
+
+
+def within_memory(session: Session, compute: Callable[[int], Computed]) -> Computed:
+    """What comes of so many rows in a forward. Where the device is out of memory, what was accumulated is dropped and
+    it begins again with half, which the session keeps.
+
+    Raises:
+        OutOfMemory: not to be mended so.
+    """
+    problem = ""
+    while True:
+        try:
+            return compute(session.rows_per_forward)
+        except torch.OutOfMemoryError as error:
+            problem = str(error).splitlines()[0]
+        # outside of `except`, whose traceback holds the tensors of the forward
+        session.rows_per_forward = _fewer(session, problem)
+        session.run.engine.drop_gradients()
 
 
 def _accumulated(session: Session, losses: Sequence[MicroLoss]) -> Metrics:
@@ -66,7 +78,7 @@ def _accumulated(session: Session, losses: Sequence[MicroLoss]) -> Metrics:
     return metrics
 
 
-def fewer_rows(session: Session, problem: str) -> int:
+def _fewer(session: Session, problem: str) -> int:
     """Half the rows of a forward.
 
     Raises:

@@ -113,8 +113,7 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
             "evaluation.data: some examples are trained on: data holds the same picture with the same prompt; divide "
             "the data with `retouch data split`, or set evaluation.allow_overlap=true"
         )
-    training = config.training
-    choose_kernels(torch.device(device), precision=training.mixed_precision, deterministic=training.deterministic)
+    choose_kernels(torch.device(device), config.training)
     policy, processor, task = load_policy(config)
     return Parts(
         config=config,
