@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.engine.checkpoint import complete_checkpoints, discard, put_in_place
+from retouch.engine.checkpoint import complete_checkpoints, discard, drop_unfinished, put_in_place
 
 
 def checkpoint(folder: Path, content: str) -> Path:
@@ -57,3 +57,32 @@ def test_a_kill_while_the_old_one_is_deleted_leaves_the_new_one(
         put_in_place(checkpoint(tmp_path / ".writing-step-000040", "new"), folder)
     assert complete_checkpoints(tmp_path) == [folder]
     assert (folder / "weights.safetensors").read_text() == "new"
+
+
+def test_a_kill_between_the_two_renames_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path / "step-000040", "old")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.startswith(".writing-step"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", killed)
+        put_in_place(checkpoint(tmp_path / ".writing-step-000040", "new"), folder)
+    [left] = complete_checkpoints(tmp_path)
+    assert (left / "weights.safetensors").read_text() == "old"
+
+    drop_unfinished(tmp_path)  # what the run that goes on from it does, before it comes to that step again
+    put_in_place(checkpoint(tmp_path / ".writing-step-000040", "again"), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000040"]
+    assert (folder / "weights.safetensors").read_text() == "again"
+
+
+def test_one_that_was_moved_aside_is_not_counted_beside_its_successor(tmp_path: Path) -> None:
+    checkpoint(tmp_path / ".replaced-step-000040", "old")
+    folder = checkpoint(tmp_path / "step-000040", "new")
+    assert complete_checkpoints(tmp_path) == [folder]
+    put_in_place(checkpoint(tmp_path / ".writing-step-000040", "newer"), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000040"]

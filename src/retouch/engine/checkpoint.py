@@ -35,7 +35,7 @@ from retouch.engine.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{6,})$")
+_NAME = re.compile(r"(\.replaced-)?step-(\d{6,})")
 
 SaveWeights = Callable[[Mapping[str, Tensor], Path], None]
 """(weights by parameter name, folder) -> files in a published format."""
@@ -86,8 +86,7 @@ class Checkpoints:
         writing = self.root / f".writing-{folder.name}"
         if engine.is_main:
             self.root.mkdir(parents=True, exist_ok=True)
-            for leftover in self.root.glob(".writing-*"):
-                shutil.rmtree(leftover)
+            drop_unfinished(self.root)
             writing.mkdir()
         for name in (None, *policy.snapshots):  # one after the other: whole weights may fill the memory of a process
             self._save_policy(policy.whole(name, keep=engine.is_main), name, writing, engine)
@@ -158,9 +157,12 @@ class Checkpoints:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, lowest step first."""
-    found = [p for p in root.glob("step-*") if _NAME.search(p.name) and (p / "complete.json").is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    """Complete checkpoints, lowest step first; one that was moved aside counts until another of its step is there."""
+    named = [(match, folder) for folder in root.glob("*step-*") if (match := _NAME.fullmatch(folder.name))]
+    found = [(match, folder) for match, folder in named if (folder / "complete.json").is_file()]
+    aside_first = sorted(found, key=lambda pair: pair[0][1] is None)
+    of_step = {int(match[2]): folder for match, folder in aside_first}
+    return [of_step[step] for step in sorted(of_step)]
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -221,23 +223,30 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def put_in_place(written: Path, folder: Path) -> None:
-    """By one rename; a checkpoint of the same step is moved aside before, and deleted when the new one is there."""
-    aside = _aside(folder) if folder.exists() else None
+    """By one rename. A checkpoint of the same step is moved aside before, where it still counts, and deleted when the
+    new one is there."""
+    aside = folder.with_name(f".replaced-{folder.name}")
+    if folder.exists():
+        if aside.exists():
+            discard(aside)
+        folder.rename(aside)
     written.rename(folder)
-    if aside is not None:
-        shutil.rmtree(aside)
+    if aside.exists():
+        discard(aside)
 
 
 def discard(folder: Path) -> None:
     """Delete a checkpoint; under another name first, so that no rest of it is taken for a complete one."""
-    shutil.rmtree(_aside(folder))
-
-
-def _aside(folder: Path) -> Path:
     leaving = folder.with_name(f".writing-gone-{folder.name}")
     shutil.rmtree(leaving, ignore_errors=True)
     folder.rename(leaving)
-    return leaving
+    shutil.rmtree(leaving)
+
+
+def drop_unfinished(root: Path) -> None:
+    """Delete what a run that was killed while it wrote left behind."""
+    for leftover in root.glob(".writing-*"):
+        shutil.rmtree(leftover)
 
 
 def flush(folder: Path) -> None:

@@ -11,7 +11,6 @@ checkpoints/step-000040/
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import complete_checkpoints, flush, prune, put_in_place, read_state
+from retouch.engine.checkpoint import complete_checkpoints, drop_unfinished, flush, prune, put_in_place, read_state
 from retouch.models.loading import ModelFilesError, load_component
 
 _STATE = ("trainer_state.json", "entropy_ctrl_state.json", "latest")
@@ -78,12 +77,6 @@ def read_step(folder: Path) -> int:
 def rewards_state(folder: Path) -> dict[str, Any] | None:
     """What the rewards had counted; None in a checkpoint that does not say."""
     return read_state(folder).get("rewards")
-
-
-def drop_unfinished(root: Path) -> None:
-    """Delete what a run that was killed while it wrote left behind."""
-    for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover)
 
 
 def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapping[str, Any], *, pinned: bool) -> Path:

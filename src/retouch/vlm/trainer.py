@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from retouch.engine import gather_list
-from retouch.engine.checkpoint import rng_state, set_rng_state
+from retouch.engine.checkpoint import drop_unfinished, rng_state, set_rng_state
 from retouch.evaluate import Evaluation, save_evaluation
 from retouch.observe.cost import Costs
 from retouch.observe.guards import evaluation_alarms
@@ -26,7 +26,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.rollout import RewardOutage
 from retouch.types import Example, Stopped
 from retouch.vlm.callback import RunCallback
-from retouch.vlm.checkpoint import drop_unfinished, finish_checkpoint, load_weights
+from retouch.vlm.checkpoint import finish_checkpoint, load_weights
 from retouch.vlm.generation import generation_options
 from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, seeds_of, speak
 from retouch.vlm.parts import Parts
