@@ -82,7 +82,8 @@ def build(config: RunConfig) -> Run:
     Raises:
         ConfigError, DataError, ModelFilesError: one message each that says what to do.
     """
-    engine = Engine(config.training, config.optimizer, config.seed)
+    patience_s = 2 * (config.reward_client.timeout_s + config.reward_client.outage_wait_s)
+    engine = Engine(config.training, config.optimizer, config.seed, patience_s)
     derived = derive(config, engine.world_size)
     needs = needed_pictures(config, training=False)
     data = load_dataset(config.data, "data", needed_pictures(config, training=True))
@@ -102,7 +103,11 @@ def build(config: RunConfig) -> Run:
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     model = load_model(config.model, engine.device)
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
-    network = engine.prepare(model.network, gradient_checkpointing=config.training.gradient_checkpointing)
+    network = engine.prepare(
+        model.network,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        some_without_gradient=FACTS[config.model.family].drops_text_stream and config.model.train.kind != "ip_adapter",
+    )
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)
     frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from retouch.adapters.lora import FILE, add_lora, lora_shape
+from retouch.adapters.lora import FILE, add_lora, lora_shape, save_lora
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import ConfigError
 from retouch.config.model_sections import TrainLora
@@ -159,6 +159,17 @@ def test_keys_and_shapes_are_checked_exactly(
     save_file(tensors, folder / FILE, metadata=metadata)
     with pytest.raises(ValueError, match=problem):
         policy.load(load(folder))
+
+
+def test_equal_weights_are_equal_files(saved: tuple[Policy, dict[str, Tensor], Path], tmp_path: Path) -> None:
+    """To the last byte, and the reader of safetensors takes them; it writes metadata in random order by itself."""
+    _, state, folder = saved
+    for i in range(12):
+        save_lora(state, tmp_path / str(i), ALPHA, RANK)
+    assert len({(tmp_path / str(i) / FILE).read_bytes() for i in range(12)}) == 1
+    with safe_open(folder / FILE, "pt") as first, safe_open(tmp_path / "0" / FILE, "pt") as again:
+        assert first.metadata() == again.metadata() and list(first.keys()) == list(again.keys())
+        assert all(torch.equal(first.get_tensor(name), again.get_tensor(name)) for name in first.keys())  # noqa: SIM118
 
 
 @pytest.mark.parametrize(("rank", "alpha"), [(RANK + 1, ALPHA), (RANK, 2 * ALPHA)])

@@ -156,7 +156,7 @@ def test_the_gradient_with_failed_rows_is_that_without_them(
 def test_a_run_whose_rewards_all_fail_stops_resumable_and_untrained(config: Config, scripted: Use) -> None:
     scripted(lambda item: Failure("scorer_error", "no"))
     run = config(name="stops", resume="auto")
-    with pytest.raises(Stopped, match=r"4 of 4 rewards failed.*nothing was trained") as stopped:
+    with pytest.raises(Stopped, match=r"4 of 4 images lack a reward.*nothing was trained") as stopped:
         train(run)
     assert stopped.value.code == 3
     scripted(brightness)
@@ -171,11 +171,11 @@ def test_a_run_whose_rewards_all_fail_stops_resumable_and_untrained(config: Conf
 
 def test_a_rate_over_the_whole_run_stops_it_too(config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of twenty fails, every time: within the rate of an epoch, over that of the run."""
-    monkeypatch.setattr("retouch.rollout.scorer._RUN_REWARDS", 20)
+    monkeypatch.setattr("retouch.rollout.scorer._RUN_IMAGES", 20)
     count = itertools.count()
     scripted(lambda item: Failure("bad_item", "no") if next(count) % 8 == 7 else brightness(item))
     client = {"max_failure_rate": 0.5, "max_run_failure_rate": 0.1}
-    with pytest.raises(Stopped, match=r"rewards so far failed, over reward_client\.max_run_failure_rate 0\.1"):
+    with pytest.raises(Stopped, match=r"images so far lacked a reward, over reward_client\.max_run_failure_rate 0\.1"):
         train(config(training__max_steps=40, reward_client=client))
 
 

@@ -232,7 +232,7 @@ def test_all_rewards_failing_stops_the_run_with_the_weights_unchanged(config: Co
     assert all(torch.equal(t, initial[n]) for n, t in weights(run).items())
     run.close()
     run = build(config(name="strict", reward_client__max_failure_rate=0.5))
-    with pytest.raises(Stopped, match="4 of 4 rewards failed") as stopped:
+    with pytest.raises(Stopped, match="4 of 4 images lack a reward") as stopped:
         recipe("grpo")(run)
     run.close()
     assert stopped.value.code == 3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from retouch.config.reward_sections import PreservationReward, RewardClientConfi
 from retouch.rewards.compose import RewardTable
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import FailureRateExceeded, PendingBatch, RewardOutage, items_of, scorer, settle
-from retouch.types import Example, Scores
+from retouch.types import Example, Failure, Score, Scores
 from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, honest, items, reply
 
 Script = Callable[[Asked, int], Answer]
@@ -162,11 +163,24 @@ def test_more_failures_than_the_limit_stop_the_run(limit: float, stops: bool) ->
         pending[0].scores.result()  # the request that fails
         pending.append(pend(made, eight[4:]))
         if stops:
-            with pytest.raises(FailureRateExceeded, match=r"2 of 8 rewards failed.*scorer_error x 2 \(no\)"):
+            with pytest.raises(FailureRateExceeded, match=r"2 of 8 images lack a reward.*scorer_error x 2 \(no\)"):
                 settle(made, pending, limits(max_failure_rate=limit))
         else:
             first, second = settle(made, pending, limits(max_failure_rate=limit))
             assert first.combined() == [0.0, None, 2.0, None] and second.combined() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_one_dead_reward_of_many_stops_the_run() -> None:
+    """Of five rewards a fifth failed, and no image can be trained on."""
+    alive, dead = [Score(1.0)] * 4, [Failure("scorer_error", "no")] * 4
+    scores = Scores(
+        {"a": alive, "b": alive, "c": alive, "d": alive, "dead": dead}, dict.fromkeys("abcd", 1.0) | {"dead": 1.0}
+    )
+    made = RewardTable({}, limits())
+    pending = cast("Any", SimpleNamespace(scores=SimpleNamespace(result=lambda aside_s: scores), items=items(4)))
+    with pytest.raises(FailureRateExceeded, match=r"4 of 4 images lack a reward.*scorer_error x 4 \(no\)"):
+        settle(made, [pending], limits(max_failure_rate=0.2))
+    assert (made.asked, made.failed) == (0, 0)
 
 
 # --- a reward of weight 0 ---

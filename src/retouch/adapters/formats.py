@@ -22,10 +22,11 @@ from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from retouch.adapters.projections import HEADS, SOURCES
+from retouch.adapters.tensor_file import write_tensors
 
 NAME = "ip-adapter"
 """Of the files in a checkpoint: ip-adapter.safetensors and ip-adapter.bin."""
@@ -162,7 +163,7 @@ def read_adapter(path: Path) -> AdapterFile:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Flat keys, and metadata as JSON under `retouch_adapter`."""
     about = {"format": "pt", "retouch_adapter": json.dumps(dict(metadata), sort_keys=True)}
-    save_file(_copies(tensors), path, metadata=about)
+    write_tensors(_copies(tensors), path, about)
 
 
 def write_bin(path: Path, tensors: Mapping[str, Tensor]) -> None:

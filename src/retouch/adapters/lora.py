@@ -8,9 +8,10 @@ from pathlib import Path
 
 from peft import LoraConfig
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -45,11 +46,8 @@ def save_lora(state: Mapping[str, Tensor], folder: Path, alpha: float, rank: int
     tensors = {f"{prefix}.{_file_name(name)}": t.detach().cpu().clone().contiguous() for name, t in state.items()}
     modules = sorted({name.rsplit(".lora_", 1)[0] for name in state})
     adapter = {f"{prefix}.r": rank, f"{prefix}.lora_alpha": alpha, f"{prefix}.target_modules": modules}
-    save_file(
-        tensors,
-        folder / FILE,
-        metadata={"format": "pt", "lora_adapter_metadata": json.dumps(adapter, indent=2, sort_keys=True)},
-    )
+    about = {"format": "pt", "lora_adapter_metadata": json.dumps(adapter, indent=2, sort_keys=True)}
+    write_tensors(tensors, folder / FILE, about)
 
 
 def load_lora(folder: Path, prefix: str = "transformer") -> dict[str, Tensor]:

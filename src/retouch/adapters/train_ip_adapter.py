@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from retouch.adapters.formats import (
@@ -29,6 +29,7 @@ from retouch.adapters.formats import (
 from retouch.adapters.hosts import host_of
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
+from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
 from retouch.config.families import ADAPTERS
 
@@ -134,7 +135,7 @@ class IpAdapterWeights:
         write_bin(folder / f"{NAME}.bin", tensors)
         if self._factor is not None:
             factors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
-            save_file(factors, folder / FACTORS, metadata={"format": "pt", "factor": json.dumps(self._factor)})
+            write_tensors(factors, folder / FACTORS, {"format": "pt", "factor": json.dumps(self._factor)})
 
     def load(self, folder: Path) -> dict[str, Tensor]:
         if not (folder / f"{NAME}.safetensors").is_file():

@@ -18,6 +18,8 @@ class FamilyFacts:
         doubles_for_guidance: whether a guidance_scale above 1 runs the network twice (classifier-free guidance); false
             where the scale is embedded.
         needs: pictures that every example must have.
+        drops_text_stream: whether what the last block makes of the text goes nowhere, so that some weights never have
+            a gradient.
     """
 
     prediction: Literal["flow", "epsilon"]
@@ -25,6 +27,7 @@ class FamilyFacts:
     guidance_scale: float
     doubles_for_guidance: bool
     needs: frozenset[str]
+    drops_text_stream: bool = False
 
     @property
     def edits(self) -> bool:
@@ -65,8 +68,10 @@ _INPAINTING = frozenset({"source", "mask"})
 FACTS = {
     "flux_fill": FamilyFacts("flow", 16, 30.0, doubles_for_guidance=False, needs=_INPAINTING),
     "sd_inpaint": FamilyFacts("epsilon", 8, 7.5, doubles_for_guidance=True, needs=_INPAINTING),
-    "qwen_image": FamilyFacts("flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset()),
-    "qwen_image_edit": FamilyFacts("flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset({"source"})),
+    "qwen_image": FamilyFacts("flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset(), drops_text_stream=True),
+    "qwen_image_edit": FamilyFacts(
+        "flow", 16, 4.0, doubles_for_guidance=True, needs=frozenset({"source"}), drops_text_stream=True
+    ),
 }
 
 DEFAULT_FAMILY = "flux_fill"

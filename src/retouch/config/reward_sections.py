@@ -414,9 +414,10 @@ class RewardClientConfig(Section):
     logged_wait_s: NonNegative = 5.0
     """How long rewards of weight 0, which are only logged, may take once the others of an epoch are in."""
     max_failure_rate: Unit = 0.2
-    """More failed rewards than this share of a rollout batch stop the run, resumable (exit 3)."""
+    """Where more than this share of an epoch's images lack a reward that has a weight, and so cannot be trained on,
+    the run stops, resumable (exit 3)."""
     max_run_failure_rate: Unit = 1.0
-    """The same over all rewards of this process so far, once there were 200: what fails a little all the time."""
+    """The same over all images of this process so far, once there were 200: what fails a little all the time."""
     batch_size: PositiveInt = 16
     """Images of one request."""
     balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"

@@ -6,12 +6,20 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import AutocastKwargs, DistributedType, gather_object, set_seed
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    gather_object,
+    set_seed,
+)
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
@@ -28,6 +36,10 @@ PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGA
 """What accelerate would wrap the network in by itself, and save in files of its own."""
 
 
+COLLECTIVE_S = 7200.0
+"""Seconds that processes wait for each other; NCCL's own ten minutes are less than writing a large checkpoint takes."""
+
+
 class Diverged(RuntimeError):
     """A loss or gradient that is not finite. The weights are those of the last step."""
 
@@ -39,7 +51,13 @@ class Engine:
     sharded, they are gathered for each forward and backward besides, so that every process must take as many.
     """
 
-    def __init__(self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int) -> None:
+    def __init__(
+        self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int, patience_s: float = 0.0
+    ) -> None:
+        """Args:
+        patience_s: how long a process may keep the others waiting in a collective, where that is more than the two
+            hours that a large checkpoint on a slow disk is given.
+        """
         # accelerate keeps precision in a process-wide state; a second engine in one process starts from its own
         AcceleratorState._reset_state()
         try:
@@ -47,7 +65,10 @@ class Engine:
                 mixed_precision=training.mixed_precision,
                 step_scheduler_with_optimizer=False,
                 # a weight is used once a forward; of full weights the lowered copies would all be kept until its end
-                kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
+                kwargs_handlers=[
+                    AutocastKwargs(cache_enabled=False),
+                    InitProcessGroupKwargs(timeout=timedelta(seconds=max(COLLECTIVE_S, patience_s))),
+                ],
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
@@ -85,10 +106,15 @@ class Engine:
 
     # --- the network ---
 
-    def prepare(self, network: nn.Module, *, gradient_checkpointing: bool) -> nn.Module:
+    def prepare(
+        self, network: nn.Module, *, gradient_checkpointing: bool, some_without_gradient: bool = False
+    ) -> nn.Module:
         """Place and wrap the network; what it returns is what `predict` must be given, in rollout and training alike.
 
         It stays in eval mode: dropout in one of the two would break ratio = 1.
+
+        Args:
+            some_without_gradient: some of what is trained never gets one; DDP would wait for it.
         """
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -101,6 +127,8 @@ class Engine:
         if sharding != "none" and self.world_size == 1:
             logger.info("training.sharding=%s on one process: there is nothing to share out", sharding)
             sharding = "none"
+        unused = DistributedDataParallelKwargs(find_unused_parameters=some_without_gradient)
+        accelerator.ddp_handler = unused  # pyright: ignore[reportAttributeAccessIssue]
         if sharding == "none":
             self._parallel = Replicated(network, accelerator, c)
         elif sharding == "fsdp2":

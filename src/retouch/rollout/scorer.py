@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-_RUN_REWARDS = 200  # fewer say little about a rate
+_RUN_IMAGES = 200  # fewer say little about a rate
 
 
 class RewardOutage(RuntimeError):
@@ -81,28 +81,29 @@ def settle(
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`.
-        FailureRateExceeded: more than `max_failure_rate` of the rewards with a weight failed, or
-            `max_run_failure_rate` so far.
+        FailureRateExceeded: more than `max_failure_rate` of the images lack a reward that has a weight, and cannot be
+            trained on, or `max_run_failure_rate` so far.
     """
     scores = [_settle_one(table, batch, config, training) for batch in batches]
     failures = [failure for s in scores for _, failure in s.counted().failures()]
-    total = sum(len(s) * len(s.counted().outcomes) for s in scores)
+    totals = [total for s in scores for total in s.combined()]
+    lost = totals.count(None)
     if failures:
-        logger.warning("%d of %d rewards failed: %s", len(failures), total, summary(failures))
+        logger.warning("%d of %d images lack a reward: %s", lost, len(totals), summary(failures))
     aside = [failure for s in scores for name, failure in s.failures() if not s.weights[name]]
     if aside:
         logger.warning("%d rewards of weight 0 failed, which are only logged: %s", len(aside), summary(aside))
     if not training:
         return scores
-    if len(failures) > config.max_failure_rate * total:
+    if lost > config.max_failure_rate * len(totals):
         raise FailureRateExceeded(
-            f"{len(failures)} of {total} rewards failed, over reward_client.max_failure_rate "
+            f"{lost} of {len(totals)} images lack a reward, over reward_client.max_failure_rate "
             f"{config.max_failure_rate}: {summary(failures)}"
         )
-    asked, failed = table.asked + total, table.failed + len(failures)
-    if asked >= _RUN_REWARDS and failed > config.max_run_failure_rate * asked:
+    asked, failed = table.asked + len(totals), table.failed + lost
+    if asked >= _RUN_IMAGES and failed > config.max_run_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{failed} of the {asked} rewards so far failed, over reward_client.max_run_failure_rate "
+            f"{failed} of the {asked} images so far lacked a reward, over reward_client.max_run_failure_rate "
             f"{config.max_run_failure_rate}: {summary(failures)}"
         )
     table.asked, table.failed = asked, failed  # a batch that stops the run is asked for again
