@@ -21,7 +21,7 @@ from retouch.observe import Stopwatch
 from retouch.observe.grids import grid
 from retouch.observe.guards import PREFIX, nearest_distances, picture_statistics, region_of
 from retouch.rewards.compose import RewardTable
-from retouch.rollout import PendingBatch, items_of, ode_plan, sample, settle, to_uint8, without_strip
+from retouch.rollout import PendingBatch, broken_rows, items_of, ode_plan, sample, settle, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example, Score
 
 FACETS = ("level", "discipline", "complexity", "image_type")
@@ -95,11 +95,12 @@ def evaluate(
         with clock.part("rollout"):
             final = sample(model, network, plan, condition, seeds).final
         with clock.part("vae"):
-            images = without_strip(to_uint8(model.decode(final)), batch)
+            decoded = model.decode(final)
+            images = without_strip(to_uint8(decoded), batch)
         raw += list(images.numpy())
         items = items_of(batch, images, [e.id for e in batch])
         if rewards.entries:
-            pending.append(PendingBatch(items, rewards.submit(items, training=False)))
+            pending.append(PendingBatch(items, rewards.submit(items, training=False), broken_rows(decoded)))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
     rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from retouch.data import rank_slots
 from retouch.engine import Engine
+from retouch.models.flux_fill import FluxFill
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes import dpo, grpo, nft, rollouts
 from retouch.recipes.session import Session
@@ -167,6 +168,46 @@ def test_a_run_whose_rewards_all_fail_stops_resumable_and_untrained(config: Conf
     assert all(torch.equal(first[n], second[n]) for n in first)
     start = base_weights(config(name="start"))
     assert any(not torch.equal(first[n], start[n]) for n in first)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "nft"])
+@pytest.mark.parametrize("where", ["picture", "path"])
+def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
+    algorithm: str, where: str, config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overflow in the network or the autoencoder makes NaN, which as a picture is black and would be scored. Of all
+    pictures, it stops the run."""
+    sampled = {} if algorithm == "grpo" else {"rollout__window": None, "rollout__noise_level": None}
+    shape = {"algorithm": ALGORITHMS[algorithm], "training__max_steps": 2, "evaluation__num_examples": 1, **sampled}
+    shape |= {"rollout__group_size": 4, "rollout__batch_size_per_device": 8, "optimizer__lr": 1e-3}
+    rows = [1]
+    scripted(lambda item: Failure("bad_item", "no") if item.id in rows and item.group < 200 else brightness(item))  # type: ignore[operator]
+    expected, _ = train(config(name="failed", **shape))
+    scripted(brightness)
+    real_sample, real_decode = rollouts.sample, FluxFill.decode
+
+    def broken_path(*arguments: Any, **options: Any) -> Any:
+        trajectory = real_sample(*arguments, **options)
+        for tensor in (trajectory.latents, trajectory.log_probs, trajectory.final):
+            tensor[rows] = torch.nan
+        return trajectory
+
+    def broken_picture(self: Any, latents: Tensor) -> Tensor:
+        images = real_decode(self, latents)
+        if len(images) == 8:  # a rollout's
+            images[rows, :, 0, 0] = torch.inf
+        return images
+
+    if where == "path":
+        monkeypatch.setattr(rollouts, "sample", broken_path)
+    else:
+        monkeypatch.setattr(FluxFill, "decode", broken_picture)
+    run, records = train(config(name="broken", **shape))
+    assert all(r["failed"] == 1 for r in of_kind(records, "rollout"))
+    assert all(torch.equal(t, weights(run)[n]) for n, t in weights(expected).items())
+    rows += [0, *range(2, 8)]
+    with pytest.raises(Stopped, match=r"8 of 8 images lack a reward.*did not draw it in finite numbers"):
+        train(config(name="all", **shape))
 
 
 def test_a_rate_over_the_whole_run_stops_it_too(config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:

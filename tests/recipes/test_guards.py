@@ -8,12 +8,13 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
 from retouch.types import Failure, Outcome, Score, Stopped
 
-from .runs import Config, Scripted, Use, brightness, of_kind, train
+from .runs import Config, Scripted, Use, brightness, of_kind, train, weights
 
 ROSE = "the rewards that are trained on rose by"
 GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
@@ -112,3 +113,54 @@ def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use
     scripted(brightness)
     _, records = train(longer)
     assert [r["step"] for r in of_kind(records, "eval") if r["moment"] == "end"] == [1, 2]
+
+
+def test_an_evaluation_that_met_an_outage_inside_an_epoch_costs_no_step(config: Config, scripted: Use) -> None:
+    """Two steps an epoch; the reward is away in the evaluation after the first. What was sampled is trained on
+    afterwards, to the same bits as without an outage."""
+    held_out = itertools.count()
+
+    def away(item: RewardItem) -> Outcome:
+        gone = (item.group or 0) >= 200 and next(held_out) >= 2
+        return Failure("unavailable", "gone", retryable=True) if gone else brightness(item)
+
+    shape: dict[str, Any] = {"training__eval_every": 1, "reward_client": {"outage_wait_s": 0.1}, "optimizer__lr": 1e-3}
+    scripted(away)
+    with pytest.raises(Stopped, match="stayed unavailable"):
+        train(config(**shape, resume="auto"))
+    scripted(brightness)
+    again, records = train(config(**shape, resume="auto"))
+    assert (again.dir.path / "checkpoints" / "step-000001" / "rollouts.safetensors").is_file()
+    whole, expected = train(config(**shape, name="whole"))
+    assert all(torch.equal(t, weights(whole)[n]) for n, t in weights(again).items())
+    assert [r["step"] for r in of_kind(records, "eval")] == [r["step"] for r in of_kind(expected, "eval")]
+
+
+def test_a_run_leaves_a_report_however_it_ends(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    finished, _ = train(config(name="finished", training__max_steps=1))
+    scripted(lambda item: Failure("bad_item", "no"))
+    with pytest.raises(Stopped):
+        train(config(name="stopped", training__max_steps=1))
+    for name in ("finished", "stopped"):
+        assert (finished.dir.path.with_name(name) / "report.html").is_file()
+
+
+def test_a_step_is_told_under_the_epoch_of_its_rollouts(config: Config, scripted: Use) -> None:
+    """Two steps an epoch."""
+    scripted(brightness)
+    _, records = train(config(training__max_steps=4))
+    assert [r["epoch"] for r in of_kind(records, "train")] == [0, 0, 1, 1]
+    assert [r["epoch"] for r in of_kind(records, "rollout")] == [0, 1]
+
+
+def test_the_end_of_the_warm_up_is_evaluated_once(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    _, records = train(config(training__max_steps=4, training__eval_every=1, algorithm__warmup_steps=2))
+    assert [(r["step"], r["moment"]) for r in of_kind(records, "eval")] == [
+        (0, "start"),
+        (1, "step"),
+        (2, "warmup"),
+        (3, "step"),
+        (4, "end"),
+    ]

@@ -177,7 +177,7 @@ def test_one_dead_reward_of_many_stops_the_run() -> None:
         {"a": alive, "b": alive, "c": alive, "d": alive, "dead": dead}, dict.fromkeys("abcd", 1.0) | {"dead": 1.0}
     )
     made = RewardTable({}, limits())
-    pending = cast("Any", SimpleNamespace(scores=SimpleNamespace(result=lambda aside_s: scores), items=items(4)))
+    pending = PendingBatch(items(4), cast("Any", SimpleNamespace(result=lambda aside_s: scores)))
     with pytest.raises(FailureRateExceeded, match=r"4 of 4 images lack a reward.*scorer_error x 4 \(no\)"):
         settle(made, [pending], limits(max_failure_rate=0.2))
     assert (made.asked, made.failed) == (0, 0)

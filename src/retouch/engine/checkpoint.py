@@ -134,7 +134,8 @@ class Checkpoints:
             raise CheckpointError(f"{folder}: no complete.json, so it is not a complete checkpoint; give another")
         with _readable(folder):
             state = read_state(folder)
-            optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+            # mapped: read whole, the moments of all weights would stand in memory once more for every process
+            optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu", mmap=True)
             rng = torch.load(folder / "rng.pt", weights_only=True)
             rollouts = folder / "rollouts.safetensors"
             tensors = _rows_of_rank(load_file(rollouts), engine, folder) if rollouts.exists() else None

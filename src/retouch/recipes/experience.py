@@ -259,12 +259,13 @@ def train_epoch(
         if progress.step >= config.training.max_steps:
             return
         values, updated = train_step(batch)
+        epoch = progress.epoch
         progress.position += 1
         finished = progress.position == len(batches)
         if finished:
             after()
             progress.epoch, progress.position = progress.epoch + 1, 0
-        session.end_step(values, updated=updated, rollouts=None if finished else tensors())
+        session.end_step(values, updated=updated, rollouts=None if finished else tensors(), epoch=epoch)
 
 
 def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:

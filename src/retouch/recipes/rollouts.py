@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from PIL.Image import Image
@@ -24,6 +24,7 @@ from retouch.rollout import (
     FailureRateExceeded,
     PendingBatch,
     RewardOutage,
+    broken_rows,
     items_of,
     make_plan,
     objective_region,
@@ -179,10 +180,23 @@ def roll_out(session: Session, data: EncodedData, algorithm: RlConfig, slots: Se
     with run.clock.part("rollout"):
         trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=guard)
     with run.clock.part("vae"):
-        images = without_strip(to_uint8(run.model.decode(trajectory.final)), examples)
+        decoded = run.model.decode(trajectory.final)
+        images = without_strip(to_uint8(decoded), examples)
+        broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
     run.costs.images += len(slots)
     items = items_of(examples, images, [e.id for e in examples])
-    return Rollouts(list(slots), seeds, [trajectory], [PendingBatch(items, run.rewards.submit(items))], [])
+    batch = PendingBatch(items, run.rewards.submit(items), broken)
+    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], [batch], [])
+
+
+def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
+    """Zeros in place of what is not finite: such rows have weight 0, but NaN times 0 is NaN in a backward."""
+    if not rows:
+        return trajectory
+    tensors = {name: t.clone() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
+    for tensor in tensors.values():
+        tensor[list(rows)] = 0.0
+    return replace(trajectory, **tensors)
 
 
 def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:

@@ -28,6 +28,7 @@ from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
 from retouch.observe import Stopwatch
 from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
+from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
@@ -113,9 +114,14 @@ class Session:
         self._bar.stop()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if isinstance(error, RewardOutage | FailureRateExceeded):
-            self._save_between_epochs()
+        away = isinstance(error, RewardOutage | FailureRateExceeded)
+        if away:
+            # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
+            self._save_once(self._left if self.progress.position else None)
             self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
+        if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
+            write_report(self.run.dir.path)
+        if away:
             raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
 
     def finish(self) -> None:
@@ -134,12 +140,20 @@ class Session:
         rollouts, self._rollouts = self._rollouts, None
         return rollouts
 
-    def end_step(self, values: Mapping[str, float], *, updated: bool, rollouts: Tensors | None = None) -> None:
+    def end_step(
+        self,
+        values: Mapping[str, float],
+        *,
+        updated: bool,
+        rollouts: Tensors | None = None,
+        epoch: int | None = None,
+    ) -> None:
         """After every optimizer step: average, log, evaluate, checkpoint, and stop where asked to.
 
         Args:
             updated: whether the weights changed.
             rollouts: what is still to be trained on in this epoch, for a checkpoint inside it.
+            epoch: what the step was of; None where that is the epoch under way.
 
         Raises:
             Stopped: on a signal or when the time is up, after a checkpoint.
@@ -151,11 +165,13 @@ class Session:
             progress.updates += 1
             self._blend()
         last = progress.step >= training.max_steps
-        evaluate_now = training.eval_every and progress.step % training.eval_every == 0
+        warmed_up = progress.phase == "warmup" and progress.step == supervised_steps(self.config)  # is evaluated next
+        evaluate_now = training.eval_every and progress.step % training.eval_every == 0 and not warmed_up
         save_now = training.checkpoint_every and progress.step % training.checkpoint_every == 0
         seconds = self.run.clock.split()
         seconds |= self.run.costs.split(seconds["step"])
-        self.run.dir.log("train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, seconds)
+        told = {"phase": progress.phase, "epoch": progress.epoch if epoch is None else epoch, **values}
+        self.run.dir.log("train", progress.step, told, seconds)
         self._bar.update(self._task, completed=progress.step)
         alarm = self._kl.see(values.get("kl"))
         if alarm is not None:
@@ -326,9 +342,9 @@ class Session:
             "rewards": self.run.rewards.state(),
         }
 
-    def _save_between_epochs(self) -> None:
-        if self._saved_at != self.progress.step and self.progress.position == 0:
-            self.save()
+    def _save_once(self, rollouts: Tensors | None) -> None:
+        if self._saved_at != self.progress.step:
+            self.save(rollouts)
 
     def _stop_if_asked(self, rollouts: Tensors | None, *, between_epochs: bool = False) -> None:
         limit = self.config.training.max_minutes

@@ -120,6 +120,19 @@ def latent_shape(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int
     return spec.latent_channels, size[0] // spec.downsampling, size[1] // spec.downsampling
 
 
+def broken_rows(*tensors: Tensor) -> list[int]:
+    """Rows of tensors [B, ...] in any of which something is not a finite number."""
+    finite = torch.stack([t.isfinite().flatten(1).all(1) for t in tensors]).all(0)
+    return (~finite).nonzero().flatten().tolist()
+
+
 def to_uint8(images: Tensor) -> Tensor:
-    """[B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU."""
-    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+    """[B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU; what is no number is black (`broken_rows` tells)."""
+    return (
+        ((images.nan_to_num(-1.0).clamp(-1, 1) + 1) * 127.5)
+        .round()
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+        .contiguous()
+        .cpu()
+    )

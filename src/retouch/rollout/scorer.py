@@ -40,10 +40,16 @@ class FailureRateExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A batch whose rewards are under way; the items stay, to be asked again after an outage."""
+    """A batch whose rewards are under way; the items stay, to be asked again after an outage.
+
+    Attributes:
+        broken: rows that were not drawn in finite numbers. Whatever is said of what stands in for them, all of their
+            rewards have failed.
+    """
 
     items: Sequence[RewardItem]
     scores: PendingScores
+    broken: Sequence[int] = ()
 
 
 def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
@@ -135,7 +141,16 @@ def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientCon
             scores = _filled_in(scores, again, rows)
         if unavailable(scores):
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
-    return scores
+    return _without(scores, batch.broken) if batch.broken else scores
+
+
+def _without(scores: Scores, broken: Sequence[int]) -> Scores:
+    failed = Failure("bad_item", "the network did not draw it in finite numbers")
+    outcomes: dict[str, list[Outcome]] = {name: list(column) for name, column in scores.outcomes.items()}
+    for column in outcomes.values():
+        for row in broken:
+            column[row] = failed
+    return Scores(outcomes, scores.weights)
 
 
 def _filled_in(scores: Scores, again: Scores, rows: Sequence[int]) -> Scores:

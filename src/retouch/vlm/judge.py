@@ -26,7 +26,7 @@ from retouch.models.response import Responses, encode_response, model_inputs
 from retouch.observe.grids import grid
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout import Drawing, PendingBatch, draw, drawing_on, settle, to_uint8
+from retouch.rollout import Drawing, PendingBatch, broken_rows, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
 from retouch.vlm.generation import ends_of
 from retouch.vlm.parts import Parts, asked, chat_messages
@@ -44,6 +44,7 @@ class Judged:
         scores: outcomes of B * K pictures, those of a completion together.
         rewards: the mean combined score of each; None where any of its pictures lacks a reward with a weight.
         truncated: how many conditions were cut.
+        broken: pictures that were not drawn in finite numbers.
     """
 
     examples: Sequence[Example]
@@ -52,6 +53,7 @@ class Judged:
     scores: Scores
     rewards: list[float | None]
     truncated: int
+    broken: Sequence[int] = ()
 
     @property
     def pictures_each(self) -> int:
@@ -95,7 +97,7 @@ class Judge:
         rows = zip(examples, drawn.texts, ends, drawn.images, strict=True)
         items = [item for row in rows for item in items_of(*row)]
         with clock.part("reward_wait"):
-            pending = PendingBatch(items, parts.rewards.submit(items, training=training))
+            pending = PendingBatch(items, parts.rewards.submit(items, training=training), drawn.broken)
             [scores] = settle(parts.rewards, [pending], parts.config.reward_client, training=training)
         rewards = mean_rewards(scores, parts.algorithm.images_per_completion)
         return replace(drawn, scores=scores, rewards=rewards)
@@ -137,7 +139,8 @@ class Judge:
                     clock,
                 )
         images = [to_uint8(rows) for rows in drawn]
-        return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated)
+        broken = [i * len(rows) + row for i, rows in enumerate(drawn) for row in broken_rows(rows)]
+        return Judged(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated, broken)
 
     def states(
         self, policy: Any, examples: Sequence[Example], texts: Sequence[str], responses: Responses

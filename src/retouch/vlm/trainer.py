@@ -209,11 +209,14 @@ class RunTrainer(GRPOTrainer):
         """
         if self.stopping is not None:
             reason, code = self.stopping
-            self.parts.dir.log("event", self.state.global_step, {"event": "stopped", "reason": reason})
+            self._end("stopped", reason=reason)
             raise Stopped(f"{reason} at step {self.state.global_step}", code=code)
         self.save(pinned=True)
         self.evaluate_now("end")
-        self.parts.dir.log("event", self.state.global_step, {"event": "finished"})
+        self._end("finished")
+
+    def _end(self, event: str, **about: str) -> None:
+        self.parts.dir.log("event", self.state.global_step, {"event": event, **about})
         if self.accelerator.is_main_process:
             write_report(self.parts.dir.path)
 
@@ -236,7 +239,7 @@ class RunTrainer(GRPOTrainer):
             self.state.num_input_tokens_seen = self._tokens_before
         if self.between_cycles():
             self.save(pinned=self.state.global_step >= self.parts.config.training.max_steps)
-        self.parts.dir.log("event", self.state.global_step, {"event": "stopped", "reason": str(error)})
+        self._end("stopped", reason=str(error))
         raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
 
     @contextmanager
