@@ -118,6 +118,15 @@ def test_win_rates_are_those_without_the_failed_rows() -> None:
     assert torch.equal(found, rest) and 0 < int(valid.sum()) < 40
 
 
+def test_advantages_of_whole_numbers_are_fractions() -> None:
+    for rewards in (REWARDS.long(), REWARDS.int()):
+        found = group_advantages(rewards, GROUPS, scale="batch")
+        assert found.tolist() == pytest.approx([-0.44717, 0.44717, -0.44717, 0.44717], abs=5e-6)
+    passed = group_advantages(torch.tensor([True, False, False, False]), torch.zeros(4).int(), scale="none")
+    assert passed.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_advantages(REWARDS, GROUPS).dtype == torch.float64
+
+
 def test_empty_batch() -> None:
     none = torch.zeros(0)
     assert group_advantages(none, none.long()).shape == (0,)

@@ -27,7 +27,8 @@ def group_advantages(
     deviations are population ones; the batch one is of the raw rewards around the batch mean.
 
     Args:
-        rewards: [N] float; entries that are not valid may hold anything, NaN included.
+        rewards: [N]; entries that are not valid may hold anything, NaN included. The advantages have their dtype, those
+            of integers or bools are fp32.
         group_ids: [N] integers.
         valid: [N] bool; rows without a valid reward leave every mean and std and get advantage 0. With a group
             baseline so do rows of a group with fewer than two valid rewards (see `comparable_rows`).
@@ -55,7 +56,9 @@ def group_advantages(
         centred = centred / (batch_std + eps)
     spread = std[ids] if baseline == "group" else batch_std
     centred = torch.where(spread > noise, centred, torch.zeros_like(centred))
-    return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(rewards.dtype)
+    return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(
+        rewards.dtype if rewards.is_floating_point() else torch.float32
+    )
 
 
 def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "group") -> Tensor:
