@@ -94,6 +94,17 @@ def test_no_weight_at_all_gives_zero_and_zero_gradient() -> None:
     assert float(loss.detach()) == 0.0 and log_prob.grad is not None and log_prob.grad.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_a_batch_of_no_rows_is_zero(shape: tuple[int, ...]) -> None:
+    """As in the other objectives."""
+    log_prob = torch.zeros(shape, requires_grad=True)
+    loss, metrics = grpo_loss(log_prob, torch.zeros(shape), torch.zeros(0), 1e-4)
+    loss.backward()
+    assert float(loss.detach()) == 0 and {k: float(v) for k, v in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    nothing = torch.zeros(0, 2, 4, 4)
+    assert float(flow_matching_loss(nothing, nothing, nothing)[0]) == 0
+
+
 def test_grpo_refuses_shapes() -> None:
     with pytest.raises(ValueError, match=r"must both be \[B\] or \[B, W\]"):
         grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), 0.1)

@@ -65,7 +65,7 @@ def grpo_loss(
             "ratio": weighted_mean(ratio, live),
             "clip_fraction": weighted_mean(clipped.to(ratio.dtype), live),
             "approx_kl": weighted_mean(ratio - 1 - log_ratio, live),
-            "max_abs_log_ratio": (flat * live).max(),
+            "max_abs_log_ratio": torch.cat([flat * live, live.new_zeros(1)]).max(),  # 0 of no rows
         }
     return loss, metrics
 
