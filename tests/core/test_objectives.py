@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,12 @@ def test_kl_equals_torch_distributions() -> None:
     torch.testing.assert_close(published, expected * -dt, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match="needs dt"):
         gaussian_kl(mean, other, std, mode="published")
+
+
+def test_kl_of_an_unknown_mode_is_an_error() -> None:
+    wrong: Any = "exakt"
+    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):
+        gaussian_kl(torch.ones(2, 3), torch.zeros(2, 3), 1.0, mode=wrong, dt=-0.1)
 
 
 def test_kl_of_a_region_ignores_the_outside() -> None:

@@ -271,6 +271,12 @@ def test_published_log_prob_is_the_squared_distance_alone(x: Tensor, v: Tensor) 
         steps.gaussian_log_prob(x, v, 0.0, mode="published")
 
 
+def test_log_prob_of_an_unknown_mode_is_an_error(x: Tensor, v: Tensor) -> None:
+    wrong: Any = "exakt"
+    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):
+        steps.gaussian_log_prob(x, v, 0.5, mode=wrong)
+
+
 @pytest.mark.parametrize("std", [0.0, torch.tensor([0.5, 0.0, 0.5])])
 def test_deterministic_steps_have_no_density(x: Tensor, v: Tensor, std: Tensor | float) -> None:
     with pytest.raises(ValueError, match="std is 0"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,17 @@ def per_row(value: Tensor | float, x: Tensor, name: str) -> Tensor:
         f"{name} has shape {tuple(v.shape)}; it must be a scalar or [B] = [{x.shape[0]}] "
         f"beside a tensor of shape {tuple(x.shape)}"
     )
+
+
+def require_known(value: str, known: object, name: str) -> None:
+    """`value` is one of the words of `known`, a Literal.
+
+    Raises:
+        ValueError: naming them.
+    """
+    words = get_args(known)
+    if value not in words:
+        raise ValueError(f"{name} is {value!r}; it must be {', '.join(words[:-1])} or {words[-1]}")
 
 
 def require_same_shape(**tensors: Tensor) -> None:

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from retouch.core._shapes import require_known
+
 Baseline = Literal["group", "batch"]
 Scale = Literal["group", "batch", "none"]
 
@@ -37,8 +39,9 @@ def group_advantages(
             train as hard as a signal.
 
     Raises:
-        ValueError: wrong shapes, non-integer ids, or a valid reward that is not finite.
+        ValueError: wrong shapes, non-integer ids, a valid reward that is not finite, or an unknown baseline or scale.
     """
+    require_known(scale, Scale, "scale")
     ids, ok, r = _checked(rewards, group_ids, valid)
     ok = comparable_rows(group_ids, ok, baseline)
     if not bool(torch.isfinite(r[ok]).all()):
@@ -62,7 +65,12 @@ def group_advantages(
 
 
 def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "group") -> Tensor:
-    """[N] bool: rows that can be trained on: valid, and with a group baseline with a valid row beside them."""
+    """[N] bool: rows that can be trained on: valid, and with a group baseline with a valid row beside them.
+
+    Raises:
+        ValueError: an unknown baseline.
+    """
+    require_known(baseline, Baseline, "baseline")
     if baseline == "batch":
         return valid.clone()
     ids = _dense(group_ids)

@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import may_ask, per_row, require_same_shape, working
+from retouch.core._shapes import may_ask, per_row, require_known, require_same_shape, working
 from retouch.core.reduce import row_mean, within
 from retouch.core.schedule import Prediction
 
 Level = Tensor | float
+LogProbMode = Literal["exact", "published"]
 
 
 def euler(x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level) -> Tensor:
@@ -84,7 +85,7 @@ def gaussian_log_prob(
     mean: Tensor,
     std: Level,
     region: Tensor | None = None,
-    mode: Literal["exact", "published"] = "exact",
+    mode: LogProbMode = "exact",
 ) -> Tensor:
     """log N(x_next; mean, std² I), **averaged** over the non-batch dims or over `region` -> [B].
 
@@ -100,8 +101,9 @@ def gaussian_log_prob(
     Plans refuse such steps beforehand (`retouch.rollout.StepPlan`).
 
     Raises:
-        ValueError: tensors of different shapes, or on the CPU a std of 0.
+        ValueError: tensors of different shapes, an unknown mode, or on the CPU a std of 0.
     """
+    require_known(mode, LogProbMode, "mode")
     require_same_shape(x_next=x_next, mean=mean)
     x_next, mean = working(x_next), working(mean)
     s = per_row(std, mean, "std")

@@ -10,8 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import per_row, require_same_shape, working
+from retouch.core._shapes import per_row, require_known, require_same_shape, working
 from retouch.core.reduce import row_mean, row_weights, weighted_mean, within
+
+KlMode = Literal["exact", "published"]
 
 
 def grpo_loss(
@@ -107,7 +109,7 @@ def gaussian_kl(
     reference_mean: Tensor,
     std: Tensor | float,
     region: Tensor | None = None,
-    mode: Literal["exact", "published"] = "exact",
+    mode: KlMode = "exact",
     dt: Tensor | float | None = None,
 ) -> Tensor:
     """KL of two Gaussians of one std, averaged over the dims: mean (mean - reference_mean)² / (2 std²) -> [B].
@@ -118,6 +120,7 @@ def gaussian_kl(
             published weights (.04, .01) are for that mode.
         dt: sigma_next - sigma < 0, scalar or [B]; needed by "published".
     """
+    require_known(mode, KlMode, "mode")
     require_same_shape(mean=mean, reference_mean=reference_mean)
     mean, reference_mean = working(mean), working(reference_mean)
     kl = row_mean(within(mean - reference_mean, region) ** 2 / (2 * per_row(std, mean, "std") ** 2), region)
