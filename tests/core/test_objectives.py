@@ -136,6 +136,12 @@ def test_kl_equals_torch_distributions() -> None:
         gaussian_kl(mean, other, std, mode="published")
 
 
+def test_dt_is_of_rows() -> None:
+    for bad in (torch.tensor([[-0.1], [-0.2]]), torch.tensor([[-0.1, -0.2]]), torch.tensor([-0.1])):
+        with pytest.raises(ValueError, match="dt has shape"):
+            gaussian_kl(torch.ones(2, 3), torch.zeros(2, 3), 1.0, mode="published", dt=bad)
+
+
 def test_kl_of_an_unknown_mode_is_an_error() -> None:
     wrong: Any = "exakt"
     with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):

@@ -92,7 +92,7 @@ def test_arithmetic_is_fp32_for_half_inputs(x: Tensor, v: Tensor) -> None:
     assert torch.equal(mean, exact)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(2), torch.zeros(B, 1), torch.zeros(1, B)])
+@pytest.mark.parametrize("bad", [torch.zeros(2), torch.zeros(1), torch.zeros(B, 1), torch.zeros(1, B)])
 def test_wrong_shapes_are_errors_not_broadcasts(x: Tensor, v: Tensor, bad: Tensor) -> None:
     with pytest.raises(ValueError, match="level"):
         steps.euler(x, v, bad, 0.1)
@@ -100,6 +100,32 @@ def test_wrong_shapes_are_errors_not_broadcasts(x: Tensor, v: Tensor, bad: Tenso
         steps.euler(x, v[:, :1], 0.5, 0.1)
     with pytest.raises(ValueError, match="batch dim"):
         steps.euler(x[:, 0, 0, 0], v[:, 0, 0, 0], 0.5, 0.1)
+
+
+def test_levels_of_the_rank_of_x_are_errors_too() -> None:
+    """A sigma for every element would have another log-density than the one computed."""
+    flat = torch.ones(B, C)
+    for bad in (torch.full((B, C), 0.5), torch.full((B, 1), 0.5), torch.full((1, C), 0.5)):
+        with pytest.raises(ValueError, match="level has shape"):
+            steps.cps(flat, flat, bad, 0.1, 0.8)
+        with pytest.raises(ValueError, match="level has shape"):
+            steps.ddim(flat, flat, bad, 0.9, 1.0)
+        with pytest.raises(ValueError, match="time has shape"):
+            FlowSchedule.make(4).add_noise(flat, flat, bad)
+
+
+def test_sigma_max_is_of_rows(x: Tensor, v: Tensor) -> None:
+    """One of as many as the latents are wide would be taken for columns."""
+    x, v = x[..., :B], v[..., :B]
+    most: Any = torch.tensor([0.9, 0.8, 0.7], dtype=torch.float64)
+    mean, std = steps.flow_sde(x, v, 1.0, 0.6, 0.7, most)
+    assert std.shape == (B,)
+    for i in range(B):
+        alone, alone_std = steps.flow_sde(x[i : i + 1], v[i : i + 1], 1.0, 0.6, 0.7, float(most[i]))
+        torch.testing.assert_close(mean[i : i + 1], alone)
+        torch.testing.assert_close(std[i], alone_std)
+    with pytest.raises(ValueError, match="sigma_max has shape"):
+        steps.flow_sde(x, v, 1.0, 0.6, 0.7, most[:2])
 
 
 # --- a solvable target: x0 ~ N(0, tau²), whose exact velocity is linear in x ---

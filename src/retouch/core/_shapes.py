@@ -22,18 +22,14 @@ def may_ask(t: Tensor) -> bool:
 def per_row(value: Tensor | float, x: Tensor, name: str) -> Tensor:
     """A scalar or [B] `value` shaped to multiply `x` [B, ...].
 
-    A tensor that already has the rank of `x` is taken when each of its dims is 1 or that of `x`.
-
     Raises:
         ValueError: any other shape, with both shapes in the message.
     """
     v = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     if v.ndim == 0:
         return v
-    if v.ndim == 1 and v.shape[0] == x.shape[0]:
+    if v.shape == x.shape[:1]:
         return v.reshape(-1, *([1] * (x.ndim - 1)))
-    if v.ndim == x.ndim and all(a in (1, b) for a, b in zip(v.shape, x.shape, strict=True)):
-        return v
     raise ValueError(
         f"{name} has shape {tuple(v.shape)}; it must be a scalar or [B] = [{x.shape[0]}] "
         f"beside a tensor of shape {tuple(x.shape)}"

@@ -42,7 +42,7 @@ def flow_sde(
     """
     x, v, s, s_next = _levels(x, velocity, sigma, sigma_next)
     dt = s_next - s
-    a_squared = noise_level**2 * s / (1 - torch.where(s == 1, torch.as_tensor(sigma_max, dtype=s.dtype), s))
+    a_squared = noise_level**2 * s / (1 - torch.where(s == 1, per_row(sigma_max, x, "sigma_max"), s))
     mean = x * (1 + a_squared * dt / (2 * s)) + v * (1 + a_squared * (1 - s) / (2 * s)) * dt
     return mean, _flat(a_squared.sqrt() * (-dt).sqrt())
 

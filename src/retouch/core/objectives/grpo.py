@@ -128,4 +128,4 @@ def gaussian_kl(
         return kl
     if dt is None:
         raise ValueError('gaussian_kl(mode="published") needs dt = sigma_next - sigma')
-    return kl * -torch.as_tensor(dt, dtype=kl.dtype, device=kl.device)
+    return kl * -per_row(dt, kl, "dt")
