@@ -359,6 +359,45 @@ def test_a_dpm_step_without_a_past_is_of_first_order() -> None:
     assert not torch.allclose(steps.dpm_step(x, v, 0.4, 0.2, steps.Estimate(other, 0.6))[0], x - 0.2 * v)
 
 
+def test_a_dpm_step_much_longer_than_the_one_before_is_of_first_order() -> None:
+    x, v, other = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    at = lambda log_snr: 1 / (1 + math.exp(log_snr))  # noqa: E731
+    before = steps.Estimate(other, at(0.0))
+    twice, longer = (steps.dpm_step(x, v, at(1.0), at(end), before)[0] for end in (2.99, 3.01))
+    assert torch.allclose(longer, steps.ode_step("flow", x, v, at(1.0), at(3.01)))
+    change = (x - at(1.0) * v - other) * (1 - at(2.99) / at(1.0)) * 0.995
+    assert torch.allclose(twice, steps.ode_step("flow", x, v, at(1.0), at(2.99)) + change)
+    rows = torch.tensor([at(2.99), at(3.01)], dtype=torch.float64)
+    both = steps.dpm_step(x, v, at(1.0), rows, before)[0]
+    assert torch.allclose(both, torch.stack([twice[0], longer[1]]))
+
+
+@pytest.mark.parametrize(
+    ("shift", "terminal", "num_steps", "share"),
+    [
+        (1.71, 0.02, 10, 0.6),
+        (2, 0.02, 20, 0.25),
+        (3, 0.02, 20, 0.45),
+        (1, 0.001, 10, 0.3),
+        (3, 0.02, 6, 1),
+        (1.71, None, 10, 0.65),
+        (3, None, 20, 0.5),
+    ],
+)
+def test_dpm_ends_nearer_than_euler_after_a_tiny_last_sigma_too(
+    shift: float, terminal: float | None, num_steps: int, share: float
+) -> None:
+    """From pure noise down to data N(0, TAU²); the end is TAU times the noise. Extrapolated over the step down to the
+    terminal, the first four end at 1.00, .99, 1.15 and 2.58 times Euler's error."""
+    levels = FlowSchedule.make(num_steps, shift, terminal).sigmas.double().tolist()
+    start = torch.ones(1, 1, dtype=torch.float64)
+    first = start
+    for s, s_next in itertools.pairwise(levels):
+        first = steps.euler(first, exact_velocity(first, s), s, s_next)
+    second = dpm_run(levels, start, exact_velocity)
+    assert abs(float(second) - TAU) < share * abs(float(first) - TAU)
+
+
 def test_dpm_is_of_second_order() -> None:
     """Data N(1, 0.5²): the ODE keeps (x - (1 - s)) / sd(s), so that its end is known. Half the step, a quarter of the
     error; of Euler's, half."""
