@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
 from retouch.core.objectives.sft import denoising_loss, denoising_rows, flow_matching_loss
 from retouch.core.reduce import weighted_mean
@@ -190,6 +191,43 @@ def test_denoising_loss_weights() -> None:
     loss, metrics = denoising_loss(rows(1.0, 3.0, float("inf")), weight=rows(1.0, 3.0, 0.0))
     assert float(loss) == pytest.approx(2.5)
     assert float(metrics["error"]) == pytest.approx(2.0)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_worked_on_in_fp32(dtype: torch.dtype) -> None:
+    """1 / 3 is no number of either; a difference of 131,000 is none of fp16."""
+    log_prob, old = torch.tensor([0.25, -0.5, 0.125], dtype=dtype), torch.zeros(3, dtype=dtype)
+    advantages = torch.tensor([1.0, -0.25, 2.0], dtype=dtype)
+    loss, metrics = grpo_loss(log_prob, old, advantages, 10.0)
+    exact, exact_metrics = grpo_loss(log_prob.float(), old.float(), advantages.float(), 10.0)
+    assert loss.dtype == torch.float32 and torch.equal(loss, exact) and metrics == exact_metrics
+    errors = [torch.tensor(e, dtype=dtype) for e in ([0.5, 0.25, 1], [1, 0.5, 2], [0.5, 0.125, 1], [1, 1, 1])]
+    loss, metrics = dpo_loss(*errors, beta=0.3)
+    exact, exact_metrics = dpo_loss(*(e.float() for e in errors), beta=0.3)
+    assert loss.dtype == torch.float32 and torch.equal(loss, exact) and metrics == exact_metrics
+    x0, noise = torch.full((1, 2), -65504.0).to(dtype), torch.full((1, 2), 65504.0).to(dtype)
+    target = noise.float() - x0.float()
+    assert float(flow_matching_loss(target + 1, x0, noise)[0]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_mean_of_halves_is_one_of_fp32(dtype: torch.dtype) -> None:
+    found = weighted_mean(torch.tensor([1.0, 1.0, 0.0], dtype=dtype))
+    assert found.dtype == torch.float32 and float(found) == pytest.approx(2 / 3, abs=1e-7)
+
+
+@pytest.mark.parametrize("normalizer", [4, torch.tensor(4), torch.tensor([4.0])])
+def test_a_loss_is_a_scalar_whatever_shape_its_normalizer_has(normalizer: Any) -> None:
+    found = weighted_mean(rows(1.0, 3.0), normalizer=normalizer)
+    assert found.shape == () and float(found) == 1.0
+
+
+def test_a_normalizer_is_one_number() -> None:
+    with pytest.raises(ValueError, match=r"normalizer has shape \(2,\); it must be a scalar"):
+        weighted_mean(rows(1.0, 3.0), normalizer=torch.ones(2))
 
 
 def test_weighted_mean_refuses_shapes() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import may_ask
+from retouch.core._shapes import may_ask, working
 
 
 def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
@@ -63,18 +63,25 @@ def row_weights(weight: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def weighted_mean(rows: Tensor, weight: Tensor | None = None, normalizer: Tensor | float | None = None) -> Tensor:
-    """sum(weight * rows) / normalizer -> scalar; rows [B] or [B, W], weight [B].
+    """sum(weight * rows) / normalizer -> scalar of fp32 at least; rows [B] or [B, W], weight [B].
 
     Rows of weight 0 are inert whatever they hold. [B, W] rows are averaged over W first. `normalizer` defaults to
     sum(weight); a recipe passes the sum over ranks and micro-batches of one optimizer step, so that every image counts
     the same however the batch is split. A zero total gives 0, with zero gradient.
+
+    Raises:
+        ValueError: other shapes, or a normalizer of more than one number.
     """
+    rows = working(rows)
     if rows.ndim == 2:
         rows = rows.mean(1)
     if rows.ndim != 1:
         raise ValueError(f"rows have shape {tuple(rows.shape)}; they must be [B] or [B, W]")
     weight = row_weights(weight, rows).to(rows.dtype)
     total = weight.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=rows.dtype, device=rows.device)
+    if total.numel() != 1:
+        raise ValueError(f"normalizer has shape {tuple(total.shape)}; it must be a scalar")
+    total = total.reshape(())
     kept = torch.where(weight != 0, rows, torch.zeros_like(rows))
     return torch.where(
         total > 0, (weight * kept).sum() / total.clamp(min=torch.finfo(rows.dtype).tiny), 0.0 * kept.sum()

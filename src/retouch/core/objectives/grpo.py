@@ -51,6 +51,7 @@ def grpo_loss(
         raise ValueError(
             f"step_weight has shape {tuple(step_weight.shape)}; it must be that of log_prob, {tuple(log_prob.shape)}"
         )
+    log_prob, old_log_prob, advantages = working(log_prob), working(old_log_prob), working(advantages)
     kept = row_weights(weight, log_prob)
     a = torch.where(kept != 0, advantages, torch.zeros_like(advantages))
     a, alive = (a, kept != 0) if log_prob.ndim == 1 else (a[:, None], (kept != 0)[:, None])

@@ -28,7 +28,7 @@ def flow_matching_loss(
         The loss and `error`, the mean over rows of weight > 0.
     """
     require_same_shape(prediction=prediction, x0=x0, noise=noise)
-    return denoising_loss(denoising_rows(prediction, noise - x0, region), weight, normalizer)
+    return denoising_loss(denoising_rows(prediction, working(noise) - working(x0), region), weight, normalizer)
 
 
 def denoising_rows(prediction: Tensor, target: Tensor, region: Tensor | None = None) -> Tensor:
