@@ -182,6 +182,28 @@ def test_flow_matching_region_and_full_mask() -> None:
     assert float(everywhere) == pytest.approx(float(flow_matching_loss(prediction, x0, noise)[0]), abs=1e-6)
 
 
+def test_flow_matching_of_a_row_of_weight_0_is_inert_whatever_it_holds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prediction, x0, noise = (torch.randn(3, 3, 4, 4, generator=generator) for _ in range(3))
+    region, weight = torch.ones(3, 1, 4, 4), torch.tensor([1.0, 0.0, 2.0])
+    region[:, :, :2], region[1] = 0, 0
+    few = [t[[0, 2]] for t in (prediction, x0, noise, region, weight)]
+    expected, expected_metrics = flow_matching_loss(*few)
+    for spoiled in (prediction, x0, noise):
+        spoiled[1] = float("nan")
+    prediction.requires_grad_()
+    loss, metrics = flow_matching_loss(prediction, x0, noise, region, weight)
+    loss.backward()
+    assert float(loss.detach()) == float(expected) and float(metrics["error"]) == float(expected_metrics["error"])
+    assert prediction.grad is not None and not bool(prediction.grad[1].any()) and bool(prediction.grad[0].any())
+    with pytest.raises(ValueError, match="a row has an empty region"):
+        flow_matching_loss(prediction, x0, noise, region, torch.tensor([1.0, 1e-3, 2.0]))
+    with pytest.raises(ValueError, match="a row has an empty region"):
+        flow_matching_loss(prediction, x0, noise, region)
+    with pytest.raises(ValueError, match="region has shape"):
+        flow_matching_loss(prediction, x0, noise, region[:1], weight)
+
+
 def test_denoising_rows_are_fp32_means() -> None:
     prediction = torch.full((1, 4), 256.0, dtype=torch.bfloat16)
     assert denoising_rows(prediction, torch.zeros(1, 4)).tolist() == [65536.0]

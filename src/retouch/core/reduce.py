@@ -49,6 +49,13 @@ def within(values: Tensor, region: Tensor | None) -> Tensor:
     return values if region is None else torch.where(region > 0, values, torch.zeros_like(values))
 
 
+def region_of_kept(region: Tensor | None, weight: Tensor) -> Tensor | None:
+    """`region` with everything in rows of weight 0: these count nowhere, so that an empty region is no error there."""
+    if region is None or region.shape[:1] != weight.shape:  # which `row_mean` refuses
+        return region
+    return region.masked_fill((weight == 0).view(-1, *([1] * (region.ndim - 1))), 1)
+
+
 def row_weights(weight: Tensor | None, rows: Tensor) -> Tensor:
     """`weight` [B] beside `rows` [B, ...]; ones where there is none.
 
