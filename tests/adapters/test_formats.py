@@ -260,6 +260,27 @@ def test_files_that_are_not_there_or_damaged(tmp_path: Path) -> None:
         read_adapter(tmp_path / "numbers.bin")
 
 
+@pytest.mark.parametrize("section", ["image_proj_qformer", "extra"])
+def test_an_empty_part_is_refused(section: str, tmp_path: Path) -> None:
+    torch.save({**nested(drawn(SHAPE)), section: {}}, tmp_path / "a.bin")
+    with pytest.raises(AdapterFileError, match=f"a.bin: '{section}' is empty; an adapter's parts are dicts of tensors"):
+        read_adapter(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize(
+    ("empty", "message"),
+    [("norm.weight", "no whole number of tokens of width 0"), ("proj.2.weight", "its 0 outputs are no whole number")],
+)
+@pytest.mark.parametrize("write", [write_bin, lambda p, t: write_safetensors(p, t, {})])
+def test_a_part_without_a_size_is_refused(empty: str, message: str, write: Any, tmp_path: Path) -> None:
+    path = tmp_path / ("a.bin" if write is write_bin else "a.safetensors")
+    tensors = drawn(SHAPE)
+    tensors[f"image_proj.{empty}"] = tensors[f"image_proj.{empty}"][:0]
+    write(path, tensors)
+    with pytest.raises(AdapterFileError, match=message):
+        read_adapter(path)
+
+
 def test_metadata_is_plain_json(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", drawn(SHAPE), {"family": "flux_fill"})
     with safe_open(tmp_path / "a.safetensors", "pt") as file:

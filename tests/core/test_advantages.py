@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -116,6 +118,27 @@ def test_win_rates_are_those_without_the_failed_rows() -> None:
     found = win_rates(rewards, ids, valid)[valid]
     rest = win_rates(rewards[valid], ids[valid], torch.ones(int(valid.sum())).bool())
     assert torch.equal(found, rest) and 0 < int(valid.sum()) < 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"baseline": "x"}, "baseline is 'x'; it must be group or batch"),
+        ({"scale": "x"}, "scale is 'x'; it must be group, batch or none"),
+    ],
+)
+def test_an_unknown_word_is_an_error(words: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group_advantages(REWARDS, GROUPS, **words)
+
+
+def test_advantages_of_whole_numbers_are_fractions() -> None:
+    for rewards in (REWARDS.long(), REWARDS.int()):
+        found = group_advantages(rewards, GROUPS, scale="batch")
+        assert found.tolist() == pytest.approx([-0.44717, 0.44717, -0.44717, 0.44717], abs=5e-6)
+    passed = group_advantages(torch.tensor([True, False, False, False]), torch.zeros(4).int(), scale="none")
+    assert passed.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_advantages(REWARDS, GROUPS).dtype == torch.float64
 
 
 def test_empty_batch() -> None:

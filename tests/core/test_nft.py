@@ -369,6 +369,21 @@ def test_the_scale_too_is_that_of_the_region() -> None:
     torch.testing.assert_close(gradient_at(v, given, region=region), reference.grad, atol=1e-15, rtol=1e-9)
 
 
+def test_a_row_of_weight_0_may_have_an_empty_region() -> None:
+    given, region, weight = batch(), hole(), torch.tensor([1.0, 1, 0, 1, 2, 1], dtype=torch.float64)
+    v = given["old_velocity"] + 0.2 * draw(4)
+    full, full_metrics = nft_loss(v, **given, mix=0.5, region=region, weight=weight)
+    expected = gradient_at(v, given, region=region, weight=weight)
+    region[2] = 0
+    loss, metrics = nft_loss(v, **given, mix=0.5, region=region, weight=weight)
+    assert float(loss) == float(full)
+    assert {k: float(m) for k, m in metrics.items()} == {k: float(m) for k, m in full_metrics.items()}
+    assert torch.equal(gradient_at(v, given, region=region, weight=weight), expected)
+    for others in (None, torch.ones(B).double()):
+        with pytest.raises(ValueError, match="a row has an empty region"):
+            nft_loss(v, **given, mix=0.5, region=region, weight=others)
+
+
 def test_a_region_of_everything_is_none() -> None:
     given = batch()
     v = given["old_velocity"] + 0.2 * draw(4)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
 from retouch.core.objectives.sft import denoising_loss, denoising_rows, flow_matching_loss
 from retouch.core.reduce import weighted_mean
@@ -94,6 +96,17 @@ def test_no_weight_at_all_gives_zero_and_zero_gradient() -> None:
     assert float(loss.detach()) == 0.0 and log_prob.grad is not None and log_prob.grad.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_a_batch_of_no_rows_is_zero(shape: tuple[int, ...]) -> None:
+    """As in the other objectives."""
+    log_prob = torch.zeros(shape, requires_grad=True)
+    loss, metrics = grpo_loss(log_prob, torch.zeros(shape), torch.zeros(0), 1e-4)
+    loss.backward()
+    assert float(loss.detach()) == 0 and {k: float(v) for k, v in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    nothing = torch.zeros(0, 2, 4, 4)
+    assert float(flow_matching_loss(nothing, nothing, nothing)[0]) == 0
+
+
 def test_grpo_refuses_shapes() -> None:
     with pytest.raises(ValueError, match=r"must both be \[B\] or \[B, W\]"):
         grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), 0.1)
@@ -122,6 +135,18 @@ def test_kl_equals_torch_distributions() -> None:
     torch.testing.assert_close(published, expected * -dt, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match="needs dt"):
         gaussian_kl(mean, other, std, mode="published")
+
+
+def test_dt_is_of_rows() -> None:
+    for bad in (torch.tensor([[-0.1], [-0.2]]), torch.tensor([[-0.1, -0.2]]), torch.tensor([-0.1])):
+        with pytest.raises(ValueError, match="dt has shape"):
+            gaussian_kl(torch.ones(2, 3), torch.zeros(2, 3), 1.0, mode="published", dt=bad)
+
+
+def test_kl_of_an_unknown_mode_is_an_error() -> None:
+    wrong: Any = "exakt"
+    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):
+        gaussian_kl(torch.ones(2, 3), torch.zeros(2, 3), 1.0, mode=wrong, dt=-0.1)
 
 
 def test_kl_of_a_region_ignores_the_outside() -> None:
@@ -157,6 +182,28 @@ def test_flow_matching_region_and_full_mask() -> None:
     assert float(everywhere) == pytest.approx(float(flow_matching_loss(prediction, x0, noise)[0]), abs=1e-6)
 
 
+def test_flow_matching_of_a_row_of_weight_0_is_inert_whatever_it_holds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prediction, x0, noise = (torch.randn(3, 3, 4, 4, generator=generator) for _ in range(3))
+    region, weight = torch.ones(3, 1, 4, 4), torch.tensor([1.0, 0.0, 2.0])
+    region[:, :, :2], region[1] = 0, 0
+    few = [t[[0, 2]] for t in (prediction, x0, noise, region, weight)]
+    expected, expected_metrics = flow_matching_loss(*few)
+    for spoiled in (prediction, x0, noise):
+        spoiled[1] = float("nan")
+    prediction.requires_grad_()
+    loss, metrics = flow_matching_loss(prediction, x0, noise, region, weight)
+    loss.backward()
+    assert float(loss.detach()) == float(expected) and float(metrics["error"]) == float(expected_metrics["error"])
+    assert prediction.grad is not None and not bool(prediction.grad[1].any()) and bool(prediction.grad[0].any())
+    with pytest.raises(ValueError, match="a row has an empty region"):
+        flow_matching_loss(prediction, x0, noise, region, torch.tensor([1.0, 1e-3, 2.0]))
+    with pytest.raises(ValueError, match="a row has an empty region"):
+        flow_matching_loss(prediction, x0, noise, region)
+    with pytest.raises(ValueError, match="region has shape"):
+        flow_matching_loss(prediction, x0, noise, region[:1], weight)
+
+
 def test_denoising_rows_are_fp32_means() -> None:
     prediction = torch.full((1, 4), 256.0, dtype=torch.bfloat16)
     assert denoising_rows(prediction, torch.zeros(1, 4)).tolist() == [65536.0]
@@ -166,6 +213,43 @@ def test_denoising_loss_weights() -> None:
     loss, metrics = denoising_loss(rows(1.0, 3.0, float("inf")), weight=rows(1.0, 3.0, 0.0))
     assert float(loss) == pytest.approx(2.5)
     assert float(metrics["error"]) == pytest.approx(2.0)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_worked_on_in_fp32(dtype: torch.dtype) -> None:
+    """1 / 3 is no number of either; a difference of 131,000 is none of fp16."""
+    log_prob, old = torch.tensor([0.25, -0.5, 0.125], dtype=dtype), torch.zeros(3, dtype=dtype)
+    advantages = torch.tensor([1.0, -0.25, 2.0], dtype=dtype)
+    loss, metrics = grpo_loss(log_prob, old, advantages, 10.0)
+    exact, exact_metrics = grpo_loss(log_prob.float(), old.float(), advantages.float(), 10.0)
+    assert loss.dtype == torch.float32 and torch.equal(loss, exact) and metrics == exact_metrics
+    errors = [torch.tensor(e, dtype=dtype) for e in ([0.5, 0.25, 1], [1, 0.5, 2], [0.5, 0.125, 1], [1, 1, 1])]
+    loss, metrics = dpo_loss(*errors, beta=0.3)
+    exact, exact_metrics = dpo_loss(*(e.float() for e in errors), beta=0.3)
+    assert loss.dtype == torch.float32 and torch.equal(loss, exact) and metrics == exact_metrics
+    x0, noise = torch.full((1, 2), -65504.0).to(dtype), torch.full((1, 2), 65504.0).to(dtype)
+    target = noise.float() - x0.float()
+    assert float(flow_matching_loss(target + 1, x0, noise)[0]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_mean_of_halves_is_one_of_fp32(dtype: torch.dtype) -> None:
+    found = weighted_mean(torch.tensor([1.0, 1.0, 0.0], dtype=dtype))
+    assert found.dtype == torch.float32 and float(found) == pytest.approx(2 / 3, abs=1e-7)
+
+
+@pytest.mark.parametrize("normalizer", [4, torch.tensor(4), torch.tensor([4.0])])
+def test_a_loss_is_a_scalar_whatever_shape_its_normalizer_has(normalizer: Any) -> None:
+    found = weighted_mean(rows(1.0, 3.0), normalizer=normalizer)
+    assert found.shape == () and float(found) == 1.0
+
+
+def test_a_normalizer_is_one_number() -> None:
+    with pytest.raises(ValueError, match=r"normalizer has shape \(2,\); it must be a scalar"):
+        weighted_mean(rows(1.0, 3.0), normalizer=torch.ones(2))
 
 
 def test_weighted_mean_refuses_shapes() -> None:

@@ -92,7 +92,7 @@ def test_arithmetic_is_fp32_for_half_inputs(x: Tensor, v: Tensor) -> None:
     assert torch.equal(mean, exact)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(2), torch.zeros(B, 1), torch.zeros(1, B)])
+@pytest.mark.parametrize("bad", [torch.zeros(2), torch.zeros(1), torch.zeros(B, 1), torch.zeros(1, B)])
 def test_wrong_shapes_are_errors_not_broadcasts(x: Tensor, v: Tensor, bad: Tensor) -> None:
     with pytest.raises(ValueError, match="level"):
         steps.euler(x, v, bad, 0.1)
@@ -100,6 +100,32 @@ def test_wrong_shapes_are_errors_not_broadcasts(x: Tensor, v: Tensor, bad: Tenso
         steps.euler(x, v[:, :1], 0.5, 0.1)
     with pytest.raises(ValueError, match="batch dim"):
         steps.euler(x[:, 0, 0, 0], v[:, 0, 0, 0], 0.5, 0.1)
+
+
+def test_levels_of_the_rank_of_x_are_errors_too() -> None:
+    """A sigma for every element would have another log-density than the one computed."""
+    flat = torch.ones(B, C)
+    for bad in (torch.full((B, C), 0.5), torch.full((B, 1), 0.5), torch.full((1, C), 0.5)):
+        with pytest.raises(ValueError, match="level has shape"):
+            steps.cps(flat, flat, bad, 0.1, 0.8)
+        with pytest.raises(ValueError, match="level has shape"):
+            steps.ddim(flat, flat, bad, 0.9, 1.0)
+        with pytest.raises(ValueError, match="time has shape"):
+            FlowSchedule.make(4).add_noise(flat, flat, bad)
+
+
+def test_sigma_max_is_of_rows(x: Tensor, v: Tensor) -> None:
+    """One of as many as the latents are wide would be taken for columns."""
+    x, v = x[..., :B], v[..., :B]
+    most: Any = torch.tensor([0.9, 0.8, 0.7], dtype=torch.float64)
+    mean, std = steps.flow_sde(x, v, 1.0, 0.6, 0.7, most)
+    assert std.shape == (B,)
+    for i in range(B):
+        alone, alone_std = steps.flow_sde(x[i : i + 1], v[i : i + 1], 1.0, 0.6, 0.7, float(most[i]))
+        torch.testing.assert_close(mean[i : i + 1], alone)
+        torch.testing.assert_close(std[i], alone_std)
+    with pytest.raises(ValueError, match="sigma_max has shape"):
+        steps.flow_sde(x, v, 1.0, 0.6, 0.7, most[:2])
 
 
 # --- a solvable target: x0 ~ N(0, tau²), whose exact velocity is linear in x ---
@@ -271,6 +297,12 @@ def test_published_log_prob_is_the_squared_distance_alone(x: Tensor, v: Tensor) 
         steps.gaussian_log_prob(x, v, 0.0, mode="published")
 
 
+def test_log_prob_of_an_unknown_mode_is_an_error(x: Tensor, v: Tensor) -> None:
+    wrong: Any = "exakt"
+    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):
+        steps.gaussian_log_prob(x, v, 0.5, mode=wrong)
+
+
 @pytest.mark.parametrize("std", [0.0, torch.tensor([0.5, 0.0, 0.5])])
 def test_deterministic_steps_have_no_density(x: Tensor, v: Tensor, std: Tensor | float) -> None:
     with pytest.raises(ValueError, match="std is 0"):
@@ -325,6 +357,45 @@ def test_a_dpm_step_without_a_past_is_of_first_order() -> None:
     to_data = steps.dpm_step(x, v, 0.2, 0.0, steps.Estimate(other, 0.4))[0]
     assert torch.allclose(to_data, steps.ode_step("flow", x, v, 0.2, 0.0))
     assert not torch.allclose(steps.dpm_step(x, v, 0.4, 0.2, steps.Estimate(other, 0.6))[0], x - 0.2 * v)
+
+
+def test_a_dpm_step_much_longer_than_the_one_before_is_of_first_order() -> None:
+    x, v, other = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    at = lambda log_snr: 1 / (1 + math.exp(log_snr))  # noqa: E731
+    before = steps.Estimate(other, at(0.0))
+    twice, longer = (steps.dpm_step(x, v, at(1.0), at(end), before)[0] for end in (2.99, 3.01))
+    assert torch.allclose(longer, steps.ode_step("flow", x, v, at(1.0), at(3.01)))
+    change = (x - at(1.0) * v - other) * (1 - at(2.99) / at(1.0)) * 0.995
+    assert torch.allclose(twice, steps.ode_step("flow", x, v, at(1.0), at(2.99)) + change)
+    rows = torch.tensor([at(2.99), at(3.01)], dtype=torch.float64)
+    both = steps.dpm_step(x, v, at(1.0), rows, before)[0]
+    assert torch.allclose(both, torch.stack([twice[0], longer[1]]))
+
+
+@pytest.mark.parametrize(
+    ("shift", "terminal", "num_steps", "share"),
+    [
+        (1.71, 0.02, 10, 0.6),
+        (2, 0.02, 20, 0.25),
+        (3, 0.02, 20, 0.45),
+        (1, 0.001, 10, 0.3),
+        (3, 0.02, 6, 1),
+        (1.71, None, 10, 0.65),
+        (3, None, 20, 0.5),
+    ],
+)
+def test_dpm_ends_nearer_than_euler_after_a_tiny_last_sigma_too(
+    shift: float, terminal: float | None, num_steps: int, share: float
+) -> None:
+    """From pure noise down to data N(0, TAU²); the end is TAU times the noise. Extrapolated over the step down to the
+    terminal, the first four end at 1.00, .99, 1.15 and 2.58 times Euler's error."""
+    levels = FlowSchedule.make(num_steps, shift, terminal).sigmas.double().tolist()
+    start = torch.ones(1, 1, dtype=torch.float64)
+    first = start
+    for s, s_next in itertools.pairwise(levels):
+        first = steps.euler(first, exact_velocity(first, s), s, s_next)
+    second = dpm_run(levels, start, exact_velocity)
+    assert abs(float(second) - TAU) < share * abs(float(first) - TAU)
 
 
 def test_dpm_is_of_second_order() -> None:

@@ -209,6 +209,8 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     for section, inside in sections.items():
         if not isinstance(inside, dict):
             raise AdapterFileError(f"{path}: {section!r} holds no named tensors; an adapter's parts are dicts of them")
+        if not inside:
+            raise AdapterFileError(f"{path}: {section!r} is empty; an adapter's parts are dicts of tensors")
         for key, tensor in inside.items():
             if not isinstance(tensor, Tensor):
                 raise AdapterFileError(f"{path}: {section}.{key} is no tensor")
@@ -235,7 +237,7 @@ def _shape_of(tensors: Mapping[str, Tensor], path: Path) -> AdapterShape:
     except (KeyError, IndexError) as error:
         raise AdapterFileError(f"{path}: {str(error).strip(chr(39))} is missing, or no matrix") from None
     former = any(key.startswith("image_proj_qformer.") for key in tensors)
-    if flat % token_width or (former and token_width % HEADS):
+    if not (flat and token_width) or flat % token_width or (former and token_width % HEADS):
         raise AdapterFileError(f"{path}: its {flat} outputs are no whole number of tokens of width {token_width}")
     head: Head = "linear" if linear else "mlp+query_former" if former else "mlp"
     return AdapterShape(head, width, flat // token_width, token_width, inner)

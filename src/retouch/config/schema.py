@@ -67,8 +67,8 @@ class RolloutConfig(Section):
     """Of dance_sde and ddim; null is as published, 0.3 and 1.0."""
     solver: Solver = "first_order"
     """Of the deterministic steps, those outside of a window or all where images are sampled by the ODE: Euler or DDIM;
-    or "dpm2" of flow models, DPM-Solver++(2M), nearer to the ODE's end in as many steps. Evaluation and use keep the
-    first order."""
+    or "dpm2" of flow models, DPM-Solver++(2M), mostly nearer to the ODE's end in as many steps. Evaluation and use keep
+    the first order."""
     window: Window | None = None
     """Null makes every step stochastic; see also algorithm.timestep_fraction."""
     shared_noise: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -20,22 +22,29 @@ def may_ask(t: Tensor) -> bool:
 def per_row(value: Tensor | float, x: Tensor, name: str) -> Tensor:
     """A scalar or [B] `value` shaped to multiply `x` [B, ...].
 
-    A tensor that already has the rank of `x` is taken when each of its dims is 1 or that of `x`.
-
     Raises:
         ValueError: any other shape, with both shapes in the message.
     """
     v = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     if v.ndim == 0:
         return v
-    if v.ndim == 1 and v.shape[0] == x.shape[0]:
+    if v.shape == x.shape[:1]:
         return v.reshape(-1, *([1] * (x.ndim - 1)))
-    if v.ndim == x.ndim and all(a in (1, b) for a, b in zip(v.shape, x.shape, strict=True)):
-        return v
     raise ValueError(
         f"{name} has shape {tuple(v.shape)}; it must be a scalar or [B] = [{x.shape[0]}] "
         f"beside a tensor of shape {tuple(x.shape)}"
     )
+
+
+def require_known(value: str, known: object, name: str) -> None:
+    """`value` is one of the words of `known`, a Literal.
+
+    Raises:
+        ValueError: naming them.
+    """
+    words = get_args(known)
+    if value not in words:
+        raise ValueError(f"{name} is {value!r}; it must be {', '.join(words[:-1])} or {words[-1]}")
 
 
 def require_same_shape(**tensors: Tensor) -> None:

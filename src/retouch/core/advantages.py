@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from retouch.core._shapes import require_known
+
 Baseline = Literal["group", "batch"]
 Scale = Literal["group", "batch", "none"]
 
@@ -27,7 +29,8 @@ def group_advantages(
     deviations are population ones; the batch one is of the raw rewards around the batch mean.
 
     Args:
-        rewards: [N] float; entries that are not valid may hold anything, NaN included.
+        rewards: [N]; entries that are not valid may hold anything, NaN included. The advantages have their dtype, those
+            of integers or bools are fp32.
         group_ids: [N] integers.
         valid: [N] bool; rows without a valid reward leave every mean and std and get advantage 0. With a group
             baseline so do rows of a group with fewer than two valid rewards (see `comparable_rows`).
@@ -36,8 +39,9 @@ def group_advantages(
             train as hard as a signal.
 
     Raises:
-        ValueError: wrong shapes, non-integer ids, or a valid reward that is not finite.
+        ValueError: wrong shapes, non-integer ids, a valid reward that is not finite, or an unknown baseline or scale.
     """
+    require_known(scale, Scale, "scale")
     ids, ok, r = _checked(rewards, group_ids, valid)
     ok = comparable_rows(group_ids, ok, baseline)
     if not bool(torch.isfinite(r[ok]).all()):
@@ -55,11 +59,18 @@ def group_advantages(
         centred = centred / (batch_std + eps)
     spread = std[ids] if baseline == "group" else batch_std
     centred = torch.where(spread > noise, centred, torch.zeros_like(centred))
-    return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(rewards.dtype)
+    return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(
+        rewards.dtype if rewards.is_floating_point() else torch.float32
+    )
 
 
 def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "group") -> Tensor:
-    """[N] bool: rows that can be trained on: valid, and with a group baseline with a valid row beside them."""
+    """[N] bool: rows that can be trained on: valid, and with a group baseline with a valid row beside them.
+
+    Raises:
+        ValueError: an unknown baseline.
+    """
+    require_known(baseline, Baseline, "baseline")
     if baseline == "batch":
         return valid.clone()
     ids = _dense(group_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import may_ask
+from retouch.core._shapes import may_ask, working
 
 
 def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
@@ -49,6 +49,13 @@ def within(values: Tensor, region: Tensor | None) -> Tensor:
     return values if region is None else torch.where(region > 0, values, torch.zeros_like(values))
 
 
+def region_of_kept(region: Tensor | None, weight: Tensor) -> Tensor | None:
+    """`region` with everything in rows of weight 0: these count nowhere, so that an empty region is no error there."""
+    if region is None or region.shape[:1] != weight.shape:  # which `row_mean` refuses
+        return region
+    return region.masked_fill((weight == 0).view(-1, *([1] * (region.ndim - 1))), 1)
+
+
 def row_weights(weight: Tensor | None, rows: Tensor) -> Tensor:
     """`weight` [B] beside `rows` [B, ...]; ones where there is none.
 
@@ -63,18 +70,25 @@ def row_weights(weight: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def weighted_mean(rows: Tensor, weight: Tensor | None = None, normalizer: Tensor | float | None = None) -> Tensor:
-    """sum(weight * rows) / normalizer -> scalar; rows [B] or [B, W], weight [B].
+    """sum(weight * rows) / normalizer -> scalar of fp32 at least; rows [B] or [B, W], weight [B].
 
     Rows of weight 0 are inert whatever they hold. [B, W] rows are averaged over W first. `normalizer` defaults to
     sum(weight); a recipe passes the sum over ranks and micro-batches of one optimizer step, so that every image counts
     the same however the batch is split. A zero total gives 0, with zero gradient.
+
+    Raises:
+        ValueError: other shapes, or a normalizer of more than one number.
     """
+    rows = working(rows)
     if rows.ndim == 2:
         rows = rows.mean(1)
     if rows.ndim != 1:
         raise ValueError(f"rows have shape {tuple(rows.shape)}; they must be [B] or [B, W]")
     weight = row_weights(weight, rows).to(rows.dtype)
     total = weight.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=rows.dtype, device=rows.device)
+    if total.numel() != 1:
+        raise ValueError(f"normalizer has shape {tuple(total.shape)}; it must be a scalar")
+    total = total.reshape(())
     kept = torch.where(weight != 0, rows, torch.zeros_like(rows))
     return torch.where(
         total > 0, (weight * kept).sum() / total.clamp(min=torch.finfo(rows.dtype).tiny), 0.0 * kept.sum()

@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import may_ask, per_row, require_same_shape, working
+from retouch.core._shapes import may_ask, per_row, require_known, require_same_shape, working
 from retouch.core.reduce import row_mean, within
 from retouch.core.schedule import Prediction
 
 Level = Tensor | float
+LogProbMode = Literal["exact", "published"]
 
 
 def euler(x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level) -> Tensor:
@@ -41,7 +42,7 @@ def flow_sde(
     """
     x, v, s, s_next = _levels(x, velocity, sigma, sigma_next)
     dt = s_next - s
-    a_squared = noise_level**2 * s / (1 - torch.where(s == 1, torch.as_tensor(sigma_max, dtype=s.dtype), s))
+    a_squared = noise_level**2 * s / (1 - torch.where(s == 1, per_row(sigma_max, x, "sigma_max"), s))
     mean = x * (1 + a_squared * dt / (2 * s)) + v * (1 + a_squared * (1 - s) / (2 * s)) * dt
     return mean, _flat(a_squared.sqrt() * (-dt).sqrt())
 
@@ -84,7 +85,7 @@ def gaussian_log_prob(
     mean: Tensor,
     std: Level,
     region: Tensor | None = None,
-    mode: Literal["exact", "published"] = "exact",
+    mode: LogProbMode = "exact",
 ) -> Tensor:
     """log N(x_next; mean, std² I), **averaged** over the non-batch dims or over `region` -> [B].
 
@@ -100,8 +101,9 @@ def gaussian_log_prob(
     Plans refuse such steps beforehand (`retouch.rollout.StepPlan`).
 
     Raises:
-        ValueError: tensors of different shapes, or on the CPU a std of 0.
+        ValueError: tensors of different shapes, an unknown mode, or on the CPU a std of 0.
     """
+    require_known(mode, LogProbMode, "mode")
     require_same_shape(x_next=x_next, mean=mean)
     x_next, mean = working(x_next), working(mean)
     s = per_row(std, mean, "std")
@@ -165,7 +167,10 @@ def dpm_step(
 
         x' = s'/s x + (1 - s'/s) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
 
-    From pure noise and in the step after that, to clean data, and without a step before, D is x0^: the step of `euler`.
+    D is x0^, and the step that of `euler`: without a step before, from pure noise and in the step after that, to clean
+    data, and where the step of l is more than twice the one before, which is not in the paper. That is the step down to
+    a last sigma stretched to almost 0 (Qwen-Image: .02). The data have all but settled there; extrapolating their
+    change over so long a step ends further off than Euler.
 
     Args:
         before: of the step that led to x.
@@ -176,7 +181,7 @@ def dpm_step(
     if before is not None:
         log_snr, then, past = (((1 - u) / u).log() for u in (s, s_next, per_row(before.sigma, x, "sigma")))
         weight = (then - log_snr) / (2 * (log_snr - past))
-        data = x0 + torch.where(weight.isfinite(), weight, 0.0) * (x0 - before.x0)
+        data = x0 + torch.where(weight.isfinite() & (weight <= 1), weight, 0.0) * (x0 - before.x0)
     return s_next / s * x + (1 - s_next / s) * data, Estimate(x0, sigma)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retouch.core._shapes import per_row
+from retouch.core._shapes import per_row, working
 from retouch.core.reduce import row_weights, weighted_mean
 
 
@@ -36,6 +36,9 @@ def dpo_loss(
     shapes = {tuple(e.shape) for e in (error_win, error_lose, reference_error_win, reference_error_lose)}
     if len(shapes) != 1 or error_win.ndim not in (1, 2):
         raise ValueError(f"the four errors must share one shape [B] or [B, W]; given {sorted(shapes)}")
+    error_win, error_lose, reference_error_win, reference_error_lose = (
+        working(e) for e in (error_win, error_lose, reference_error_win, reference_error_lose)
+    )
     alive = per_row((row_weights(weight, error_win) != 0).to(error_win.dtype), error_win, "weight") != 0
     win = torch.where(alive, error_win - reference_error_win, 0.0)
     lose = torch.where(alive, error_lose - reference_error_lose, 0.0)

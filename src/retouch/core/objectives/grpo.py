@@ -10,8 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import per_row, require_same_shape, working
+from retouch.core._shapes import per_row, require_known, require_same_shape, working
 from retouch.core.reduce import row_mean, row_weights, weighted_mean, within
+
+KlMode = Literal["exact", "published"]
 
 
 def grpo_loss(
@@ -49,6 +51,7 @@ def grpo_loss(
         raise ValueError(
             f"step_weight has shape {tuple(step_weight.shape)}; it must be that of log_prob, {tuple(log_prob.shape)}"
         )
+    log_prob, old_log_prob, advantages = working(log_prob), working(old_log_prob), working(advantages)
     kept = row_weights(weight, log_prob)
     a = torch.where(kept != 0, advantages, torch.zeros_like(advantages))
     a, alive = (a, kept != 0) if log_prob.ndim == 1 else (a[:, None], (kept != 0)[:, None])
@@ -65,7 +68,7 @@ def grpo_loss(
             "ratio": weighted_mean(ratio, live),
             "clip_fraction": weighted_mean(clipped.to(ratio.dtype), live),
             "approx_kl": weighted_mean(ratio - 1 - log_ratio, live),
-            "max_abs_log_ratio": (flat * live).max(),
+            "max_abs_log_ratio": torch.cat([flat * live, live.new_zeros(1)]).max(),  # 0 of no rows
         }
     return loss, metrics
 
@@ -107,7 +110,7 @@ def gaussian_kl(
     reference_mean: Tensor,
     std: Tensor | float,
     region: Tensor | None = None,
-    mode: Literal["exact", "published"] = "exact",
+    mode: KlMode = "exact",
     dt: Tensor | float | None = None,
 ) -> Tensor:
     """KL of two Gaussians of one std, averaged over the dims: mean (mean - reference_mean)² / (2 std²) -> [B].
@@ -118,6 +121,7 @@ def gaussian_kl(
             published weights (.04, .01) are for that mode.
         dt: sigma_next - sigma < 0, scalar or [B]; needed by "published".
     """
+    require_known(mode, KlMode, "mode")
     require_same_shape(mean=mean, reference_mean=reference_mean)
     mean, reference_mean = working(mean), working(reference_mean)
     kl = row_mean(within(mean - reference_mean, region) ** 2 / (2 * per_row(std, mean, "std") ** 2), region)
@@ -125,4 +129,4 @@ def gaussian_kl(
         return kl
     if dt is None:
         raise ValueError('gaussian_kl(mode="published") needs dt = sigma_next - sigma')
-    return kl * -torch.as_tensor(dt, dtype=kl.dtype, device=kl.device)
+    return kl * -per_row(dt, kl, "dt")

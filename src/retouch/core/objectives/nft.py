@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retouch.core._shapes import per_row, require_same_shape, working
-from retouch.core.reduce import row_mean, row_weights, weighted_mean, within
+from retouch.core.reduce import region_of_kept, row_mean, row_weights, weighted_mean, within
 
 Mode = Literal["normal", "positive_only", "negative_only", "one_only", "binary"]
 Decay = Literal["copy", "frozen", "ramp_half", "ramp_full"]
@@ -49,7 +49,7 @@ def nft_loss(
         advantages: [B].
         mode: which advantages train, see `effective_advantages`.
         region: [B, 1, H, W] weights; every mean is then over it alone.
-        weight: [B].
+        weight: [B]; rows of weight 0 are inert, with an empty region, too.
 
     Returns:
         The loss, and means over rows of weight > 0: `positive_error` and `negative_error`, mean (x0± - x0)²,
@@ -66,6 +66,7 @@ def nft_loss(
     v, v_old, x_t, x0 = (
         torch.where(alive, t, torch.zeros_like(t)) for t in map(working, (velocity, old_velocity, x_t, x0))
     )
+    region = region_of_kept(region, kept)
     s = per_row(sigma, x_t, "sigma")
     a = torch.where(kept != 0, advantages, torch.zeros_like(advantages)).to(v.dtype)
     share = positive_share(effective_advantages(a, advantage_clip, mode), advantage_clip)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import require_same_shape, working
-from retouch.core.reduce import row_mean, weighted_mean, within
+from retouch.core._shapes import per_row, require_same_shape, working
+from retouch.core.reduce import region_of_kept, row_mean, row_weights, weighted_mean, within
 
 
 def flow_matching_loss(
@@ -22,13 +22,17 @@ def flow_matching_loss(
     Args:
         prediction: [B, ...] velocity, with gradient; x0 and noise have its shape.
         region: weights over the elements ([B, 1, H, W]); only they count.
-        weight: [B].
+        weight: [B]; rows of weight 0 are inert whatever they hold, with an empty region, too.
 
     Returns:
         The loss and `error`, the mean over rows of weight > 0.
     """
     require_same_shape(prediction=prediction, x0=x0, noise=noise)
-    return denoising_loss(denoising_rows(prediction, noise - x0, region), weight, normalizer)
+    prediction, target = working(prediction), working(noise) - working(x0)
+    kept = row_weights(weight, prediction)
+    alive = per_row((kept != 0).float(), prediction, "weight") != 0
+    prediction, target = (torch.where(alive, t, torch.zeros_like(t)) for t in (prediction, target))
+    return denoising_loss(denoising_rows(prediction, target, region_of_kept(region, kept)), weight, normalizer)
 
 
 def denoising_rows(prediction: Tensor, target: Tensor, region: Tensor | None = None) -> Tensor:
