@@ -28,7 +28,7 @@ REQUEST: dict[str, Any] = {
 }
 
 
-def encoded(pixels: Pixels, kind: str, **options: Any) -> bytes:
+def encoded(pixels: np.ndarray[Any, Any], kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind, **options)
     return buffer.getvalue()
