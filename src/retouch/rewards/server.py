@@ -330,18 +330,12 @@ def _parse(
 
 
 async def _answer(asked: _Asked, batcher: Batcher, worker: Worker, telemetry: Telemetry) -> tuple[str, bool]:
-    """The JSON of the reply, and whether asking again would give the same.
-
-    Raises:
-        ValueError: none of the pictures can be used.
-    """
+    """The JSON of the reply, and whether asking again would give the same."""
     message = asked.message
     raw = asked.parts is not None and all(kind.startswith("image/x-raw") for _, kind in asked.parts.values())
     size = asked.size if raw else _SMALL + 1  # a small file may hold many pixels
     decoded = await _aside(size, decode_items, message, asked.parts, asked.pixels)
     items = [item for item in decoded if isinstance(item, RewardItem)]
-    if not items:
-        raise ValueError(f"no item can be scored; the first one: {decoded[0]}")
     outcomes = await batcher.score(message.rewards, items, asked.deadline)
     for name, column in outcomes.items():
         telemetry.outcomes(name, column)
