@@ -316,10 +316,11 @@ def test_metrics_count_what_was_done(http: httpx.Client) -> None:
     with serving({"b": Poisoned()}) as url:
         http.post(f"{url}/score", files=multipart([item(0), item(1, prompt="refused")]))
         http.post(f"{url}/score", content=b"no")
+        http.post(f"{url}/score", **one_picture("%%%"))
         told = metrics(url)
-    assert told['retouch_requests_total{status="200"}'] == told['retouch_requests_total{status="422"}'] == 1
+    assert [told[f'retouch_requests_total{{status="{status}"}}'] for status in (200, 422)] == [2, 1]
     assert told['retouch_outcomes_total{reward="b",outcome="score"}'] == 1
-    assert told['retouch_outcomes_total{reward="b",outcome="bad_item"}'] == 1
+    assert told['retouch_outcomes_total{reward="b",outcome="bad_item"}'] == 2
     assert told['retouch_model_seconds_count{reward="b"}'] == 1 and told["retouch_ready"] == 1
 
 

@@ -337,8 +337,9 @@ async def _answer(asked: _Asked, batcher: Batcher, worker: Worker, telemetry: Te
     decoded = await _aside(size, decode_items, message, asked.parts, asked.pixels)
     items = [item for item in decoded if isinstance(item, RewardItem)]
     outcomes = await batcher.score(message.rewards, items, asked.deadline)
+    broken = [Failure("bad_item", one) for one in decoded if isinstance(one, str)]
     for name, column in outcomes.items():
-        telemetry.outcomes(name, column)
+        telemetry.outcomes(name, [*column, *broken])
     final = not any(isinstance(o, Failure) and o.retryable for column in outcomes.values() for o in column)
     return _reply(message, decoded, outcomes, worker.specs).model_dump_json(), final
 
