@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,34 @@ def test_the_margin_widens_the_crop_inside_the_picture() -> None:
     left, top, right, bottom = mask_box(one.mask)
     assert crop_for(one, 0.0).shape == (bottom - top, right - left, 3)
     assert np.array_equal(crop_for(one, 1.0), one.image)
+
+
+@pytest.mark.parametrize("detect", [True, False], ids=["lines", "one line"])
+def test_the_engine_is_fed_what_it_makes_of_the_picture_itself(detect: bool) -> None:
+    """BGR, as rapidocr turns a picture into; arrays it takes as they are, so that red and blue would be swapped."""
+    from rapidocr.utils.load_image import LoadImage
+
+    fed: list[Any] = []
+
+    class Engine:
+        def __call__(self, picture: Any, **_: Any) -> Any:
+            fed.append(picture)
+            return SimpleNamespace(txts=("MOKA",), scores=(1.0,))
+
+        def _load_rec_model(self) -> Any:
+            def recognizer(given: Any) -> Any:
+                fed.extend(given.img)
+                return SimpleNamespace(txts=["MOKA"], scores=[1.0])
+
+            return recognizer
+
+    scorer = OcrScorer(detect=detect)
+    scorer._engine = Engine()
+    red = replace(sign("MOKA"), image=np.full((64, 128, 3), (200, 30, 10), np.uint8))
+    scorer.score([red])
+    (found,) = fed
+    assert found[0, 0].tolist() == [10, 30, 200] and found.flags.c_contiguous
+    np.testing.assert_array_equal(found, LoadImage()(Image.fromarray(crop_for(red, 0.0))))
 
 
 # --- ocr: how it is compared ---
