@@ -258,6 +258,26 @@ def test_what_is_no_base64_fails_alone(text: str) -> None:
     assert second == "image: not valid base64"
 
 
+@pytest.mark.parametrize("broken", ["\n", "\r\n", " \t\n"])
+def test_base64_may_be_broken_into_lines(broken: str) -> None:
+    """Every 76 letters, as `base64` and MIME do; anything else that is not of its alphabet is still refused."""
+    body = encoded(picture(0, 40, 40), "PNG")
+    text = base64.encodebytes(body).decode().replace("\n", broken)
+    (decoded,) = decode_items(request_of(items=[{"id": 1, "prompt": "", "image": text}]), None)
+    assert isinstance(decoded, RewardItem)
+    np.testing.assert_array_equal(decoded.image, picture(0, 40, 40))
+
+
+@pytest.mark.parametrize("field", ["mask", "source", "reference", "group", "metadata"])
+def test_what_may_be_left_out_may_be_null(field: str) -> None:
+    image = base64.b64encode(encoded(picture(0), "PNG")).decode()
+    wire_item: dict[str, Any] = {"id": 1, "prompt": "", "image": image}
+    (without,) = decode_items(request_of(items=[wire_item]), None)
+    (null,) = decode_items(request_of(items=[wire_item | {field: None}]), None)
+    assert isinstance(null, RewardItem) and isinstance(without, RewardItem)
+    assert getattr(null, field) == getattr(without, field) == ({} if field == "metadata" else None)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -273,6 +293,7 @@ def test_what_is_no_base64_fails_alone(text: str) -> None:
         {"items": [{"id": "", "prompt": "p", "image": "a"}]},
         {"items": [{"id": 1, "prompt": 5, "image": "a"}]},
         {"items": [{"id": 1, "prompt": "p", "image": "a", "group": "3"}]},
+        {"items": [{"id": 1, "prompt": "p", "image": "a", "metadata": []}]},
         {"items": [{"id": 1, "prompt": "p", "image": "a"}] * 2},
     ],
     ids=str,

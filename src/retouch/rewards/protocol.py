@@ -354,6 +354,11 @@ class WireItem(Message):
     group: int | None = None
     metadata: dict[str, Any] = {}
 
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _null_is_none(cls, metadata: object) -> object:
+        return {} if metadata is None else metadata
+
 
 class ScoreRequest(Message):
     protocol: int

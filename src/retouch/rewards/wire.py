@@ -147,7 +147,7 @@ def decode_items(
 
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # `base64` breaks its lines
     except ValueError:  # binascii.Error, and a plain ValueError where the text is not ASCII
         raise BrokenMessage("not valid base64") from None
 
