@@ -363,6 +363,14 @@ def test_401_without_the_token(http: httpx.Client, given: str | None) -> None:
     assert outcomes(good) == [brightness(item(1))]
 
 
+@pytest.mark.parametrize("given", ["Bearer secret", "bearer secret", "BEARER secret", "bEaReR   secret"])
+def test_the_scheme_of_the_token_has_no_case(http: httpx.Client, given: str) -> None:
+    with serving({"b": Brightness()}, token="secret") as url:
+        assert http.get(f"{url}/info", headers={"Authorization": given}).status_code == 200
+        for wrong in (given.upper(), given + "s", f"x{given}"):  # the token has
+            assert http.get(f"{url}/info", headers={"Authorization": wrong}).status_code == 401
+
+
 def test_the_token_is_compared_in_constant_time(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[Any, Any]] = []
     real = hmac.compare_digest
