@@ -49,15 +49,14 @@ class PackedPicture:
 
 
 def open_image(path: Path | PackedPicture) -> Image.Image:
-    """Open and decode a picture: upright (EXIF orientation applied, as viewers and mask editors do), 8 bits a channel.
+    """Open and decode a picture, `as_shown`.
 
     Raises:
         ImageProblem: missing, not a picture, cut off, or of a kind that has no 8-bit meaning.
     """
     try:
         with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedPicture) else path) as image:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
+            shown = as_shown(image)
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
     except UnidentifiedImageError:
@@ -66,8 +65,16 @@ def open_image(path: Path | PackedPicture) -> Image.Image:
         raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
     except Image.DecompressionBombError as error:
         raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
-    if upright.mode == "F":
+    if shown.mode == "F":
         raise ImageProblem(f"{path}: holds floating-point values; convert it to an 8-bit PNG or JPEG")
+    return shown
+
+
+def as_shown(image: Image.Image) -> Image.Image:
+    """An opened picture, decoded: upright (EXIF orientation applied, as viewers and mask editors do), 8 bits a channel
+    but for floating-point values, which stay."""
+    image.load()
+    upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
         return Image.fromarray((np.asarray(upright) >> 8).clip(0, 255).astype(np.uint8), "L")
     return upright
@@ -81,25 +88,33 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
-    """A 0/255 mask of mode "L" from whatever a mask editor saved, and the channel it was found in.
+def mask_levels(image: Image.Image) -> tuple[Pixels, str]:
+    """[H, W] grey levels of the mask in whatever a mask editor saved, and the channel it was found in; a pixel counts
+    from MASK_THRESHOLD on.
 
     Looked for in this order: alpha where it varies; luminance where the colour channels agree; red where they do not:
     red paint (red above green and blue, so that a white wall is none) if there is any, else the red channel as it is.
-    Thresholded at 128.
+    """
+    if image.mode in ("1", "L") and "transparency" not in image.info:
+        return np.asarray(image.convert("L")), "luminance"
+    rgba = np.asarray(image.convert("RGBA"))
+    red, green, blue = (rgba[..., c].astype(np.int16) for c in range(3))
+    alpha = rgba[..., 3]
+    if np.ptp(alpha) > MASK_NOISE:
+        return alpha, "alpha"
+    if max(np.abs(red - green).max(), np.abs(red - blue).max()) <= MASK_NOISE:
+        return np.asarray(image.convert("RGB").convert("L")), "luminance"
+    paint = (red - np.maximum(green, blue)).clip(0).astype(np.uint8)
+    return (paint if (paint >= MASK_THRESHOLD).any() else rgba[..., 0]), "red"
+
+
+def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
+    """A 0/255 mask of mode "L", from its `mask_levels`, and the channel it was found in.
 
     Raises:
         ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
     """
-    rgba = np.asarray(image.convert("RGBA"))
-    red, green, blue, alpha = (rgba[..., c].astype(int) for c in range(4))
-    if np.ptp(alpha) > MASK_NOISE:
-        values, channel = alpha, "alpha"
-    elif max(np.abs(red - green).max(), np.abs(red - blue).max()) <= MASK_NOISE:
-        values, channel = np.asarray(image.convert("RGB").convert("L")), "luminance"
-    else:
-        paint = red - np.maximum(green, blue)
-        values, channel = (paint if (paint >= MASK_THRESHOLD).any() else red), "red"
+    values, channel = mask_levels(image)
     mask = (values >= MASK_THRESHOLD) != invert
     share = float(mask.mean())
     if share == 0.0 or share == 1.0:

@@ -31,6 +31,7 @@ class OpenAIServer:
     Attributes:
         per_second: requests that are answered; more get 429 with Retry-After.
         has_logprobs, has_schema: whether it does what it is asked, or ignores it, as some servers do.
+        served: what it calls its model.
         digits: probability of the score tokens together.
         bad_first: answers of a rubric that do not keep to the schema before one that does.
         fail: statuses of the first requests.
@@ -43,6 +44,7 @@ class OpenAIServer:
     per_second: float = math.inf
     has_logprobs: bool = True
     has_schema: bool = True
+    served: str = "judge-2026-01"
     digits: float = 0.95
     bad_first: int = 0
     fail: list[int] = field(default_factory=list[int])
@@ -122,7 +124,7 @@ class OpenAIServer:
             message |= {"content": None, "refusal": "I cannot judge this."}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         return {
-            "id": "c", "object": "chat.completion", "model": "judge-2026-01", "system_fingerprint": "fp_1",
+            "id": "c", "object": "chat.completion", "model": self.served, "system_fingerprint": "fp_1",
             "choices": [choice], "usage": usage,
         }  # fmt: skip
 

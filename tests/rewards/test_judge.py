@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
 from retouch.rewards import judge
+from retouch.rewards.client import RewardClient
 from retouch.rewards.judge import (
     Budget,
     BudgetSpent,
@@ -26,9 +29,10 @@ from retouch.rewards.judge import (
 )
 from retouch.rewards.protocol import RewardItem, score_checked
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
-from tests.rewards.fakes import item, values
+from tests.rewards.fakes import item, serving, values
 from tests.rewards.openai_server import KEY, OpenAIServer
 
 
@@ -143,6 +147,68 @@ def test_the_served_model_is_in_the_revision() -> None:
     with OpenAIServer() as server:
         revisions = {made(server, **o).spec.revision for o in ({}, {"question": "{prompt}?"}, {"mode": "rubric"})}
     assert len(revisions) == 3 and all("served as judge-2026-01 fp_1" in one for one in revisions)
+
+
+def test_a_model_that_is_swapped_is_told_once_and_is_another_revision(caplog: pytest.LogCaptureFixture) -> None:
+    """From the batch in which it was heard of; back again it stays: scores of both are of this revision."""
+    with OpenAIServer() as server:
+        scorer = made(server)
+        revisions: list[str] = []
+        for name in ("judge-2026-01", "judge-2026-02", "judge-2026-02", "judge-2026-01"):
+            server.served = name
+            assert values(score_checked(scorer, [grey(51)] * 8)) == pytest.approx([0.2] * 8)
+            revisions.append(scorer.spec.revision)
+    assert "served as judge-2026-01 fp_1 " in revisions[0]
+    assert "served as judge-2026-01 fp_1, judge-2026-02 fp_1 " in revisions[1]
+    assert revisions[0] != revisions[1] == revisions[2] == revisions[3]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "is served as 'judge-2026-02 fp_1' and was as 'judge-2026-01 fp_1'" in warning
+
+
+def test_a_name_that_changes_with_every_reply_does_not_grow_the_revision() -> None:
+    with OpenAIServer() as server:
+        scorer = made(server)
+        for i in range(18):
+            server.served = f"judge-{i}"
+            score_checked(scorer, [grey(51)])
+    assert scorer.spec.revision.count("fp_1") == 16
+
+
+def test_a_server_tells_the_revision_of_a_swapped_model(caplog: pytest.LogCaptureFixture) -> None:
+    """With the reply of the batch in which it was heard of, so that nothing of it is kept under the old one."""
+    with OpenAIServer() as server:
+        scorer = make_scorer("openai_judge", {"model": "judge", "address": server.url})
+        with serving({"openai_judge": scorer}) as url, RewardClient([url], ["openai_judge"]) as client:
+            client.score([grey(51)])
+            server.served = "judge-2026-02"
+            client.score([grey(51)])
+            told = httpx.get(f"{url}/info", trust_env=False).json()["scorers"]["openai_judge"]["revision"]
+    assert "judge-2026-02" in told and client.revisions.changes == 1
+    assert "its scores may not compare" in caplog.text
+
+
+def test_a_worker_process_tells_it_too() -> None:
+    async def ask(server: OpenAIServer) -> list[str]:
+        options = {"model": "judge", "address": server.url}
+        worker = ProcessWorker({"judge": {"scorer": "openai_judge", **options}}, "cpu")
+        await worker.start()
+        try:
+            async with asyncio.timeout(60):
+                while not worker.ready:
+                    await asyncio.sleep(0.02)
+            revisions: list[str] = []
+            for name in ("judge-2026-01", "judge-2026-02"):
+                server.served = name
+                outcomes, _ = await worker.score(["judge"], [grey(51)], [time.monotonic() + 30])
+                assert values(outcomes["judge"]) == pytest.approx([0.2])
+                revisions.append(worker.specs["judge"].revision)
+            return revisions
+        finally:
+            await worker.stop()
+
+    with OpenAIServer() as server:
+        first, second = asyncio.run(ask(server))
+    assert "judge-2026-02" not in first and "judge-2026-01 fp_1, judge-2026-02 fp_1" in second
 
 
 # --- rates, retries, budgets ---

@@ -77,6 +77,19 @@ def test_size_is_that_of_the_file() -> None:
     assert values(score_checked(make_scorer("jpeg_size", {"incompressible": True}), [one])) == [pytest.approx(expected)]
 
 
+@pytest.mark.parametrize("incompressible", [False, True])
+def test_no_picture_leaves_the_range_that_is_told(incompressible: bool) -> None:
+    """The smaller, the more of the file is headers."""
+    sizes = [(1, 1), (1, 2), (3, 1), (8, 8), (17, 17), (64, 64)]
+    noise = [item(i, image=picture(i, *sizes[i % 6])) for i in range(60)]
+    for quality in (1, 50, 95):
+        scorer = make_scorer("jpeg_size", {"quality": quality, "incompressible": incompressible})
+        low, high = scorer.spec.range
+        found = [one for one in values(score_checked(scorer, noise)) if isinstance(one, float)]
+        assert len(found) == 60 and low <= min(found) and max(found) <= high
+        assert max(map(abs, found)) > 0.75 * max(-low, high)  # it says something
+
+
 # --- clip ---
 
 

@@ -41,6 +41,14 @@ from tests.rewards.fakes import Brightness, Poisoned, Scripted, brightness, half
         ('"One" and "Two"', "One"),
         ("('Open')", "Open"),
         ('"two\nlines"', "two\nlines"),
+        ("'two\nlines'", "two\nlines"),
+        ("一个写着'HELLO'的牌子", "HELLO"),  # CJK letters are no part of an English word
+        ("看板に'東京'と書く", "東京"),
+        ('写着"HELLO"的牌子', "HELLO"),
+        ('"" and "HELLO"', "HELLO"),
+        ("'' and 'HELLO'", "HELLO"),
+        ("\"  \", '\t' and 'HELLO'", "HELLO"),
+        ("José's dogs' sign says 'Perro'", "Perro"),
     ],
 )
 def test_text_stands_in_quotes(prompt: str, text: str) -> None:
@@ -48,8 +56,12 @@ def test_text_stands_in_quotes(prompt: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["no quotes", "don't, won't and can't", "the boys' dogs' bowls", '""', '"  "', "", "it's five o'clock"]
-)
+    "prompt",
+    [
+        "no quotes", "don't, won't and can't", "the boys' dogs' bowls", '""', '"  "', "", "it's five o'clock",
+        "José's dogs' bowl", "п'ять' м'яч", "''", '"" and " "', "the dogs' bowl\nand the cats' one",
+    ],
+)  # fmt: skip
 def test_no_text_is_a_typed_failure(prompt: str) -> None:
     failure = text_to_read(item(prompt=prompt))
     assert isinstance(failure, Failure) and failure.code == "bad_item" and not failure.retryable

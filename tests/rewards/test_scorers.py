@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,10 +80,17 @@ def test_what_lies_outside_the_mask_changes_nothing(line_ocr: OcrScorer) -> None
     assert line_ocr.score([one]) == line_ocr.score([RewardItem(0, "p", noisy, one.mask, metadata=one.metadata)])
 
 
-@pytest.mark.parametrize("mask", [None, np.zeros((64, 128), np.uint8)], ids=["none", "empty"])
-def test_without_a_mask_the_whole_picture_is_read(mask: Pixels | None) -> None:
-    one = RewardItem(0, "p", picture(0, 64, 128), mask)
+def test_without_a_mask_the_whole_picture_is_read() -> None:
+    one = RewardItem(0, "p", picture(0, 64, 128))
     assert np.array_equal(crop_for(one, 0.0), one.image)
+
+
+@pytest.mark.parametrize("level", [0, 127])
+def test_of_a_mask_that_repaints_nothing_nothing_is_read(line_ocr: OcrScorer, level: int) -> None:
+    """The word asked for stands in the picture, outside the mask as all of it."""
+    (outcome,) = line_ocr.score([replace(sign("MOKA"), mask=np.full((64, 128), level, np.uint8))])
+    assert isinstance(outcome, Failure) and outcome.code == "bad_item" and not outcome.retryable
+    assert "the mask is empty" in outcome.message
 
 
 def test_the_margin_widens_the_crop_inside_the_picture() -> None:
@@ -92,6 +101,34 @@ def test_the_margin_widens_the_crop_inside_the_picture() -> None:
     left, top, right, bottom = mask_box(one.mask)
     assert crop_for(one, 0.0).shape == (bottom - top, right - left, 3)
     assert np.array_equal(crop_for(one, 1.0), one.image)
+
+
+@pytest.mark.parametrize("detect", [True, False], ids=["lines", "one line"])
+def test_the_engine_is_fed_what_it_makes_of_the_picture_itself(detect: bool) -> None:
+    """BGR, as rapidocr turns a picture into; arrays it takes as they are, so that red and blue would be swapped."""
+    from rapidocr.utils.load_image import LoadImage
+
+    fed: list[Any] = []
+
+    class Engine:
+        def __call__(self, picture: Any, **_: Any) -> Any:
+            fed.append(picture)
+            return SimpleNamespace(txts=("MOKA",), scores=(1.0,))
+
+        def _load_rec_model(self) -> Any:
+            def recognizer(given: Any) -> Any:
+                fed.extend(given.img)
+                return SimpleNamespace(txts=["MOKA"], scores=[1.0])
+
+            return recognizer
+
+    scorer = OcrScorer(detect=detect)
+    scorer._engine = Engine()
+    red = replace(sign("MOKA"), image=np.full((64, 128, 3), (200, 30, 10), np.uint8))
+    scorer.score([red])
+    (found,) = fed
+    assert found[0, 0].tolist() == [10, 30, 200] and found.flags.c_contiguous
+    np.testing.assert_array_equal(found, LoadImage()(Image.fromarray(crop_for(red, 0.0))))
 
 
 # --- ocr: how it is compared ---
@@ -159,6 +196,7 @@ def bad_items() -> dict[str, RewardItem]:
     return {
         "no text": RewardItem(0, "a sign", one.image, one.mask),
         "empty text": RewardItem(0, "a sign", one.image, one.mask, metadata={"text": "  "}),
+        "an empty mask": replace(one, mask=np.zeros((64, 128), np.uint8)),
         "a mask of another size": RewardItem(0, "p", one.image, half_mask(), metadata={"text": "MOKA"}),
         "a sliver": RewardItem(0, "p", one.image, sliver, metadata={"text": "MOKA"}),
         "no picture": RewardItem(0, "p", np.zeros((0, 4, 3), np.uint8), metadata={"text": "MOKA"}),

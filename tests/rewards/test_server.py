@@ -141,6 +141,25 @@ def test_poison_and_broken_pictures_fail_alone(http: httpx.Client) -> None:
     assert found == [brightness(batch[0]), "scorer_error", "bad_item", brightness(batch[3])]
 
 
+@pytest.mark.parametrize("rest", [[], ["%%%"]], ids=["alone", "two of two"])
+def test_where_no_picture_can_be_read_each_item_says_so(http: httpx.Client, rest: list[str]) -> None:
+    """As beside a good one: in both forms of a request."""
+    message = as_json(items(1 + len(rest)))
+    for wire, broken in zip(message["items"], ["%%%", *rest], strict=True):
+        wire["image"] = broken
+    parts = multipart([item(0)])
+    victim = next(name for name in parts if name != "manifest")
+    parts[victim] = (victim, b"not a picture", "image/png")
+    scorer = Brightness()
+    with serving({"b": scorer}) as url:
+        as_base64 = http.post(f"{url}/score", json=message)
+        as_parts = http.post(f"{url}/score", files=parts)
+    assert outcomes(as_base64) == ["bad_item"] * (1 + len(rest)) and outcomes(as_parts) == ["bad_item"]
+    error = as_base64.json()["items"][0]["errors"]["b"]
+    assert error == {"code": "bad_item", "message": "image: not valid base64", "retryable": False}
+    assert as_base64.json()["scorers"] == {"b": {"revision": "fake 1"}} and scorer.seen == []
+
+
 @pytest.mark.parametrize("detail", [{"x": float("nan")}, {"x": np.zeros(3)}, {"x": "\ud800"}], ids=str)
 def test_a_detail_that_cannot_travel_spoils_one_item_not_the_reply(http: httpx.Client, detail: Any) -> None:
     script = Scripted(lambda batch: [Score(0.5, detail if one.id == 1 else {}) for one in batch])
@@ -342,6 +361,14 @@ def test_401_without_the_token(http: httpx.Client, given: str | None) -> None:
     assert [one.prompt for one in scorer.seen] == ["item 1"]
     assert all("secret" not in answer.text for answer in answers)
     assert outcomes(good) == [brightness(item(1))]
+
+
+@pytest.mark.parametrize("given", ["Bearer secret", "bearer secret", "BEARER secret", "bEaReR   secret"])
+def test_the_scheme_of_the_token_has_no_case(http: httpx.Client, given: str) -> None:
+    with serving({"b": Brightness()}, token="secret") as url:
+        assert http.get(f"{url}/info", headers={"Authorization": given}).status_code == 200
+        for wrong in (given.upper(), given + "s", f"x{given}"):  # the token has
+            assert http.get(f"{url}/info", headers={"Authorization": wrong}).status_code == 401
 
 
 def test_the_token_is_compared_in_constant_time(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,9 @@ def test_without_a_gate_nothing_is_read() -> None:
     shown = sign("KIGE", "ManropeExtraBold", RED)
     [outcome] = made.score([item(shown, shown, "XXXX")])
     assert isinstance(outcome, Score) and set(outcome.detail) == {"similarity"}
+    for mask, words in ((np.zeros((32, 64), np.uint8), "mask is empty"), (np.full((9, 9), 255, np.uint8), "one size")):
+        [outcome] = made.score([replace(item(shown, shown), mask=mask)])
+        assert isinstance(outcome, Failure) and outcome.code == "bad_item" and words in outcome.message
 
 
 def test_a_text_that_is_not_there_is_a_failure(scorer: StyleScorer) -> None:

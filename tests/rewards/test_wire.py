@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from retouch.rewards import wire
 from retouch.rewards.protocol import Pixels, RewardItem, ScoreRequest
+from retouch.rewards.score_one import item_of
 from retouch.rewards.wire import BrokenMessage, decode_items, decode_pixels, encode_pixels, encode_request, parse_reply
 from tests.rewards.fakes import half_mask, item, picture
 
@@ -26,7 +28,7 @@ REQUEST: dict[str, Any] = {
 }
 
 
-def encoded(pixels: Pixels, kind: str, **options: Any) -> bytes:
+def encoded(pixels: np.ndarray[Any, Any], kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind, **options)
     return buffer.getvalue()
@@ -84,6 +86,63 @@ def test_a_grey_picture_becomes_rgb_and_a_coloured_mask_grey() -> None:
     assert decode_pixels(encoded(half_mask(), "PNG"), "", "RGB").shape == (6, 5, 3)
     coloured = np.stack([half_mask()] * 3, axis=2)
     np.testing.assert_array_equal(decode_pixels(encoded(coloured, "PNG"), "", "L"), half_mask())
+
+
+def rotated() -> bytes:
+    """A photo of 80 x 40 that is to be shown as 40 x 80."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(picture(0, 40, 80), "JPEG", exif=exif)
+
+
+def painted(mode: str) -> bytes:
+    """A mask of one brush stroke: 2 of 6 x 5 pixels in alpha, in red on grey, as red paint on a photo, or with soft
+    edges."""
+    stroke = np.zeros((6, 5), np.uint8)
+    stroke[2, 1:3] = 255
+    if mode == "soft":
+        return encoded(np.where(stroke, 128, 127).astype(np.uint8), "PNG")
+    if mode == "one bit":
+        return encoded(stroke > 0, "PNG")
+    if mode == "paint":
+        return encoded(np.where(stroke[..., None], (255, 0, 0), (250, 240, 245)).astype(np.uint8), "PNG")
+    if mode == "red":
+        return encoded(np.stack([stroke, stroke // 2 + 100, stroke], axis=2), "PNG")
+    white = np.full((6, 5, 3), 255, np.uint8)
+    return encoded(np.concatenate([white, stroke[..., None]], axis=2), "PNG")
+
+
+def sixteen_bits() -> bytes:
+    return encoded(np.linspace(0, 65535, 30).astype(np.uint16).reshape(6, 5), "PNG")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rotated(),
+        sixteen_bits(),
+        encoded(picture(0), "WEBP"),
+        *map(painted, ("alpha", "red", "paint", "soft", "one bit")),
+    ],
+    ids=["rotated", "16 bits", "webp", "alpha", "red", "paint", "soft", "one bit"],
+)
+def test_the_wire_and_the_command_line_read_one_file_alike(body: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(body)
+    here = item_of(tmp_path / "a", "p", tmp_path / "a")
+    assert here.mask is not None
+    np.testing.assert_array_equal(decode_pixels(body, "", "RGB"), here.image)
+    np.testing.assert_array_equal(decode_pixels(body, "", "L") >= 128, here.mask == 255)
+
+
+def test_a_file_is_read_as_it_is_shown() -> None:
+    """By hand, beside the agreement."""
+    assert decode_pixels(rotated(), "", "RGB").shape == (80, 40, 3) and decode_pixels(rotated(), "", "L").shape == (
+        80,
+        40,
+    )
+    assert decode_pixels(sixteen_bits(), "", "L").ravel().tolist() == [int(v) >> 8 for v in np.linspace(0, 65535, 30)]
+    for mode in ("alpha", "paint", "soft", "one bit"):
+        assert np.argwhere(decode_pixels(painted(mode), "", "L") >= 128).tolist() == [[2, 1], [2, 2]]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +258,26 @@ def test_what_is_no_base64_fails_alone(text: str) -> None:
     assert second == "image: not valid base64"
 
 
+@pytest.mark.parametrize("broken", ["\n", "\r\n", " \t\n"])
+def test_base64_may_be_broken_into_lines(broken: str) -> None:
+    """Every 76 letters, as `base64` and MIME do; anything else that is not of its alphabet is still refused."""
+    body = encoded(picture(0, 40, 40), "PNG")
+    text = base64.encodebytes(body).decode().replace("\n", broken)
+    (decoded,) = decode_items(request_of(items=[{"id": 1, "prompt": "", "image": text}]), None)
+    assert isinstance(decoded, RewardItem)
+    np.testing.assert_array_equal(decoded.image, picture(0, 40, 40))
+
+
+@pytest.mark.parametrize("field", ["mask", "source", "reference", "group", "metadata"])
+def test_what_may_be_left_out_may_be_null(field: str) -> None:
+    image = base64.b64encode(encoded(picture(0), "PNG")).decode()
+    wire_item: dict[str, Any] = {"id": 1, "prompt": "", "image": image}
+    (without,) = decode_items(request_of(items=[wire_item]), None)
+    (null,) = decode_items(request_of(items=[wire_item | {field: None}]), None)
+    assert isinstance(null, RewardItem) and isinstance(without, RewardItem)
+    assert getattr(null, field) == getattr(without, field) == ({} if field == "metadata" else None)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -214,6 +293,7 @@ def test_what_is_no_base64_fails_alone(text: str) -> None:
         {"items": [{"id": "", "prompt": "p", "image": "a"}]},
         {"items": [{"id": 1, "prompt": 5, "image": "a"}]},
         {"items": [{"id": 1, "prompt": "p", "image": "a", "group": "3"}]},
+        {"items": [{"id": 1, "prompt": "p", "image": "a", "metadata": []}]},
         {"items": [{"id": 1, "prompt": "p", "image": "a"}] * 2},
     ],
     ids=str,

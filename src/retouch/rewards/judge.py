@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _RETRY_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+_MOST_SERVED = 16  # names of the served model; one that changes with every reply tells nothing
 _TOKENS_OF_IMAGE = 800  # what a request is thought to cost before its usage is known
 
 
@@ -145,12 +146,20 @@ class Judge:
         self.model = model
         self.budget = budget
         self.timeout_s = timeout_s
-        self.served: str | None = None
+        self._served: set[str] = set()
+        self._served_lock = threading.Lock()
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
         self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = httpx.Client(headers=headers, trust_env=not is_local(self.address), timeout=timeout_s)
+
+    @property
+    def served(self) -> str:
+        """What the endpoint called the model in its replies, all of it if it called it several things; "" before the
+        first reply."""
+        with self._served_lock:
+            return ", ".join(sorted(self._served))
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """One question -> the first choice of the reply.
@@ -199,12 +208,22 @@ class Judge:
             spent = self.budget.used(reply.get("usage") or {})
             if spent and self._tokens is not None:
                 self._tokens.take(spent - _TOKENS_OF_IMAGE)
-            self.served = " ".join(str(reply[k]) for k in ("model", "system_fingerprint") if reply.get(k))
+            self._note_served(" ".join(str(reply[k]) for k in ("model", "system_fingerprint") if reply.get(k)))
             choice = reply["choices"][0]
             choice["message"].get("content")  # an error where there is none
             return choice
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {response.text[:200]}")) from None
+
+    def _note_served(self, name: str) -> None:
+        with self._served_lock:
+            if not name or name in self._served or len(self._served) == _MOST_SERVED:
+                return
+            before = ", ".join(sorted(self._served))
+            self._served.add(name)
+        if before:
+            told = f"{self.address}: {self.model} is served as {name!r} and was as {before!r}"
+            logger.warning("%s", self._redacted(f"{told}: its scores may not compare"))
 
     def _redacted(self, text: str) -> str:
         """A server may echo what it was sent."""

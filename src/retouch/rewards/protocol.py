@@ -126,10 +126,17 @@ class RewardBackend(Protocol):
     def close(self) -> None: ...
 
 
+_LETTER = r"[0-9A-Za-z_\u00c0-\u052f\u1e00-\u1fff]"
+"""Of scripts that write an apostrophe within words (Latin, Greek, Cyrillic): next to one, a single quote may be one."""
+
+_QUOTES = (re.compile(r'"([^"]*)"'), re.compile(rf"(?<!{_LETTER})'(.*?)'(?!{_LETTER})", re.DOTALL))
+
+
 def quoted_text(prompt: str) -> str | None:
-    """What stands between the first pair of double or single quotes of a prompt; None without one."""
-    match = re.search(r'"([^"]+)"', prompt) or re.search(r"(?<!\w)'(.+?)'(?!\w)", prompt)
-    return match.group(1) if match else None
+    """What stands between the first pair of double quotes of a prompt that holds more than white space, else between
+    the first such pair of single quotes; None without one."""
+    found = (match[1] for quotes in _QUOTES for match in quotes.finditer(prompt))
+    return next((text for text in found if text.strip()), None)
 
 
 def text_to_read(item: RewardItem) -> str | Failure:
@@ -140,7 +147,7 @@ def text_to_read(item: RewardItem) -> str | Failure:
     if text and text.strip():
         return text
     found = quoted_text(item.prompt)
-    if found and found.strip():
+    if found is not None:
         return found
     return Failure("bad_item", "no text to read: set metadata.text, or put the text in quotes in the prompt")
 
@@ -346,6 +353,11 @@ class WireItem(Message):
     reference: str | None = None
     group: int | None = None
     metadata: dict[str, Any] = {}
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _null_is_none(cls, metadata: object) -> object:
+        return {} if metadata is None else metadata
 
 
 class ScoreRequest(Message):

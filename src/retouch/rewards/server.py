@@ -135,6 +135,10 @@ class Authorize:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/livez":
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if (
+                given[:7].lower() == b"bearer "
+            ):  # the scheme is case-insensitive, and spaces may follow (RFC 9110, 11.4)
+                given = b"Bearer " + given[7:].lstrip(b" ")
             if not hmac.compare_digest(given, self._token):
                 await _error(401, "a bearer token is required")(scope, receive, send)
                 return
@@ -330,21 +334,16 @@ def _parse(
 
 
 async def _answer(asked: _Asked, batcher: Batcher, worker: Worker, telemetry: Telemetry) -> tuple[str, bool]:
-    """The JSON of the reply, and whether asking again would give the same.
-
-    Raises:
-        ValueError: none of the pictures can be used.
-    """
+    """The JSON of the reply, and whether asking again would give the same."""
     message = asked.message
     raw = asked.parts is not None and all(kind.startswith("image/x-raw") for _, kind in asked.parts.values())
     size = asked.size if raw else _SMALL + 1  # a small file may hold many pixels
     decoded = await _aside(size, decode_items, message, asked.parts, asked.pixels)
     items = [item for item in decoded if isinstance(item, RewardItem)]
-    if not items:
-        raise ValueError(f"no item can be scored; the first one: {decoded[0]}")
     outcomes = await batcher.score(message.rewards, items, asked.deadline)
+    broken = [Failure("bad_item", one) for one in decoded if isinstance(one, str)]
     for name, column in outcomes.items():
-        telemetry.outcomes(name, column)
+        telemetry.outcomes(name, [*column, *broken])
     final = not any(isinstance(o, Failure) and o.retryable for column in outcomes.values() for o in column)
     return _reply(message, decoded, outcomes, worker.specs).model_dump_json(), final
 

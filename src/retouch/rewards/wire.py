@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from retouch.imaging import to_rgb
+from retouch.imaging import as_shown, mask_levels, to_rgb
 from retouch.rewards.protocol import PICTURES, PROTOCOL_VERSION, Pixels, RewardItem, ScoreReply, ScoreRequest, WireItem
 
 MAX_PIXELS = 64 * 1024 * 1024
@@ -147,7 +147,7 @@ def decode_items(
 
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # `base64` breaks its lines
     except ValueError:  # binascii.Error, and a plain ValueError where the text is not ASCII
         raise BrokenMessage("not valid base64") from None
 
@@ -174,7 +174,8 @@ def _decode_item(item: WireItem, picture: Callable[[str, Mode], Pixels]) -> Rewa
 
 
 def decode_pixels(body: bytes, content_type: str, mode: Mode, most: int = MAX_PIXELS) -> Pixels:
-    """Pixels of a part: [H, W, 3] for "RGB", [H, W] for "L".
+    """Pixels of a part: [H, W, 3] for "RGB", the levels of a mask [H, W] for "L". A file is read as everywhere in the
+    package: upright, 8 bits a channel, a mask from the channel it was painted in.
 
     Args:
         most: pixels that are still taken of this request; never more than MAX_PIXELS.
@@ -190,7 +191,8 @@ def decode_pixels(body: bytes, content_type: str, mode: Mode, most: int = MAX_PI
                 raise BrokenMessage(
                     f"a picture of {image.width} x {image.height} is over the limit of {min(most, MAX_PIXELS)} pixels"
                 )
-            return np.asarray(to_rgb(image) if mode == "RGB" else image.convert(mode))
+            shown = as_shown(image)
+            return np.asarray(to_rgb(shown)) if mode == "RGB" else mask_levels(shown)[0]
     except BrokenMessage:
         raise
     except Exception as error:  # a broken file makes Pillow's decoders raise nearly anything, and must fail alone

@@ -1,7 +1,8 @@
 """Where scorers run: a thread of this process, or a process of its own that may die without taking the server along.
 
 The process (`python -m retouch.rewards.worker FD`) speaks `frames` over an inherited socket: it is told its scorers,
-says what they are, loads them, and then answers batches one at a time. It ends when the socket does. No torch here.
+says what they are, loads them, and then answers batches one at a time, before an answer what its scorers are where that
+has changed. It ends when the socket does. No torch here.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class ThreadWorker:
 
     async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, score_rewards, self.scorers, names, items, deadlines)
+        scored = await loop.run_in_executor(self._thread, score_rewards, self.scorers, names, items, deadlines)
+        self._describe()
+        return scored
 
     def _load(self) -> None:
         try:
@@ -147,8 +150,11 @@ class ThreadWorker:
             logger.exception("loading the scorers failed")
             self.problem = f"{type(error).__name__}: {error}"
         else:
-            self.specs = {name: checked.scorer.spec for name, checked in self.scorers.items()}
+            self._describe()
             self.ready = True
+
+    def _describe(self) -> None:
+        self.specs = {name: checked.scorer.spec for name, checked in self.scorers.items()}
 
 
 def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
@@ -338,12 +344,16 @@ def main() -> None:
         logger.exception("loading the scorers failed")
         channel.sendall(pack({"problem": f"{type(error).__name__}: {error}"}))
         return
-    channel.sendall(pack({"specs": _specs(made), "ready": True}))
+    specs = _specs(made)
+    channel.sendall(pack({"specs": specs, "ready": True}))
     scorers = {name: CheckedScorer(scorer) for name, scorer in made.items()}
     while True:
         batch, pixels = batches.get()
         items = unpack_items(batch["items"], pixels)
         outcomes, work = score_rewards(scorers, batch["rewards"], items, batch["deadlines"])
+        if (found := _specs(made)) != specs:  # before the outcomes, which are the first of another revision
+            specs = found
+            channel.sendall(pack({"specs": specs, "ready": True}))
         rows = {name: [pack_outcome(outcome) for outcome in column] for name, column in outcomes.items()}
         channel.sendall(pack({"outcomes": rows, "calls": dict(work.calls), "seconds": dict(work.seconds)}))
 

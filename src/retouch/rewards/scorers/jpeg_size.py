@@ -12,9 +12,12 @@ from pydantic import Field
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
 from retouch.types import Outcome, Score
 
+_MOST = 256.0  # one pixel is a file of some 630 bytes, most of them headers: 210 times its 24 bits
+
 
 class JpegSizeScorer:
-    """-(bits a pixel of the picture as JPEG) / 24, in about [-1, 0]: smooth pictures score high.
+    """-(bits a pixel of the picture as JPEG) / 24, in about [-1, 0] but for thumbnails, of which most is the
+    file's headers: smooth pictures score high.
 
     Args:
         quality: of the JPEG.
@@ -24,7 +27,7 @@ class JpegSizeScorer:
     def __init__(self, quality: Annotated[int, Field(ge=1, le=95)] = 95, incompressible: bool = False) -> None:
         self.quality = quality
         self.sign = 1.0 if incompressible else -1.0
-        span = (0.0, 1.5) if incompressible else (-1.5, 0.0)
+        span = (0.0, _MOST) if incompressible else (-_MOST, 0.0)
         revision = f"1 quality={quality} incompressible={incompressible}"
         self.spec = ScorerSpec("jpeg_size", span, frozenset(), revision, "Apache-2.0")
 

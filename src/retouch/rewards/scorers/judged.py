@@ -73,9 +73,13 @@ class JudgeScorer:
 
     def _set_spec(self, *parts: Any) -> None:
         """Describe the scorer; `parts` are all that its scores depend on besides the judge."""
-        digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+        self._digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+        self._name_judge()
+
+    def _name_judge(self) -> None:
+        """Bring the revision up to what the endpoint said so far of the model that it serves."""
         served = self.judge.served or self.judge.model
-        revision = f"{self.name} {self.judge.model} served as {served} {digest}"
+        revision = f"{self.name} {self.judge.model} served as {served} {self._digest}"
         self.spec = ScorerSpec(self.name, (0.0, 1.0), self.needs, revision, "of the model")
 
     def _answers(self, ask: Callable[[Task], Answer], tasks: Sequence[Task]) -> list[Answer | Failure]:
@@ -91,6 +95,7 @@ class JudgeScorer:
 
         with ThreadPoolExecutor(min(self.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
             answers = list(pool.map(one, tasks))
+        self._name_judge()
         b = self.budget
         logger.info("judge: %d requests, %d + %d tokens, $%.4f", b.spent_requests, b.spent_in, b.spent_out, b.cost)
         return answers

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from retouch.config.errors import ConfigError
-from retouch.imaging import mask_box, normalize_text, text_similarity, widen
+from retouch.imaging import MASK_THRESHOLD, mask_box, normalize_text, text_similarity, widen
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec, text_to_read
 from retouch.rewards.scorers import paddle
 from retouch.types import Failure, Outcome, Score
@@ -136,9 +136,21 @@ class OcrScorer:
         return results
 
 
-def _unreadable(item: RewardItem, margin: float) -> Failure | None:
-    if item.mask is not None and item.mask.shape != item.image.shape[:2]:
+def unusable_mask(item: RewardItem) -> Failure | None:
+    """A failure where the mask has no box in the image: the whole picture is not what it asked to be read."""
+    if item.mask is None:
+        return None
+    if item.mask.shape != item.image.shape[:2]:
         return Failure("bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size")
+    if not (item.mask >= MASK_THRESHOLD).any():
+        return Failure("bad_item", "the mask is empty: there is nothing in it to read; send none to read all")
+    return None
+
+
+def _unreadable(item: RewardItem, margin: float) -> Failure | None:
+    wrong = unusable_mask(item)
+    if wrong is not None:
+        return wrong
     height, width = crop_for(item, margin).shape[:2]
     if max(height, width) > _LONGEST * min(height, width):
         return Failure("bad_item", f"no text fits in {width} x {height} pixels; paint a mask less long and narrow")
@@ -146,8 +158,8 @@ def _unreadable(item: RewardItem, margin: float) -> Failure | None:
 
 
 def crop_for(item: RewardItem, margin: float) -> Pixels:
-    """The mask box of the image, widened; the whole image without a mask."""
-    if item.mask is None or not (item.mask >= 128).any():
+    """The mask box of the image, widened; the whole image without a mask. The mask is no `unusable_mask`."""
+    if item.mask is None:
         return item.image
     left, top, right, bottom = widen(mask_box(item.mask), margin, item.image.shape[1], item.image.shape[0])
     return item.image[top:bottom, left:right]

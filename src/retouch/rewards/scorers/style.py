@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.rewards.protocol import RewardItem, ScorerSpec
-from retouch.rewards.scorers.ocr import OcrScorer, crop_for
+from retouch.rewards.scorers.ocr import OcrScorer, crop_for, unusable_mask
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StyleScorer:
             self._reader.load(device)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        readings = self._reader.score(items) if self._reader is not None else [None] * len(items)
+        readings = self._reader.score(items) if self._reader is not None else [unusable_mask(item) for item in items]
         return [self._one(item, reading) for item, reading in zip(items, readings, strict=True)]
 
     def _one(self, item: RewardItem, reading: Outcome | None) -> Outcome:
