@@ -17,6 +17,7 @@ import typer
 
 from retouch.config import ConfigError, load_run, numbers
 from retouch.config.presets import preset_lines, preset_values
+from retouch.disk import file_problem, writing
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +44,8 @@ def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -
     _logging(verbose)
     from retouch import recipes
 
-    typer.echo(f"done: {recipes.train(config)}")
+    with writing(Path(config.logging.dir) / config.name):
+        typer.echo(f"done: {recipes.train(config)}")
 
 
 @app.command()
@@ -138,8 +140,9 @@ def sample(
 
     size = _size(resolution) if resolution else None
     request = SampleRequest(data, image, mask, text, prompt, reference, seed, count, steps, size, fit, feather)
-    for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
-        typer.echo(str(path))
+    with writing(out):
+        for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
+            typer.echo(str(path))
 
 
 @app.command("eval")
@@ -164,7 +167,8 @@ def evaluate_command(
     _logging(False)
     from retouch.use import compare, comparison_table
 
-    result = compare(_trained(run, config, weights, raw), data, images, out, reference)
+    with writing(out or "--out"):
+        result = compare(_trained(run, config, weights, raw), data, images, out, reference)
     typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
 
 
@@ -192,7 +196,8 @@ def report(
     """Write RUN/report.html: one file that needs no network."""
     from retouch.observe.report import write_report
 
-    path = write_report(run)
+    with writing(run):
+        path = write_report(run)
     typer.echo(str(path))
     if open_it:
         typer.launch(str(path))
@@ -311,8 +316,9 @@ def data_split(
     """Write a train and a held-out list beside the given one; no picture is copied."""
     from retouch.data.split import split
 
-    for written, count in split(path, share, by, seed).items():
-        typer.echo(f"{written}: {count} items")
+    with writing(path):
+        for written, count in split(path, share, by, seed).items():
+            typer.echo(f"{written}: {count} items")
 
 
 @data_app.command("precompute")
@@ -327,7 +333,8 @@ def data_precompute(
     config = load_run(run, overrides or [])
     from retouch.precompute import precompute
 
-    counts = precompute(config, out)
+    with writing(out):
+        counts = precompute(config, out)
     typer.echo(f"{out}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
 
 
@@ -353,7 +360,8 @@ def data_synth(
     """Write signs with words in several fonts and colours, and their masks."""
     from retouch.data.synth import synthesize
 
-    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise, styled)
+    with writing(out):
+        written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise, styled)
     typer.echo(f"{out}: {written} items")
 
 
@@ -369,7 +377,8 @@ def data_edits(
 
     if half not in ("train", "held_out"):
         raise ConfigError(f"--half: given {half!r}; write train or held_out")
-    typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
+    with writing(out):
+        typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
 
 
 @tiny_app.command("build")
@@ -383,14 +392,15 @@ def tiny_build(
     from retouch.recipes.tiny_base import build_and_measure
     from retouch.recipes.tiny_encoder import build_encoder
 
-    if family == "image_encoder":
-        result = build_encoder(out, seed)
-    elif family == "qwen_image_edit":
-        from retouch.recipes.tiny_edit import build_edit
+    with writing(out):
+        if family == "image_encoder":
+            result = build_encoder(out, seed)
+        elif family == "qwen_image_edit":
+            from retouch.recipes.tiny_edit import build_edit
 
-        result = build_edit(out, seed)
-    else:
-        result = build_and_measure(family, out, seed)
+            result = build_edit(out, seed)
+        else:
+            result = build_and_measure(family, out, seed)
     typer.echo(json.dumps(result, indent=2))
 
 
@@ -468,6 +478,8 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
     if hasattr(error, "format_message"):  # usage errors of click, whichever copy of it typer brings
         message = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
         return 2, f"{message}; see --help"
+    if isinstance(error, OSError) and (problem := file_problem(error)):
+        return 1, problem
     if not type(error).__module__.startswith("retouch") or type(error).__name__ not in codes:
         return None
     return codes[type(error).__name__], str(error)

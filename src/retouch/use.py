@@ -28,6 +28,7 @@ from retouch.config.needs import needed_pictures, takes_references
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
+from retouch.disk import file_problem, writing
 from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid
@@ -331,9 +332,10 @@ def export_weights(checkpoint: Path, to: str, out: Path, *, raw: bool) -> Path:
     name = family_class(config.family).network_name
     base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
     try:
-        return export(base, folder, to, out)
+        with writing(out):
+            return export(base, folder, to, out)
     except (OSError, ValueError, SafetensorError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or (isinstance(error, OSError) and file_problem(error)):
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{checkpoint}: cannot be exported: {reason}") from None
