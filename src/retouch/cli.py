@@ -174,14 +174,14 @@ def evaluate_command(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of a run, or the run: its newest one.")],
     to: Annotated[
         str, typer.Option(help="comfyui | diffusers | diffusers-ip-adapter | diffusers-lora | ip-adapter | safetensors")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: exports/ of the run.")] = None,
     raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
 ) -> None:
-    """Write trained weights in the files of other programs."""
+    """Write trained weights in the files of other programs, and print where."""
     _logging(False)
     from retouch.use import export_weights
 
