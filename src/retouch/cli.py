@@ -214,13 +214,11 @@ def reward_serve(
     ] = "127.0.0.1",
     devices: Annotated[str, typer.Option(help="cpu, or numbers of GPUs like 0,1,2: an instance for each.")] = "cpu",
     replicas: Annotated[int, typer.Option(min=1, help="Instances of each device.")] = 1,
-    endpoints: Annotated[
-        Path | None, typer.Option(help="File to write the addresses to; give it to training as url.")
-    ] = None,
+    endpoints: Annotated[Path, typer.Option(help="File to write the addresses to; give it to training as url.")] = Path(
+        "endpoints.json"
+    ),
     options: Annotated[str, typer.Option(help="JSON of {name: {option: value}}.")] = "{}",
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for a log of each instance; default: this terminal, or reward-logs.")
-    ] = None,
+    log_dir: Annotated[Path, typer.Option(help="Folder for a log of each instance.")] = Path("reward-logs"),
     max_batch: Annotated[int, typer.Option(min=1, help="Pictures that are scored together.")] = 32,
     max_wait_ms: Annotated[float, typer.Option(min=0, help="How long a picture waits for company.")] = 4.0,
     with_parent: Annotated[int | None, typer.Option("--with-parent", hidden=True)] = None,
