@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -209,6 +210,18 @@ def test_ports_that_count_up_past_the_last(port: int, at_most: int) -> None:
     )
 
 
+def test_a_function_is_served_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """As docs/rewards.md says, and asked for by an entry of that name."""
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("$ retouch reward serve light "))
+    (tmp_path / "my_rewards.py").write_text("def score(items):\n    return [0.25 for item in items]\n")
+    with served(tmp_path, *shlex.split(command)[4:]) as one:
+        assert resolve_urls(str(one.endpoints), "light") == [one.url]
+        assert outcomes(one.score(as_json([item(0)], ["light"])), "light") == [0.25]
+        with pytest.raises(ConfigError, match=r"has fn, but light; start one with"):
+            resolve_urls(str(one.endpoints), "fn")
+
+
 def test_requested_scorers() -> None:
     assert requested(" ocr, preservation ,", '{"ocr": {"threads": 1}}') == {"ocr": {"threads": 1}, "preservation": {}}
 
@@ -345,7 +358,10 @@ def test_addresses_as_given_or_from_files(tmp_path: Path) -> None:
         ('{"endpoints": 1}', "is not an endpoints file"),
         ('{"endpoints": [{"rewards": ["r"]}]}', "is not an endpoints file"),
         ('{"endpoints": []}', "no server in .* has r; start one with `retouch reward serve r`"),
-        ('{"endpoints": [{"url": "http://a", "rewards": ["s"]}]}', "no server in .* has r"),
+        (
+            '{"endpoints": [{"url": "http://a", "rewards": ["s"]}, {"url": "http://b", "rewards": ["q", "s"]}]}',
+            r"""has r, but q, s; start one with .* \(a name .* needs --options '{"r": {"scorer": \.\.\.}}'\), or""",
+        ),
         ('{"endpoints": [{"url": "http://u:pw@a", "rewards": ["r"]}]}', "holds a user, a password or a query"),
     ],
     ids=str,

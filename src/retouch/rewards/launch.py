@@ -317,7 +317,8 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
     try:
         if "://" in url:
             return [base_url(url)]
-        found = _addresses(Path(url), reward)
+        served = _served(Path(url))
+        found = [base_url(address) for address, names in served if reward in names]
     except OSError as error:
         raise ConfigError(
             f"rewards.{reward}.url: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, "
@@ -326,14 +327,18 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"rewards.{reward}.url: {error}") from None
     if not found:
+        others = ", ".join(sorted({name for _, names in served for name in names}))
+        but = f", but {others}" if others else ""
         raise ConfigError(
-            f"rewards.{reward}.url: no server in {url} has {reward}; start one with `retouch reward serve {reward}`"
+            f"rewards.{reward}.url: no server in {url} has {reward}{but}; start one with `retouch reward serve "
+            f'{reward}` (a name of your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry '
+            "of the run as the server calls it"
         )
     return found
 
 
-def _addresses(path: Path, reward: str) -> list[str]:
-    """Addresses in an endpoints file that hold the reward.
+def _served(path: Path) -> list[tuple[str, list[str]]]:
+    """Address and rewards of every server in an endpoints file.
 
     Raises:
         OSError, ValueError: it cannot be read, or is none.
@@ -341,10 +346,9 @@ def _addresses(path: Path, reward: str) -> list[str]:
     text = path.read_text(encoding="utf-8")
     try:
         entries = cast("dict[str, Any]", json.loads(text))["endpoints"]
-        found = [e["url"] for e in entries if reward in e["rewards"]]
+        return [(str(entry["url"]), [str(name) for name in entry["rewards"]]) for entry in entries]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None
-    return [base_url(str(url)) for url in found]
 
 
 class LocalServer:
