@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from retouch.config import ConfigError, load_run, numbers
+from retouch.config.errors import nearest
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import file_problem, writing
 
@@ -138,7 +139,7 @@ def sample(
     _logging(False)
     from retouch.use import SampleRequest, sample_to_folder
 
-    size = _size(resolution) if resolution else None
+    size = _size(resolution, "--resolution") if resolution else None
     request = SampleRequest(data, image, mask, text, prompt, reference, seed, count, steps, size, fit, feather)
     with writing(out):
         for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
@@ -298,7 +299,7 @@ def data_validate(
     """Open every item and print a table of what is wrong; exit 2 if anything is."""
     from retouch.data.validate import validate, validation_table
 
-    findings = validate(path, _size(resolution))
+    findings = validate(path, _size(resolution, "--resolution"))
     typer.echo(validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)
@@ -307,7 +308,7 @@ def data_validate(
 @data_app.command("split")
 def data_split(
     path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
-    share: Annotated[float, typer.Option(help="What is held out, between 0 and 1.")] = 0.1,
+    share: Annotated[float, typer.Option(help="What is held out, between 0 and 1; of few items only roughly.")] = 0.1,
     by: Annotated[str, typer.Option(help="picture | text: what the halves do not have in common.")] = "picture",
     seed: Annotated[int, typer.Option(help="Another one divides otherwise.")] = 0,
 ) -> None:
@@ -315,8 +316,16 @@ def data_split(
     from retouch.data.split import split
 
     with writing(path):
-        for written, count in split(path, share, by, seed).items():
-            typer.echo(f"{written}: {count} items")
+        halves = split(path, share, by, seed)
+    for written, count in halves.items():
+        typer.echo(f"{written}: {count} items")
+    items, held_out = sum(halves.values()), list(halves.values())[1]
+    if abs(held_out - share * items) > share * items / 2:
+        typer.echo(
+            f"--share: {share:g} of {items} items is {share * items:g}, and {held_out} are held out: each goes where "
+            "its picture (or text) and the seed say; another --seed divides otherwise",
+            err=True,
+        )
 
 
 @data_app.command("precompute")
@@ -359,7 +368,9 @@ def data_synth(
     from retouch.data.synth import synthesize
 
     with writing(out):
-        written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise, styled)
+        written = synthesize(
+            out, count, half, seed, _size(size, "--size"), length, targets, exclude, caption_noise, styled
+        )
     typer.echo(f"{out}: {written} items")
 
 
@@ -387,9 +398,12 @@ def tiny_build(
 ) -> None:
     """Train a tiny base from nothing on a CPU, and measure it on words (or instructions) it never saw."""
     _logging(False)
-    from retouch.recipes.tiny_base import build_and_measure
+    from retouch.recipes.tiny_base import SCHEDULES, build_and_measure
     from retouch.recipes.tiny_encoder import build_encoder
 
+    known = (*SCHEDULES, "image_encoder", "qwen_image_edit")
+    if family not in known:
+        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, known)}")
     with writing(out):
         if family == "image_encoder":
             result = build_encoder(out, seed)
@@ -507,11 +521,11 @@ def _json_object(text: str, option: str) -> dict[str, Any]:
     return dict(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def _size(text: str) -> tuple[int, int]:
+def _size(text: str, option: str) -> tuple[int, int]:
     """(height, width) of "512" or "32x64"."""
     parts = text.lower().split("x")
     if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"size: given {text!r}; write a side like 512, or HEIGHTxWIDTH like 32x64")
+        raise ConfigError(f"{option}: given {text!r}; write a side like 512, or HEIGHTxWIDTH like 32x64")
     return int(parts[0]), int(parts[-1])
 
 
