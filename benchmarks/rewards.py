@@ -201,6 +201,8 @@ def batching(reward: str, callers: int, with_litserve: bool) -> list[dict[str, A
     options = {"fn": {"fn": f"rewards:{reward}"}} if reward in FUNCTIONS else {"ocr": ocr}
     command = [sys.executable, "-m", "retouch", "reward", "serve", next(iter(options)), "--port", str(PORTS["retouch"])]
     here = Path(__file__).resolve().parent
+    written = Path(tempfile.mkdtemp())
+    command += ["--endpoints", str(written / "endpoints.json"), "--log-dir", str(written)]
     ours = subprocess.Popen([*command, "--options", json.dumps(options)], cwd=here, stderr=subprocess.DEVNULL)
     usual = context.Process(target=one_per_request, args=(PORTS["one per request"], reward), daemon=True)
     usual.start()

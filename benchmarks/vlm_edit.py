@@ -52,8 +52,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON to write")
     arguments = parser.parse_args()
     data = arguments.work / "data"
-    write_edits(data / "train", 256, "train", 1)
-    write_edits(data / "held_out", 96, "held_out", 2)
+    for half, count, seed in (("train", 256, 1), ("held_out", 96, 2)):
+        if not (data / half / "manifest.json").exists():
+            write_edits(data / half, count, half, seed)
     one = summary if arguments.again else measure
     rows = [one(arguments.work / f"{kind}-{seed}", kind, seed) for kind in arguments.kinds for seed in arguments.seeds]
     for row in rows:

@@ -107,6 +107,10 @@ def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: 
         (["train"], "Missing argument 'RUN.yaml'; see --help"),
         (["train", "x.yaml", "--fast"], "No such option: --fast; see --help"),
         (["trian", "x.yaml"], "No such command 'trian'"),
+        (
+            ["tiny", "build", "nope", "--out", "x"],
+            "FAMILY: given 'nope'; known: flux_fill, image_encoder, qwen_image_edit, sd_inpaint",
+        ),
         (["sample", "--count", "0", "--out", "x"], "Invalid value for '--count': "),
     ],
 )

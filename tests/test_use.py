@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,4 +300,38 @@ def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> N
     )
     assert refused(retouch(*export[:3], tmp_path, "--to", "diffusers")) == (
         f"--out: {tmp_path} is not an empty folder; choose another"
+    )
+
+
+def test_an_export_goes_to_the_run_unless_it_is_told_where(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never into a checkpoint: not even from inside one, or one that lies alone."""
+    run = shutil.copytree(finished("lora"), tmp_path / "run")
+    newest = run / "checkpoints" / "step-000004"
+    files = sorted(newest.rglob("*"))
+    for given, more, name in (
+        (run, [], "step-000004-diffusers-lora"),
+        (newest, ["--raw"], "step-000004-diffusers-lora-raw"),
+        (run / "checkpoints" / "step-000002", [], "step-000002-diffusers-lora"),
+    ):
+        outcome = retouch("export", given, "--to", "diffusers-lora", *more)
+        (file,) = (run / "exports" / name).iterdir()
+        assert (outcome.code, outcome.out) == (0, f"{file}\n"), outcome.err
+    assert refused(retouch("export", run, "--to", "diffusers-lora")) == (
+        f"--out: {run / 'exports' / 'step-000004-diffusers-lora'} is not an empty folder; choose another"
+    )
+    alone = shutil.copytree(newest, tmp_path / "alone")
+    monkeypatch.chdir(alone)
+    assert retouch("export", ".", "--to", "safetensors").out == f"{tmp_path}/alone-safetensors/model.safetensors\n"
+    assert [p.relative_to(alone) for p in sorted(alone.rglob("*"))] == [p.relative_to(newest) for p in files]
+    assert sorted(newest.rglob("*")) == files
+    shutil.rmtree(run / "checkpoints")
+    assert refused(retouch("export", run, "--to", "safetensors")).endswith("/run has no complete checkpoint yet")
+
+
+def test_a_format_of_style_adapters_for_a_lora_names_the_formats_of_loras(finished: Finished, tmp_path: Path) -> None:
+    outcome = retouch("export", finished("lora"), "--to", "comfyui", "--out", tmp_path / "x")
+    assert outcome.err.splitlines()[-1] == (
+        "error: --to: given 'comfyui', but the run trained lora weights; use --to diffusers-lora or diffusers"
     )

@@ -16,7 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from retouch.config import ConfigError, load_run, numbers
+from retouch.config.errors import nearest
 from retouch.config.presets import preset_lines, preset_values
+from retouch.disk import file_problem, writing
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +45,8 @@ def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -
     _logging(verbose)
     from retouch import recipes
 
-    typer.echo(f"done: {recipes.train(config)}")
+    with writing(Path(config.logging.dir) / config.name):
+        typer.echo(f"done: {recipes.train(config)}")
 
 
 @app.command()
@@ -136,10 +139,11 @@ def sample(
     _logging(False)
     from retouch.use import SampleRequest, sample_to_folder
 
-    size = _size(resolution) if resolution else None
+    size = _size(resolution, "--resolution") if resolution else None
     request = SampleRequest(data, image, mask, text, prompt, reference, seed, count, steps, size, fit, feather)
-    for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
-        typer.echo(str(path))
+    with writing(out):
+        for path in sample_to_folder(_trained(run, config, weights, raw), request, out):
+            typer.echo(str(path))
 
 
 @app.command("eval")
@@ -164,20 +168,21 @@ def evaluate_command(
     _logging(False)
     from retouch.use import compare, comparison_table
 
-    result = compare(_trained(run, config, weights, raw), data, images, out, reference)
+    with writing(out or "--out"):
+        result = compare(_trained(run, config, weights, raw), data, images, out, reference)
     typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
 
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of a run, or the run: its newest one.")],
     to: Annotated[
         str, typer.Option(help="comfyui | diffusers | diffusers-ip-adapter | diffusers-lora | ip-adapter | safetensors")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: exports/ of the run.")] = None,
     raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
 ) -> None:
-    """Write trained weights in the files of other programs."""
+    """Write trained weights in the files of other programs, and print where."""
     _logging(False)
     from retouch.use import export_weights
 
@@ -192,7 +197,8 @@ def report(
     """Write RUN/report.html: one file that needs no network."""
     from retouch.observe.report import write_report
 
-    path = write_report(run)
+    with writing(run):
+        path = write_report(run)
     typer.echo(str(path))
     if open_it:
         typer.launch(str(path))
@@ -209,13 +215,11 @@ def reward_serve(
     ] = "127.0.0.1",
     devices: Annotated[str, typer.Option(help="cpu, or numbers of GPUs like 0,1,2: an instance for each.")] = "cpu",
     replicas: Annotated[int, typer.Option(min=1, help="Instances of each device.")] = 1,
-    endpoints: Annotated[
-        Path | None, typer.Option(help="File to write the addresses to; give it to training as url.")
-    ] = None,
+    endpoints: Annotated[Path, typer.Option(help="File to write the addresses to; give it to training as url.")] = Path(
+        "endpoints.json"
+    ),
     options: Annotated[str, typer.Option(help="JSON of {name: {option: value}}.")] = "{}",
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for a log of each instance; default: this terminal, or reward-logs.")
-    ] = None,
+    log_dir: Annotated[Path, typer.Option(help="Folder for a log of each instance.")] = Path("reward-logs"),
     max_batch: Annotated[int, typer.Option(min=1, help="Pictures that are scored together.")] = 32,
     max_wait_ms: Annotated[float, typer.Option(min=0, help="How long a picture waits for company.")] = 4.0,
     with_parent: Annotated[int | None, typer.Option("--with-parent", hidden=True)] = None,
@@ -295,7 +299,7 @@ def data_validate(
     """Open every item and print a table of what is wrong; exit 2 if anything is."""
     from retouch.data.validate import validate, validation_table
 
-    findings = validate(path, _size(resolution))
+    findings = validate(path, _size(resolution, "--resolution"))
     typer.echo(validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)
@@ -304,15 +308,24 @@ def data_validate(
 @data_app.command("split")
 def data_split(
     path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
-    share: Annotated[float, typer.Option(help="What is held out, between 0 and 1.")] = 0.1,
+    share: Annotated[float, typer.Option(help="What is held out, between 0 and 1; of few items only roughly.")] = 0.1,
     by: Annotated[str, typer.Option(help="picture | text: what the halves do not have in common.")] = "picture",
     seed: Annotated[int, typer.Option(help="Another one divides otherwise.")] = 0,
 ) -> None:
     """Write a train and a held-out list beside the given one; no picture is copied."""
     from retouch.data.split import split
 
-    for written, count in split(path, share, by, seed).items():
+    with writing(path):
+        halves = split(path, share, by, seed)
+    for written, count in halves.items():
         typer.echo(f"{written}: {count} items")
+    items, held_out = sum(halves.values()), list(halves.values())[1]
+    if abs(held_out - share * items) > share * items / 2:
+        typer.echo(
+            f"--share: {share:g} of {items} items is {share * items:g}, and {held_out} are held out: each goes where "
+            "its picture (or text) and the seed say; another --seed divides otherwise",
+            err=True,
+        )
 
 
 @data_app.command("precompute")
@@ -327,7 +340,8 @@ def data_precompute(
     config = load_run(run, overrides or [])
     from retouch.precompute import precompute
 
-    counts = precompute(config, out)
+    with writing(out):
+        counts = precompute(config, out)
     typer.echo(f"{out}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
 
 
@@ -353,7 +367,10 @@ def data_synth(
     """Write signs with words in several fonts and colours, and their masks."""
     from retouch.data.synth import synthesize
 
-    written = synthesize(out, count, half, seed, _size(size), length, targets, exclude, caption_noise, styled)
+    with writing(out):
+        written = synthesize(
+            out, count, half, seed, _size(size, "--size"), length, targets, exclude, caption_noise, styled
+        )
     typer.echo(f"{out}: {written} items")
 
 
@@ -369,7 +386,8 @@ def data_edits(
 
     if half not in ("train", "held_out"):
         raise ConfigError(f"--half: given {half!r}; write train or held_out")
-    typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
+    with writing(out):
+        typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
 
 
 @tiny_app.command("build")
@@ -380,17 +398,21 @@ def tiny_build(
 ) -> None:
     """Train a tiny base from nothing on a CPU, and measure it on words (or instructions) it never saw."""
     _logging(False)
-    from retouch.recipes.tiny_base import build_and_measure
+    from retouch.recipes.tiny_base import SCHEDULES, build_and_measure
     from retouch.recipes.tiny_encoder import build_encoder
 
-    if family == "image_encoder":
-        result = build_encoder(out, seed)
-    elif family == "qwen_image_edit":
-        from retouch.recipes.tiny_edit import build_edit
+    known = (*SCHEDULES, "image_encoder", "qwen_image_edit")
+    if family not in known:
+        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, known)}")
+    with writing(out):
+        if family == "image_encoder":
+            result = build_encoder(out, seed)
+        elif family == "qwen_image_edit":
+            from retouch.recipes.tiny_edit import build_edit
 
-        result = build_edit(out, seed)
-    else:
-        result = build_and_measure(family, out, seed)
+            result = build_edit(out, seed)
+        else:
+            result = build_and_measure(family, out, seed)
     typer.echo(json.dumps(result, indent=2))
 
 
@@ -468,6 +490,8 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
     if hasattr(error, "format_message"):  # usage errors of click, whichever copy of it typer brings
         message = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
         return 2, f"{message}; see --help"
+    if isinstance(error, OSError) and (problem := file_problem(error)):
+        return 1, problem
     if not type(error).__module__.startswith("retouch") or type(error).__name__ not in codes:
         return None
     return codes[type(error).__name__], str(error)
@@ -497,11 +521,11 @@ def _json_object(text: str, option: str) -> dict[str, Any]:
     return dict(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def _size(text: str) -> tuple[int, int]:
+def _size(text: str, option: str) -> tuple[int, int]:
     """(height, width) of "512" or "32x64"."""
     parts = text.lower().split("x")
     if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"size: given {text!r}; write a side like 512, or HEIGHTxWIDTH like 32x64")
+        raise ConfigError(f"{option}: given {text!r}; write a side like 512, or HEIGHTxWIDTH like 32x64")
     return int(parts[0]), int(parts[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from retouch.config.needs import needed_pictures, takes_references
 from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_dataset
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
+from retouch.disk import file_problem, writing
 from retouch.engine import CheckpointError, Diverged, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid
@@ -40,6 +42,8 @@ from retouch.rewards.compose import RewardTable
 from retouch.rollout import broken_rows, ode_plan, sample, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example
 from retouch.vlm.use import evaluate_trained, sample_trained
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -321,8 +325,9 @@ def _facet_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def export_weights(checkpoint: Path, to: str, out: Path, *, raw: bool) -> Path:
-    """Write the weights of a checkpoint in another program's files -> the path written.
+def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) -> Path:
+    """Write the weights of a checkpoint (of a run directory, its newest one) in another program's files -> the path
+    written, by default below `exports` of the run.
 
     Raises:
         ConfigError: a format that does not exist or does not fit what was trained, or an `out` that holds files.
@@ -330,19 +335,37 @@ def export_weights(checkpoint: Path, to: str, out: Path, *, raw: bool) -> Path:
     """
     if to not in FORMATS:
         raise ConfigError(f"--to: given {to!r}; {nearest(to, FORMATS)}")
+    if (checkpoint / "config.yaml").is_file() and not (checkpoint / "complete.json").is_file():
+        found = complete_checkpoints(checkpoint / "checkpoints")
+        if not found:
+            raise CheckpointError(f"{checkpoint} has no complete checkpoint yet")
+        checkpoint = found[-1]
     folder = weights_folder(checkpoint, raw=raw)
+    if out is None:
+        out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: {out} is not an empty folder; choose another")
     config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
     name = family_class(config.family).network_name
     base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
     try:
-        return export(base, folder, to, out)
+        with writing(out):
+            written = export(base, folder, to, out)
     except (OSError, ValueError, SafetensorError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or (isinstance(error, OSError) and file_problem(error)):
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{checkpoint}: cannot be exported: {reason}") from None
+    logger.info("exported %s", folder)
+    return written
+
+
+def _export_folder(checkpoint: Path, name: str) -> Path:
+    """Below the run of a checkpoint, or beside one that stands alone; never inside it."""
+    checkpoint = checkpoint.resolve()  # of "." as well
+    in_a_run = checkpoint.parent.name == "checkpoints"
+    root = checkpoint.parents[1] / "exports" if in_a_run else checkpoint.parent
+    return root / f"{checkpoint.name}-{name}"
 
 
 def weights_folder(path: Path, *, raw: bool) -> Path:

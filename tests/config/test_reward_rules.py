@@ -10,6 +10,7 @@ from retouch.config import RunConfig
 
 GATE = "but gated_by is not set: there is no gate; leave it out"
 BOX = "but crop is 'none': there is no box; set crop=mask_box, or leave it out"
+DOWN = "rewards: no weight is above 0, so that training would lower what the rewards say; set one weight above 0"
 GOLD = "but role is 'gold', which is never trained on; leave"
 
 
@@ -56,6 +57,9 @@ GOLD = "but role is 'gold', which is never trained on; leave"
             "{ocr: {weight: 0}, seam: {role: gold}}",
             "rewards: every weight is 0, so that there is nothing to raise; set one weight above 0",
         ),
+        ("{ocr: {weight: -1}}", DOWN),
+        ("{ocr: {weight: -1}, seam: {weight: 0}}", DOWN),
+        ("{ocr: {weight: -1}, seam: {role: gold}}", DOWN),
     ],
 )
 def test_entries_that_do_not_fit(rewards: str, line: str, problems: Callable[..., list[str]]) -> None:
@@ -76,6 +80,7 @@ def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -
     "rewards",
     [
         "{ocr: {weight: 0}, seam: {gated_by: ocr, gate_threshold: 0.5, gate_floor: -1}}",
+        "{ocr: {weight: 0.1}, seam: {weight: -1}}",
         "{ocr: {transform: win_rate, noise: 0.1, crop: mask_box, box_margin: 0.1, box_min_side: 64}}",
         "{ocr: {}, seam: {role: gold, gated_by: ocr}, preservation: {role: gold, weight: 0}}",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from retouch.config import ConfigError, RunConfig, numbers, parse_run
-from retouch.config.trl_fields import COUNTS, DEFAULTS, DRAWING, MOVED, REFUSED, grpo_fields, model_fields
+from retouch.config.trl_fields import COUNTS, DEFAULTS, DRAWING, MOVED, NUMBERS, REFUSED, grpo_fields, model_fields
 from retouch.config.vlm import VlmDerived
 from tests.command_line import retouch
 
@@ -91,6 +92,39 @@ def test_what_the_run_file_says_itself_is_moved_there(name: str) -> None:
     other = "true" if value is False else "41"
     with pytest.raises(ConfigError, match=rf"algorithm\.trl\.{name}: given {value!r}, but {dotted} is"):
         parse(f"{dotted}={other}", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right", "says"),
+    [
+        ("learning_rate", [-1, "abc", True, float("nan"), float("inf")], [0, 1e-5], "a number, 0 or more"),
+        ("temperature", [-1, 0, "hot"], [0.7, 2], "a number above 0"),
+        ("top_p", [0, 1.5], [0.5, 1], "a number above 0, at most 1"),
+        ("top_k", [-1, 1.5], [0, 50], "a whole number, 0 for every token"),
+        ("min_p", [-0.1, 1.1], [0, 1], "a number from 0 to 1"),
+        ("epsilon", [-0.2, [0.2]], [0.2], "a number, 0 or more"),
+        ("adam_beta2", [1, -0.1], [0.999], "a number from 0 to below 1"),
+        ("num_generations_eval", [0, "two"], [2], "a whole number above 0"),
+        ("max_completion_length", [0, 1.5, True], [8], "a whole number above 0"),
+    ],
+)
+def test_numbers_of_trl_are_numbers_in_range(name: str, wrong: list[Any], right: list[Any], says: str) -> None:
+    for value in wrong:
+        message = re.escape(f"algorithm.trl: {name}: given {value!r}; set {says}")
+        with pytest.raises(ConfigError, match=f"{message}$"):
+            parse(**{name: value})
+    for value in right:
+        assert parse(**{name: value}).algorithm.trl[name] == value  # type: ignore[union-attr]
+
+
+def test_options_with_a_range_exist_and_their_defaults_are_in_it() -> None:
+    pytest.importorskip("trl")
+    from dataclasses import fields
+
+    from trl import GRPOConfig, ModelConfig
+
+    defaults = {field.name: field.default for kind in (ModelConfig, GRPOConfig) for field in fields(kind)}
+    assert {name for name, (_, fits) in NUMBERS.items() if (own := defaults[name]) is None or fits(own)} == set(NUMBERS)
 
 
 @pytest.mark.parametrize("name", REFUSED)

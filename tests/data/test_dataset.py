@@ -228,7 +228,10 @@ def test_a_good_folder(bench: Bench) -> None:
 def test_what_loading_would_refuse_is_found(bench: Bench) -> None:
     outcome = retouch("data", "validate", bench.add(1).list(["1-A", "1-B"]).folder, "--resolution", "32")
     assert outcome.code == 2
-    assert f"{'item 1':24} the id appears more than once; ids must differ" in outcome.out
+    assert outcome.out.splitlines() == [
+        f"{'data':16} {'item 1':24} the id appears more than once; ids must differ",
+        "0 items can be used; 1 problem",
+    ]
     outcome = retouch("data", "validate", bench.list([]).folder)
     assert outcome.code == 2
     assert "lists no items" in outcome.out
@@ -336,5 +339,5 @@ def test_a_path_that_is_no_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["0", "32x", "axb", "1x2x3", "-5", "3.5"])
 def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
     outcome = retouch("data", "validate", tmp_path, f"--resolution={size}")
-    message = f"error: size: given {size!r}; write a side like 512, or HEIGHTxWIDTH like 32x64\n"
+    message = f"error: --resolution: given {size!r}; write a side like 512, or HEIGHTxWIDTH like 32x64\n"
     assert (outcome.code, outcome.err) == (2, message)

@@ -30,6 +30,7 @@ from retouch.models.response import model_inputs
 from retouch.recipes.tiny_edit import likeliest
 from retouch.rewards.protocol import RewardItem
 from retouch.vlm.parts import asked, chat_messages, prepare_processor
+from tests.command_line import retouch
 
 
 def page(rows: list[str]) -> np.ndarray:
@@ -113,6 +114,15 @@ def test_another_seed_or_half_is_another_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not tiny_path("qwen_image_edit").is_dir(), reason="needs the trained tiny base")
+def test_an_existing_data_set_stays(tmp_path: Path) -> None:
+    write_edits(tmp_path / "x", 2, "train", 1)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()}
+    outcome = retouch("data", "edits", "--out", tmp_path / "x", "--count", 3)
+    assert outcome.code == 2
+    assert outcome.err == f"error: {tmp_path}/x already holds a data set; choose another --out, or delete it\n"
+    assert {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()} == before
+
+
 def test_the_base_has_a_wrong_favourite_for_half_of_the_things() -> None:
     """The colour that the packaged base's first letter leans to, over all phrases and three sources."""
     path = component_path("tiny", "qwen_image_edit")

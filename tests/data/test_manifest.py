@@ -242,3 +242,12 @@ def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         list_items(ManifestData(path=str(tmp_path / "data.json")))
     assert str(caught.value) == f"data.path: {tmp_path}/data.json: no such manifest (a .json or .jsonl file)"
+
+
+def test_a_folder_in_place_of_a_manifest(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        list_items(ManifestData(path=str(tmp_path)))
+    assert str(caught.value) == (
+        f"data.path: {tmp_path} is a folder; give the manifest in it (a .json or .jsonl file), or, of a folder with a "
+        "self_bench.txt, set data.format=self_bench"
+    )

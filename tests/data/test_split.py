@@ -42,6 +42,22 @@ def test_halves_of_a_folder_are_lists_that_can_be_named(bench: Bench) -> None:
     assert (again.code, again.err) == (2, f"error: {train} exists; delete it, or rename it\n")
 
 
+def test_a_share_that_few_items_cannot_give_is_said(bench: Bench) -> None:
+    """The side of an item is its own: more items move none, so that a few do not divide as asked."""
+    folder_of(bench, 12)
+    said: dict[int, str] = {}
+    for seed in (0, 1, 3, 16):
+        for old in bench.folder.glob("self_bench_*"):
+            old.unlink()
+        outcome = retouch("data", "split", bench.folder, "--share", "0.25", "--seed", seed)
+        said[len(words_of(bench.folder / "self_bench_held_out.txt"))] = outcome.err
+    assert said == {2: "", 3: ""} | {
+        count: f"--share: 0.25 of 12 items is 3, and {count} are held out: each goes where its picture (or text) and "
+        "the seed say; another --seed divides otherwise\n"
+        for count in (1, 6)
+    }
+
+
 def test_a_side_does_not_depend_on_order_or_company(bench: Bench) -> None:
     folder_of(bench, 30)
     held_out = bench.folder / "self_bench_held_out.txt"

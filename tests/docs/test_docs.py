@@ -11,6 +11,7 @@ import typer.main
 import yaml
 from tools.config_reference import page as configuration_page
 
+from retouch.adapters.export import FORMATS
 from retouch.cli import app
 from retouch.config import load_run, parse_run
 
@@ -59,6 +60,25 @@ def test_the_command_exists_with_its_options(page: str, arguments: list[str]) ->
         command = command.commands[rest.pop(0)]
     if rest != ["--help"]:  # which ends the process
         command.make_context(command.name, rest)  # raises on an option that does not exist or lacks a value
+
+
+def test_the_table_of_commands_has_all_of_them() -> None:
+    rows = re.findall(r"^\| (`retouch .*) \|.*\|$", (REPOSITORY / "docs" / "index.md").read_text(), re.MULTILINE)
+    named: list[str] = []
+    for row in rows:
+        first, *others = re.findall(r"`(?:retouch )?([a-z ]+)`", row)
+        group = first.rpartition(" ")[0]
+        named += [first, *(f"{group} {other}" for other in others)]
+    command: Any = typer.main.get_command(app)
+    below = {name: getattr(one, "commands", None) for name, one in command.commands.items()}
+    known = [f"{name} {sub}" if sub else name for name, subs in below.items() for sub in subs or ("",)]
+    assert sorted(named) == sorted(known)
+
+
+def test_the_table_of_export_formats_has_all_of_them() -> None:
+    text = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    rows = text.partition("| `--to` |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert sorted(name for row in rows for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])) == sorted(FORMATS)
 
 
 @pytest.mark.parametrize(("page", "arguments"), RETOUCH, ids=as_text)

@@ -237,6 +237,7 @@ class Victim:
         options = json.dumps({"fn": {"fn": "tests.rewards.user_scorers:slow_brightness"}})
         environment = {**os.environ, TOKEN: "", "OMP_NUM_THREADS": "1", "REWARD_LATENCY_S": "0.2"}
         command = [*SERVE, "fn", "--options", options, "--port", str(self.port)]
+        command += ["--endpoints", str(self.log.parent / "endpoints.json"), "--log-dir", str(self.log.parent / "logs")]
         with self.log.open("ab") as stream:
             self.process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
         until(lambda: _answers(self.url), START_S)

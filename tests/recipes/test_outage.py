@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,8 @@ main()
 def reward_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """`retouch reward serve preservation` on a port; killed at the end unless it was before."""
     command = [sys.executable, "-m", "retouch", "reward", "serve", "preservation", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = tempfile.TemporaryDirectory()
+    process = subprocess.Popen(command, cwd=folder.name, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def ready() -> bool:
         assert process.poll() is None
@@ -61,6 +63,7 @@ def reward_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+        folder.cleanup()
 
 
 def train(run: Path, name: str, *overrides: str, kills: int = 0) -> subprocess.CompletedProcess[str]:

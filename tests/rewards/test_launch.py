@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.rewards.test_server import as_json, outcomes
 
 TOKEN = "RETOUCH_REWARD_TOKEN"
 SERVE = (sys.executable, "-m", "retouch", "reward", "serve")
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 START_S = 60.0  # an interpreter, fastapi and onnxruntime on a busy machine
 
 
@@ -52,11 +54,12 @@ class Served:
 
 @contextmanager
 def served(folder: Path, *arguments: str, wait: bool = True, **environment: str) -> Iterator[Served]:
-    """A server, by default once it is ready; killed at the end if it still runs."""
+    """A server in a folder, by default once it is ready; killed at the end if it still runs."""
     one = Served(
         subprocess.Popen(
-            [*SERVE, *arguments, "--port", "0", "--endpoints", str(folder / "endpoints.json")],
-            env={**os.environ, TOKEN: "", "OMP_NUM_THREADS": "1", **environment},
+            [*SERVE, *arguments, "--port", "0"],
+            cwd=folder,
+            env={**os.environ, TOKEN: "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -124,9 +127,11 @@ def sign(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 def test_the_endpoints_file_says_where_who_and_what(server: Served) -> None:
     (found,) = json.loads(server.endpoints.read_text())["endpoints"]
+    log = f"reward-logs/port-{server.url.rpartition(':')[2]}.log"
     assert found == {
-        "url": server.url, "rewards": ["ocr", "preservation"], "device": "cpu", "pid": server.process.pid
+        "url": server.url, "rewards": ["ocr", "preservation"], "device": "cpu", "pid": server.process.pid, "log": log
     }  # fmt: skip
+    assert "ocr loaded on cpu" in (server.endpoints.parent / log).read_text()
     assert server.url.startswith("http://127.0.0.1:")
     assert resolve_urls(str(server.endpoints), "preservation") == [server.url]
 
@@ -167,7 +172,8 @@ def test_an_open_address_needs_the_token_and_checks_it(tmp_path: Path) -> None:
         assert [one.get("/info").status_code, one.score(message).status_code] == [401, 401]
         assert outcomes(one.score(message, headers=good), "preservation") == ["bad_item"]
         one.process.terminate()
-        assert "s3cret" not in one.process.communicate(timeout=30)[0]
+        logs = [file.read_text() for file in tmp_path.rglob("*.log")]
+        assert len(logs) == 1 and "s3cret" not in one.process.communicate(timeout=30)[0] + logs[0]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +197,29 @@ def test_what_cannot_be_served_is_one_line_and_exit_2(arguments: list[str], mess
 def test_a_taken_port(server: Served) -> None:
     outcome = retouch("reward", "serve", "preservation", "--port", server.url.rpartition(":")[2])
     assert outcome.code == 2 and "choose another, or 0 for a free one" in outcome.err
+
+
+@pytest.mark.parametrize(("port", "at_most"), [(65535, 65534), (65534, 65533)])
+def test_ports_that_count_up_past_the_last(port: int, at_most: int) -> None:
+    count = 65536 - at_most
+    outcome = retouch("reward", "serve", "preservation", "--replicas", count, "--port", port)
+    assert outcome.code == 2
+    assert outcome.err == (
+        f"error: --port: given {port}, from which {count} instances count up past 65535; set at most {at_most}, or 0 "
+        "for free ones\n"
+    )
+
+
+def test_a_function_is_served_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """As docs/rewards.md says, and asked for by an entry of that name."""
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("$ retouch reward serve light "))
+    (tmp_path / "my_rewards.py").write_text("def score(items):\n    return [0.25 for item in items]\n")
+    with served(tmp_path, *shlex.split(command)[4:]) as one:
+        assert resolve_urls(str(one.endpoints), "light") == [one.url]
+        assert outcomes(one.score(as_json([item(0)], ["light"])), "light") == [0.25]
+        with pytest.raises(ConfigError, match=r"has fn, but light; start one with"):
+            resolve_urls(str(one.endpoints), "fn")
 
 
 def test_requested_scorers() -> None:
@@ -279,6 +308,7 @@ def test_a_server_of_a_run_is_closed_with_it(tmp_path: Path) -> None:
     info = httpx.get(f"{url}/info", timeout=30, trust_env=False).json()
     one.close()
     assert not any(alive(pid) for pid in (one.pid, info["pid"], info["worker_pid"])) and not answers(url)
+    assert "kept_too loaded on cpu" in log.read_text() and not list(tmp_path.rglob("port-*.log"))
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -328,7 +358,10 @@ def test_addresses_as_given_or_from_files(tmp_path: Path) -> None:
         ('{"endpoints": 1}', "is not an endpoints file"),
         ('{"endpoints": [{"rewards": ["r"]}]}', "is not an endpoints file"),
         ('{"endpoints": []}', "no server in .* has r; start one with `retouch reward serve r`"),
-        ('{"endpoints": [{"url": "http://a", "rewards": ["s"]}]}', "no server in .* has r"),
+        (
+            '{"endpoints": [{"url": "http://a", "rewards": ["s"]}, {"url": "http://b", "rewards": ["q", "s"]}]}',
+            r"""has r, but q, s; start one with .* \(a name .* needs --options '{"r": {"scorer": \.\.\.}}'\), or""",
+        ),
         ('{"endpoints": [{"url": "http://u:pw@a", "rewards": ["r"]}]}', "holds a user, a password or a query"),
     ],
     ids=str,

@@ -65,6 +65,7 @@ def export(base: Base, weights: Path, to: str, out: Path) -> Path:
     """
     if (base.kind == "ip_adapter") != (to in _OF_ADAPTERS) and to != "safetensors":
         other = ", ".join([*_OF_ADAPTERS, "safetensors"]) if base.kind == "ip_adapter" else "diffusers"
+        other = f"diffusers-lora or {other}" if base.kind == "lora" else other
         raise ConfigError(f"--to: given {to!r}, but the run trained {base.kind} weights; use --to {other}")
     if base.kind == "ip_adapter":
         return _export_adapter(weights, to, out)

@@ -99,6 +99,10 @@ def _rewards(run: RunConfig) -> None:
         raise ValueError("rewards: every role is gold, so that there is nothing to raise; add one of role train")
     if not any(entry.weight for entry in trained):
         raise ValueError("rewards: every weight is 0, so that there is nothing to raise; set one weight above 0")
+    if not any(entry.weight > 0 for entry in trained):
+        raise ValueError(
+            "rewards: no weight is above 0, so that training would lower what the rewards say; set one weight above 0"
+        )
 
 
 def _groups(run: RunConfig) -> None:

@@ -7,7 +7,8 @@ class bodies of its source instead.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,6 +102,34 @@ DEFAULTS = {
 }
 """TRL's own, of those of COUNTS that have one; a test compares them with the installed package."""
 
+_Test = Callable[[float], bool]
+
+_RANGES: tuple[tuple[str, _Test, tuple[str, ...]], ...] = (
+    ("a number above 0", lambda x: x > 0, ("temperature", "repetition_penalty", "delta")),
+    (
+        "a number, 0 or more",
+        lambda x: x >= 0,
+        (
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+            "adam_epsilon",
+            "beta",
+            "epsilon",
+            "epsilon_high",
+        ),
+    ),
+    ("a number above 0, at most 1", lambda x: 0 < x <= 1, ("top_p", "vllm_gpu_memory_utilization")),
+    ("a number from 0 to 1", lambda x: 0 <= x <= 1, ("min_p",)),
+    ("a number from 0 to below 1", lambda x: 0 <= x < 1, ("adam_beta1", "adam_beta2", "lora_dropout")),
+    ("a whole number above 0", lambda x: x >= 1, ("num_generations_eval", "lora_r", "lora_alpha")),
+    ("a whole number, 0 for every token", lambda x: x >= 0, ("top_k",)),
+)
+
+NUMBERS: dict[str, tuple[str, _Test]] = {name: (says, fits) for says, fits, names in _RANGES for name in names}
+"""Options whose values are checked, beside the counts -> what to set, and whether a number is that."""
+
 DRAWING: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -151,10 +180,10 @@ def moved(trl: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def check_names(trl: Mapping[str, Any]) -> None:
-    """Refuse what TRL does not know, what has a place of its own here, and counts that are none.
+    """Refuse what TRL does not know, what has a place of its own here, and numbers that are none or out of range.
 
     Raises:
-        ValueError: with the nearest name, or the key to set instead.
+        ValueError: with the nearest name, the key to set instead, or what may be set.
     """
     known = grpo_fields() | model_fields()
     for name, value in trl.items():
@@ -164,6 +193,11 @@ def check_names(trl: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: unknown option of TRL; {nearest(name, known - REFUSED.keys())}")
         if name in COUNTS and (type(value) is not int or value < 1):
             raise ValueError(f"{name}: given {value!r}; set a whole number above 0")
+        if name in NUMBERS:
+            says, fits = NUMBERS[name]
+            kinds = (int,) if says.startswith("a whole number") else (int, float)  # a bool is an int to isinstance
+            if type(value) not in kinds or not math.isfinite(value) or not fits(value):
+                raise ValueError(f"{name}: given {value!r}; set {says}")
 
 
 def _fields(classes: Mapping[str, Mapping[str, str]]) -> frozenset[str]:

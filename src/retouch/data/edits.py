@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from retouch.data.dataset import DataError
 from retouch.data.sampler import derive_seed
 
 SIDE = 32
@@ -94,7 +95,13 @@ def painted(mask: Image.Image, colour: str) -> Image.Image:
 
 
 def write_edits(folder: Path, count: int, half: Half, seed: int) -> int:
-    """Write `count` tasks as a manifest with pictures -> how many."""
+    """Write `count` tasks as a manifest with pictures -> how many.
+
+    Raises:
+        DataError: the folder already holds a manifest.
+    """
+    if (folder / "manifest.json").exists():
+        raise DataError(f"{folder} already holds a data set; choose another --out, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
     random = Random(derive_seed("edits", half, seed))
     entries: list[dict[str, str]] = []

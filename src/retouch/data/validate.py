@@ -67,8 +67,11 @@ def _has_no_pictures(path: Path) -> bool:
 def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> list[Finding]:
     """Check every item of one section."""
     listed = list_items(data)
-    findings = [_finding(section, item, data, needs) for item in listed]
-    for twice in repeated_ids([item for item in listed if isinstance(item, ItemFiles)]):
+    repeated = repeated_ids([item for item in listed if isinstance(item, ItemFiles)])
+    twins = [isinstance(item, ItemFiles) and item.id in repeated for item in listed]  # none of them can be used
+    found = [_finding(section, item, data, needs) for item in listed]
+    findings = [finding for finding, twin in zip(found, twins, strict=True) if finding.problem or not twin]
+    for twice in repeated:
         findings.append(Finding(section, f"item {twice}", "the id appears more than once; ids must differ"))
     if not listed:
         findings.append(Finding(section, data.path, "lists no items"))

@@ -43,8 +43,9 @@ class ServeOptions:
         devices: one instance for each of them, and for each replica: "cpu", or the number of a GPU.
         endpoints: file to write once every port is bound: {"endpoints": [{"url", "rewards", "device", "pid", "log"}]},
             with the id of this process, to signal it.
-        log_dir: a log file for each instance; None logs to this terminal, unless there are several instances.
-        with_parent: id of the process that starts this one, to end when it does.
+        log_dir: of a log file for each instance.
+        with_parent: id of the process that starts this one, to end when it does; it keeps what is said here, and there
+            are no log files.
         limits: fields of `server.Limits`.
     """
 
@@ -53,7 +54,7 @@ class ServeOptions:
     devices: Sequence[str] = ("cpu",)
     replicas: int = 1
     endpoints: Path | None = None
-    log_dir: Path | None = None
+    log_dir: Path = Path("reward-logs")
     with_parent: int | None = None
     limits: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -78,10 +79,15 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
     for name, given in scorers.items():  # what is wrong with them is said here, once
         make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
     places = [device for device in options.devices for _ in range(options.replicas)]
+    if options.port and options.port + len(places) > 65536:
+        raise ConfigError(
+            f"--port: given {options.port}, from which {len(places)} instances count up past 65535; set at most "
+            f"{65536 - len(places)}, or 0 for free ones"
+        )
     instances: list[Instance] = []
     for number, device in enumerate(places):
         listener = _listen(options.host, options.port + number if options.port else 0)
-        instances.append(Instance(listener, options.host, device, _log_file(options, listener, len(places))))
+        instances.append(Instance(listener, options.host, device, _log_file(options, listener)))
     if options.with_parent is not None:
         exit_with_parent(options.with_parent)
     told = {"scorers": {n: dict(o) for n, o in scorers.items()}, "token": token, "limits": dict(options.limits)}
@@ -97,6 +103,8 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             one.device,
             f", log: {one.log}" * (one.log is not None),
         )
+    if options.endpoints is not None:
+        logger.info("endpoints file: %s", options.endpoints)
     supervisor.run()
 
 
@@ -214,10 +222,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _log_file(options: ServeOptions, listener: socket.socket, instances: int) -> Path | None:
-    if options.log_dir is None and instances == 1:
-        return None
-    return (options.log_dir or Path("reward-logs")) / f"port-{listener.getsockname()[1]}.log"
+def _log_file(options: ServeOptions, listener: socket.socket) -> Path | None:
+    return None if options.with_parent is not None else options.log_dir / f"port-{listener.getsockname()[1]}.log"
 
 
 def parse_devices(text: str) -> list[str]:
@@ -311,7 +317,8 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
     try:
         if "://" in url:
             return [base_url(url)]
-        found = _addresses(Path(url), reward)
+        served = _served(Path(url))
+        found = [base_url(address) for address, names in served if reward in names]
     except OSError as error:
         raise ConfigError(
             f"rewards.{reward}.url: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, "
@@ -320,14 +327,18 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"rewards.{reward}.url: {error}") from None
     if not found:
+        others = ", ".join(sorted({name for _, names in served for name in names}))
+        but = f", but {others}" if others else ""
         raise ConfigError(
-            f"rewards.{reward}.url: no server in {url} has {reward}; start one with `retouch reward serve {reward}`"
+            f"rewards.{reward}.url: no server in {url} has {reward}{but}; start one with `retouch reward serve "
+            f'{reward}` (a name of your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry '
+            "of the run as the server calls it"
         )
     return found
 
 
-def _addresses(path: Path, reward: str) -> list[str]:
-    """Addresses in an endpoints file that hold the reward.
+def _served(path: Path) -> list[tuple[str, list[str]]]:
+    """Address and rewards of every server in an endpoints file.
 
     Raises:
         OSError, ValueError: it cannot be read, or is none.
@@ -335,10 +346,9 @@ def _addresses(path: Path, reward: str) -> list[str]:
     text = path.read_text(encoding="utf-8")
     try:
         entries = cast("dict[str, Any]", json.loads(text))["endpoints"]
-        found = [e["url"] for e in entries if reward in e["rewards"]]
+        return [(str(entry["url"]), [str(name) for name in entry["rewards"]]) for entry in entries]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None
-    return [base_url(str(url)) for url in found]
 
 
 class LocalServer:

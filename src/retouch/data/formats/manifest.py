@@ -25,6 +25,11 @@ def list_items(config: ManifestData) -> list[ItemFiles | ItemError]:
         DataError: no such file, or not JSON.
     """
     path = Path(config.path).expanduser()
+    if path.is_dir():
+        raise DataError(
+            f"data.path: {path} is a folder; give the manifest in it (a .json or .jsonl file), or, of a folder with a "
+            "self_bench.txt, set data.format=self_bench"
+        )
     if not path.is_file():
         raise DataError(f"data.path: {path}: no such manifest (a .json or .jsonl file)")
     root = Path(config.image_root).expanduser() if config.image_root else path.parent

@@ -1,0 +1,135 @@
+"""Errors of the file system through the command line: exit code 1 and one line, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import save_file
+
+from retouch.disk import file_problem, writing
+from tests.command_line import Outcome, retouch
+
+FULL = "free space, or set logging.dir or --out to another disk"
+
+
+def failed(outcome: Outcome) -> str:
+    """The last line of a run that failed, with nothing like a traceback before it."""
+    assert outcome.code == 1 and "Traceback" not in outcome.err, outcome.err
+    line = outcome.err.splitlines()[-1]
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.fixture
+def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run_file(training__max_steps=1)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def no_file_over_a_kilobyte() -> Iterator[None]:
+    """As on a full disk: the system refuses, whichever library writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("no_file_over_a_kilobyte")
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda path: save_file({"a": torch.zeros(9999)}, path), "file too large"),
+        (lambda path: torch.save({"a": torch.zeros(9999)}, path), "writing was cut off, as on a full disk"),
+        (lambda path: Image.effect_noise((99, 99), 90).save(path, "PNG"), "file too large"),
+        (lambda path: path.write_bytes(bytes(9999)), "file too large"),
+    ],
+    ids=["safetensors", "torch", "Pillow", "Python"],
+)
+def test_every_library_that_cannot_write(tmp_path: Path, write: Callable[[Path], object], reason: str) -> None:
+    with pytest.raises(OSError) as raised, writing(tmp_path / "run"):
+        write(tmp_path / "file")
+    assert file_problem(raised.value) == f"{tmp_path / 'run'}: {reason}; {FULL}"
+
+
+def test_what_is_not_the_disks_keeps_its_traceback() -> None:
+    for error in (RuntimeError("shapes differ"), ValueError("os error 28"), ConnectionRefusedError(111, "refused")):
+        with pytest.raises(type(error)) as raised, writing("run"):
+            raise error
+        assert raised.value is error
+    assert file_problem(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+    assert file_problem(PermissionError(errno.EPERM, "not yours")) is None
+
+
+@pytest.mark.parametrize("target", ["my.yaml", "my.yaml/below"])
+def test_a_file_where_a_folder_should_be(run_yaml: Path, tmp_path: Path, target: str) -> None:
+    (tmp_path / "my.yaml").write_text("kept")
+    place = tmp_path / target
+    says = "a file is where a folder should be; set logging.dir or --out to a folder"
+    assert failed(retouch("train", run_yaml, f"logging.dir={place}")).endswith(f": {says}")
+    assert failed(retouch("data", "precompute", run_yaml, "--out", place)) == f"{place}: {says}"
+    assert failed(retouch("data", "edits", "--count", 1, "--out", place)) == f"{place}: {says}"
+    assert (tmp_path / "my.yaml").read_text() == "kept"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_is_read_only(
+    run_yaml: Path, signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    reason = f"{os.strerror(number).lower()}; permit it, or set logging.dir or --out to a folder that can be written"
+    for command in (
+        ("train", run_yaml, f"logging.dir={tmp_path}/ro"),
+        ("sample", "--config", run_yaml, "--data", signs / "held_out", "--out", tmp_path / "ro"),
+        ("data", "precompute", run_yaml, "--out", tmp_path / "ro"),
+        ("data", "edits", "--count", 1, "--out", tmp_path / "ro"),
+        ("data", "synth", "--count", 1, "--out", tmp_path / "ro"),
+    ):
+        says = failed(retouch(*command))
+        assert says.startswith(f"{tmp_path}/ro") and says.endswith(f": {reason}"), says
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_saved(
+    run_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+    monkeypatch.setattr(torch, "save", full)
+    says = failed(retouch("train", run_yaml))
+    assert says == f"{tmp_path}/runs/t: writing was cut off, as on a full disk; {FULL}"
+
+
+def test_a_disk_that_is_full_when_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    for kind in ("edits", "synth"):
+        says = failed(retouch("data", kind, "--count", 1, "--out", tmp_path / kind))
+        assert says == f"{tmp_path / kind}: no space left on device; {FULL}"
+
+
+def test_a_disk_that_is_full_when_weights_are_exported(
+    finished: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.copy2", full)
+    checkpoint = finished("lora") / "checkpoints" / "step-000004"
+    says = failed(retouch("export", checkpoint, "--to", "diffusers-lora", "--out", tmp_path / "x"))
+    assert says == f"{tmp_path / 'x'}: no space left on device; {FULL}"
