@@ -83,6 +83,23 @@ def test_a_new_run_does_not_overwrite_another(config: Config) -> None:
         opened(config())
 
 
+def test_an_attempt_without_a_checkpoint_is_put_aside(config: Config) -> None:
+    """resume=auto begins anew, however often; nothing of one attempt is taken for the next's."""
+    for loss in (1.0, 2.0, 3.0):
+        directory = opened(config(resume="auto"))
+        directory.log("train", 1, {"loss": loss})
+        directory.save_image(1, "grid", Image.new("RGB", (8, 8)))
+        (directory.path / "evaluations" / "step-000000").mkdir(parents=True)
+        directory.close()
+    run = directory.path
+    losses = [[r["loss"] for r in read_metrics(at / "metrics.jsonl")] for at in (run, *sorted(run.glob("attempt-*")))]
+    assert losses == [[3.0], [1.0], [2.0]]
+    moved = sorted(path.name for path in (run / "attempt-2").iterdir())
+    assert moved == ["evaluations", "images", "metrics.jsonl"]
+    log = (run / "log.txt").read_text()
+    assert f"no checkpoint to go on from: the run begins anew, and what there was is in {run / 'attempt-2'}" in log
+
+
 def test_numbers_that_json_has_no_word_for_are_null(config: Config) -> None:
     """The gradient norm of an fp16 overflow is infinite; that must not end the run."""
     directory = opened(config())

@@ -76,7 +76,12 @@ def test_adaptive_entropy_goes_on_where_it_was(parts_of: Any) -> None:
 
 def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path) -> None:
     file = vlm_file()
-    assert train(file).code == 0
+    (tmp_path / "a").mkdir()
+    dead = tmp_path / "a/metrics.jsonl"  # of an attempt that was killed before its first checkpoint
+    dead.write_text('{"step": 0, "kind": "eval"}\n', encoding="utf-8")
+    assert train(file).code == 2
+    assert train(file, "resume=auto").code == 0
+    assert [record["moment"] for record in records(tmp_path / "a", "eval")] == ["start", "end"]
     metrics = (tmp_path / "a/metrics.jsonl").read_bytes()
     again = train(file, "resume=auto")
     assert again.code == 0, again.err

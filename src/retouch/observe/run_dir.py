@@ -10,6 +10,7 @@ them left out.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -41,6 +42,10 @@ PACKAGES = (
 )
 
 
+_OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "metrics.jsonl")
+"""What a run that begins anew would mix its own with; the last is what a directory is taken for a run by."""
+
+
 class RunDir:
     """Opens a run directory for writing; every method is silent on ranks other than the main one."""
 
@@ -61,7 +66,8 @@ class RunDir:
 
         Args:
             resume_step: step of the checkpoint to go on from; lines of later steps are dropped from metrics.jsonl, they
-                will come again. None starts anew.
+                will come again. None starts anew; what an attempt without any checkpoint left is put aside where
+                `resume` is "auto".
 
         Raises:
             ConfigError: starting where a run already is.
@@ -69,8 +75,9 @@ class RunDir:
         if not self.main:
             return
         metrics = self.path / "metrics.jsonl"
-        if resume_step is None:
+        if resume_step is None and self.config.resume != "auto":
             self.require_new()
+        aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
         self.path.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             _truncate(metrics, resume_step)
@@ -80,6 +87,8 @@ class RunDir:
         self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger("retouch").addHandler(self._handler)
+        if aside is not None:
+            logger.warning("no checkpoint to go on from: the run begins anew, and what there was is in %s", aside)
         if "tensorboard" in self.config.logging.sinks:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -92,11 +101,15 @@ class RunDir:
         Raises:
             ConfigError: it is.
         """
-        metrics = self.path / "metrics.jsonl"
-        if self.main and metrics.exists() and metrics.stat().st_size:
+        if self.main and self.holds_run():
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
             )
+
+    def holds_run(self) -> bool:
+        """Whether anything was logged here."""
+        metrics = self.path / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
 
     def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
         """Append one line, and its numbers to TensorBoard under `kind/`. NaN and infinity (the gradient norm of an fp16
@@ -179,3 +192,14 @@ def _truncate(metrics: Path, step: int) -> None:
     temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     temporary.replace(metrics)
+
+
+def _put_aside(run: Path) -> Path:
+    """Move what an attempt left to a folder of its own in the run directory."""
+    places = (run / f"attempt-{number}" for number in itertools.count(1))
+    aside = next(place for place in places if not place.exists())
+    aside.mkdir()
+    for name in _OF_AN_ATTEMPT:
+        if (run / name).exists():
+            (run / name).rename(aside / name)
+    return aside
