@@ -177,6 +177,7 @@ def _ids_without_target(data: Dataset) -> Sequence[int]:
 
 def can_begin(config: RunConfig, run_dir: RunDir) -> None:
     """Before minutes go into loading a model."""
+    run_dir.require_free()
     given = config.resume
     if given is None:
         run_dir.require_new()

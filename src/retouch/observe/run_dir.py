@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config import ConfigError, RunConfig, dump_run
+from retouch.observe.run_lock import RunLock
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,6 +57,7 @@ class RunDir:
         self._metrics: Any = None
         self._tensorboard: Any = None
         self._handler: logging.Handler | None = None
+        self._lock = RunLock(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -70,15 +72,15 @@ class RunDir:
                 `resume` is "auto".
 
         Raises:
-            ConfigError: starting where a run already is.
+            ConfigError: starting where a run already is, or where another process writes.
         """
         if not self.main:
             return
+        self.lock()
         metrics = self.path / "metrics.jsonl"
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
-        self.path.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             _truncate(metrics, resume_step)
         (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
@@ -94,6 +96,24 @@ class RunDir:
 
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+
+    def lock(self) -> None:
+        """Let no other process write here until this run is closed, or dead; from before the choice of a checkpoint.
+
+        Raises:
+            ConfigError: another one does.
+        """
+        if self.main:
+            self._lock.take()
+
+    def require_free(self) -> None:
+        """Refuse to go on where another process writes.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.main:
+            self._lock.require_free()
 
     def require_new(self) -> None:
         """Refuse to start where a run already is.
@@ -150,6 +170,7 @@ class RunDir:
             logging.getLogger("retouch").removeHandler(self._handler)
             self._handler.close()
             self._handler = None
+        self._lock.release()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

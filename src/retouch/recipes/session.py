@@ -89,6 +89,7 @@ class Session:
     def __enter__(self) -> Session:
         run = self.run
         run.engine.new_optimizer()
+        run.dir.lock()
         folder = self._resume_folder()
         if folder is None:
             run.dir.open(None)

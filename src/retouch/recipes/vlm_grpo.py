@@ -54,6 +54,7 @@ def train(config: RunConfig) -> Path:
 
 
 def _run(parts: Parts, arguments: GRPOConfig) -> None:
+    parts.dir.lock()
     folder = newest_or(parts.config, parts.dir.checkpoints)
     step = None if folder is None else read_step(folder)
     if folder is not None:
