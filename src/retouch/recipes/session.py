@@ -29,6 +29,7 @@ from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluat
 from retouch.observe import Stopwatch
 from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
 from retouch.observe.run_dir import read_metrics
+from retouch.recipes.readiness import wait_for_rewards
 from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example, Stopped
@@ -99,7 +100,7 @@ class Session:
             self._restore(folder)
         if run.rewards.entries:
             run.rewards.start()
-            self._wait_for_rewards()
+            wait_for_rewards(run.rewards, self.config.reward_client)
         self._log_header(folder)
         self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self._bar.start()
@@ -359,12 +360,6 @@ class Session:
             raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
         self._stop = signal.Signals(number).name
         logger.warning("%s: stopping at the next step; once more to leave at once", self._stop)
-
-    def _wait_for_rewards(self) -> None:
-        wait = self.config.reward_client.outage_wait_s
-        problems = self.run.rewards.wait_ready(max(wait, 60.0))
-        if problems:
-            raise RewardOutage("rewards are not ready: " + "; ".join(problems))
 
     def _log_header(self, folder: Path | None) -> None:
         run = self.run
