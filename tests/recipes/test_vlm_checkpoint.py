@@ -82,6 +82,7 @@ def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path
     assert train(file).code == 2
     assert train(file, "resume=auto").code == 0
     assert [record["moment"] for record in records(tmp_path / "a", "eval")] == ["start", "end"]
+    assert "step 1 of 2: loss " in (tmp_path / "a/log.txt").read_text(encoding="utf-8")
     metrics = (tmp_path / "a/metrics.jsonl").read_bytes()
     again = train(file, "resume=auto")
     assert again.code == 0, again.err

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.config import ConfigError, RunConfig, dump_run
 from retouch.observe.run_lock import RunLock
+from retouch.observe.step_log import StepLog
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,6 +55,7 @@ class RunDir:
         self.path = Path(config.logging.dir).expanduser() / config.name
         self.config = config
         self.main = main
+        self.step_log = StepLog(config.training.max_steps)
         self._metrics: Any = None
         self._tensorboard: Any = None
         self._handler: logging.Handler | None = None
@@ -142,6 +144,7 @@ class RunDir:
             record["time"] = {name: round(value, 4) for name, value in seconds.items()}
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
         self._metrics.flush()
+        self.step_log.see(record)
         if self._tensorboard is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):

@@ -83,6 +83,7 @@ class Session:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True
         )
         self._bar.disable = not (run.engine.is_main and self._bar.console.is_terminal)
+        run.dir.step_log.wanted = self._bar.disable
         self._task = self._bar.add_task(run.config.name, total=run.config.training.max_steps)
 
     # --- begin and end ---
