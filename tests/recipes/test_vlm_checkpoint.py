@@ -90,6 +90,16 @@ def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_reward_that_is_the_same_everywhere_alarms_once(vlm_file: RunFile, tmp_path: Path) -> None:
+    """Steps before a resume count."""
+    reward = {"scorer": "fn", "fn": "tests.recipes.vlm_runs:alike", "paste_back": False}
+    file = vlm_file(rewards={"alike": reward})
+    for steps in (6, 11):
+        done = train(file, f"training.max_steps={steps}", "resume=auto")
+        assert done.code == 0, done.err
+    assert [r["step"] for r in records(tmp_path / "a", "event") if r["event"] == "alarm"] == [10]
+
+
 def test_rewards_go_on_counting_and_the_last_checkpoint_stays_pinned(
     vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
 from retouch.observe import Stopwatch
-from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
+from retouch.observe.guards import StepWatch, evaluation_alarms, score_drifts
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.readiness import wait_for_rewards
 from retouch.recipes.resume import may_go_on, warn_of_changes
@@ -74,7 +74,7 @@ class Session:
         self._stop: str | None = None
         self._alarm: str | None = None
         self._owes_evaluation = False
-        self._kl = KlWatch()
+        self._watch = StepWatch()
         self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -160,8 +160,7 @@ class Session:
         seconds |= self.run.costs.split(seconds["step"])
         self.run.dir.log("train", progress.step, {"phase": progress.phase, "epoch": progress.epoch, **values}, seconds)
         self._bar.update(self._task, completed=progress.step)
-        alarm = self._kl.see(values.get("kl"))
-        if alarm is not None:
+        for alarm in self._watch.see(values):
             self._alert(alarm, stop=False)
         if evaluate_now and not last:
             self.evaluate("step")
@@ -313,7 +312,7 @@ class Session:
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
         for record in records:
             if record["kind"] == "train":
-                self._kl.see(record.get("kl"))  # its alarms were told
+                self._watch.see(record)  # its alarms were told
         over = self.progress.step >= self.config.training.max_steps
         self._finished = over and any((r["step"], r.get("event")) == (self.progress.step, "finished") for r in records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
