@@ -83,6 +83,23 @@ def test_a_new_run_does_not_overwrite_another(config: Config) -> None:
         opened(config())
 
 
+def test_the_run_files_of_earlier_legs_are_kept(config: Config) -> None:
+    """Each by the step up to which it held; a leg that is cut off leaves none."""
+
+    def legs(seed: int, resume_step: int | None) -> dict[str, int]:
+        directory = opened(config(seed=seed, resume=None if resume_step is None else "auto"), resume_step)
+        directory.close()
+        return {path.stem: load_run(path).seed for path in sorted(directory.path.glob("config*.yaml"))}
+
+    assert legs(1, None) == {"config": 1}
+    assert legs(1, 20) == {"config": 1}  # but for resume, the same
+    assert legs(2, 40) == {"config": 2, "config-000040": 1}
+    assert legs(3, 60) == {"config": 3, "config-000040": 1, "config-000060": 2}
+    assert legs(4, 50) == {"config": 4, "config-000040": 1, "config-000050": 2}
+    assert legs(5, 30) == {"config": 5, "config-000030": 1}
+    assert legs(1, 30) == {"config": 1}
+
+
 def test_an_attempt_without_a_checkpoint_is_put_aside(config: Config) -> None:
     """resume=auto begins anew, however often; nothing of one attempt is taken for the next's."""
     for loss in (1.0, 2.0, 3.0):

@@ -1,6 +1,7 @@
 """The directory of a run and the files that are appended to while it runs.
 
-    RUN/config.yaml  environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
+    RUN/config.yaml  [config-000040.yaml]  [attempt-1/]  .lock
+    RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
 
 metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings, and
 what else a step cost the first process, stand under "time" and in no other key, so that two runs can be compared with
@@ -85,6 +86,7 @@ class RunDir:
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
         if resume_step is not None:
             _truncate(metrics, resume_step)
+            _keep_config(self.path, resume_step, dump_run(self.config))
         (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
         (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
@@ -227,3 +229,20 @@ def _put_aside(run: Path) -> Path:
         if (run / name).exists():
             (run / name).rename(aside / name)
     return aside
+
+
+def _keep_config(run: Path, step: int, now: str) -> None:
+    """The run file that held up to a step, as config-000040.yaml, where the one of today differs. Of legs beyond the
+    step nothing is left, as of their metrics."""
+    ends = {leg: leg.stem.partition("-")[2] for leg in sorted(run.glob("config-*.yaml"))}
+    beyond = [leg for leg, end in ends.items() if end.isdecimal() and int(end) >= step]
+    held = beyond[0] if beyond else run / "config.yaml"
+    if held.exists() and _without_resume(held.read_text(encoding="utf-8")) != _without_resume(now):
+        held.replace(run / f"config-{step:06d}.yaml")
+        beyond = beyond[1:]
+    for leg in beyond:
+        leg.unlink()
+
+
+def _without_resume(run_file: str) -> list[str]:
+    return [line for line in run_file.splitlines() if not line.startswith("resume:")]
