@@ -306,6 +306,19 @@ def test_a_checkpoint_that_is_not_there(run_yaml: Callable[..., Path], tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_is_no_checkpoint(finished: Finished) -> None:
+    """It was called damaged, and to be deleted."""
+    run = finished("full")
+    for given in (run, run / "checkpoints"):
+        assert refused(retouch("train", run.parent / "run.yaml", f"resume={given}")) == (
+            f"resume: given '{given}': no checkpoint (it has no complete.json); give {run}/checkpoints/step-000004, or "
+            "auto"
+        )
+    assert refused(retouch("train", run.parent / "run.yaml", f"resume={run.parent}")).endswith(
+        "no checkpoint (it has no complete.json); give a checkpoints/step-... folder, or auto"
+    )
+
+
 WEIGHTS = "weights/diffusion_pytorch_model.safetensors"
 
 

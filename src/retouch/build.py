@@ -18,6 +18,7 @@ from retouch.config.needs import needed_pictures
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
+from retouch.engine.checkpoint import complete_checkpoints
 from retouch.models import load_model
 from retouch.models.embeddings import require_prompts
 from retouch.observe import RunDir, Stopwatch
@@ -182,11 +183,23 @@ def _ids_without_target(data: Dataset) -> Sequence[int]:
 
 def can_begin(config: RunConfig, run_dir: RunDir) -> None:
     """Before minutes go into loading a model."""
+    run_dir.require_free()
     given = config.resume
     if given is None:
         run_dir.require_new()
-    elif given != "auto" and not Path(given).expanduser().is_dir():
-        raise ConfigError(f"resume: given {given!r}: no such checkpoint; give a checkpoints/step-... folder, or auto")
+    elif given != "auto":
+        _is_checkpoint(given)
+
+
+def _is_checkpoint(given: str) -> None:
+    """What `resume` names; of a run, and of its checkpoints, the message says the newest."""
+    folder = Path(given).expanduser()
+    if (folder / "complete.json").is_file():
+        return
+    near = [*complete_checkpoints(folder), *complete_checkpoints(folder / "checkpoints")]
+    what = "no checkpoint (it has no complete.json)" if folder.is_dir() else "no such checkpoint"
+    remedy = f"give {near[-1]}" if near else "give a checkpoints/step-... folder"
+    raise ConfigError(f"resume: given {given!r}: {what}; {remedy}, or auto")
 
 
 def is_held_out(config: RunConfig, held_out: Dataset, *training: Dataset) -> None:

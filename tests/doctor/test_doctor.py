@@ -403,7 +403,15 @@ def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: P
     what, says = only("fix", run_yaml())
     assert (what, "already holds a run; continue it with resume=auto" in says) == ("run directory", True)
     assert only("fix", run_yaml(), "resume=nowhere")[0] == "run directory"
-    assert lines(run_yaml(), "resume=auto")
+
+    def auto() -> str:
+        [line] = [line for line in lines(run_yaml(), "resume=auto") if line["what"] == "run directory"]
+        return f"{line['status']}: {line['says'].partition(': ')[2]}"
+
+    assert auto() == "ok: holds no checkpoint; the run begins anew"
+    (tmp_path / "runs/t/checkpoints/step-000001").mkdir(parents=True)
+    (tmp_path / "runs/t/checkpoints/step-000001/complete.json").write_text("{}", encoding="utf-8")
+    assert auto() == "ok: as resume says"
 
 
 # --- rewards ---

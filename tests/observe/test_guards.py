@@ -10,7 +10,9 @@ import pytest
 
 from retouch.observe.guards import (
     Alarm,
+    IdleWatch,
     KlWatch,
+    StepWatch,
     evaluation_alarms,
     gold_falls,
     nearest_distances,
@@ -149,3 +151,17 @@ def test_a_scorer_that_drifts() -> None:
         "r scores the same pictures by 0.0244 otherwise than when the run began"
     )
     assert score_drifts("r", [0.5, 20.0], [None, 20.0], 1e-3) is None
+
+
+def test_steps_without_anything_to_learn_from() -> None:
+    """One alarm for ten in a row, and another only after a step that had something."""
+    watch = IdleWatch()
+    seen = [watch.see(value) for value in [1.0] * 9 + [0.0] + [1.0] * 15 + [None] + [1.0] * 10]
+    assert [i for i, alarm in enumerate(seen) if alarm] == [19, 35]
+    assert seen[19] is not None and "10 steps in a row had nothing to learn from" in seen[19]
+
+
+def test_the_alarms_on_a_step_come_together() -> None:
+    watch = StepWatch()
+    alarms = [watch.see({"kl": 1e-3 if i < 5 else 1.0, "skipped": 1.0}) for i in range(10)]
+    assert [len(found) for found in alarms] == [0] * 9 + [2]

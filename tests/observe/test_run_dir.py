@@ -83,6 +83,40 @@ def test_a_new_run_does_not_overwrite_another(config: Config) -> None:
         opened(config())
 
 
+def test_the_run_files_of_earlier_legs_are_kept(config: Config) -> None:
+    """Each by the step up to which it held; a leg that is cut off leaves none."""
+
+    def legs(seed: int, resume_step: int | None) -> dict[str, int]:
+        directory = opened(config(seed=seed, resume=None if resume_step is None else "auto"), resume_step)
+        directory.close()
+        return {path.stem: load_run(path).seed for path in sorted(directory.path.glob("config*.yaml"))}
+
+    assert legs(1, None) == {"config": 1}
+    assert legs(1, 20) == {"config": 1}  # but for resume, the same
+    assert legs(2, 40) == {"config": 2, "config-000040": 1}
+    assert legs(3, 60) == {"config": 3, "config-000040": 1, "config-000060": 2}
+    assert legs(4, 50) == {"config": 4, "config-000040": 1, "config-000050": 2}
+    assert legs(5, 30) == {"config": 5, "config-000030": 1}
+    assert legs(1, 30) == {"config": 1}
+
+
+def test_an_attempt_without_a_checkpoint_is_put_aside(config: Config) -> None:
+    """resume=auto begins anew, however often; nothing of one attempt is taken for the next's."""
+    for loss in (1.0, 2.0, 3.0):
+        directory = opened(config(resume="auto"))
+        directory.log("train", 1, {"loss": loss})
+        directory.save_image(1, "grid", Image.new("RGB", (8, 8)))
+        (directory.path / "evaluations" / "step-000000").mkdir(parents=True)
+        directory.close()
+    run = directory.path
+    losses = [[r["loss"] for r in read_metrics(at / "metrics.jsonl")] for at in (run, *sorted(run.glob("attempt-*")))]
+    assert losses == [[3.0], [1.0], [2.0]]
+    moved = sorted(path.name for path in (run / "attempt-2").iterdir())
+    assert moved == ["evaluations", "images", "metrics.jsonl"]
+    log = (run / "log.txt").read_text()
+    assert f"no checkpoint to go on from: the run begins anew, and what there was is in {run / 'attempt-2'}" in log
+
+
 def test_numbers_that_json_has_no_word_for_are_null(config: Config) -> None:
     """The gradient norm of an fp16 overflow is infinite; that must not end the run."""
     directory = opened(config())

@@ -63,6 +63,18 @@ def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> Non
     assert [r["step"] for r in of_kind(records, "event") if r["event"] == "alarm"] == [4]
 
 
+def test_a_reward_that_is_the_same_everywhere(config: Config, scripted: Use) -> None:
+    """It trains nothing, which is said once; steps before a resume count."""
+    scripted(lambda item: Score(0.5))
+    shape = {"rollout__num_steps": 2, "rollout__window": {"size": 1, "range": [0, 1]}, "resume": "auto"}
+    train(config(training__max_steps=6, **shape))
+    _, records = train(config(training__max_steps=11, **shape))
+    [alarm] = [r for r in of_kind(records, "event") if r["event"] == "alarm"]
+    assert alarm["step"] == 10
+    assert alarm["alarm"].startswith("10 steps in a row had nothing to learn from: within every group all rewards were")
+    assert all(r["skipped"] == 1.0 for r in of_kind(records, "train"))
+
+
 def test_the_mass_of_a_judge_is_logged(config: Config, scripted: Use) -> None:
     """The mean over the images that it scored; a failure has none."""
     masses = itertools.cycle([0.6, 0.8, None, 0.7])

@@ -89,13 +89,15 @@ def uninterrupted(long_run: Path) -> Path:
 
 
 def test_resume_is_bitwise(long_run: Path, uninterrupted: Path) -> None:
-    """Killed in a rollout (epoch 2), between backwards of step 5 (an inner epoch), and while writing a checkpoint."""
-    for where, count in (("rollout", 2), ("backward", 10), ("writing", 5)):
-        killed = run_child(where, count, [str(long_run), f"name={where}"])
+    """Killed in a rollout (epoch 1, before there is a checkpoint, and 2), between backwards of step 5 (an inner epoch),
+    and while writing a checkpoint."""
+    for where, count in (("rollout", 1), ("rollout", 2), ("backward", 10), ("writing", 5)):
+        name = f"{where}{count}"
+        killed = run_child(where, count, [str(long_run), f"name={name}"])
         assert killed.returncode == -signal.SIGKILL, killed.stderr
-        again = run_child("nowhere", 0, [str(long_run), f"name={where}"])
+        again = run_child("nowhere", 0, [str(long_run), f"name={name}"])
         assert again.returncode == 0, again.stderr
-        same_runs(uninterrupted, long_run.parent / "runs" / where)
+        same_runs(uninterrupted, long_run.parent / "runs" / name)
 
 
 def same_runs(a: Path, b: Path) -> None:

@@ -76,12 +76,28 @@ def test_adaptive_entropy_goes_on_where_it_was(parts_of: Any) -> None:
 
 def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path) -> None:
     file = vlm_file()
-    assert train(file).code == 0
+    (tmp_path / "a").mkdir()
+    dead = tmp_path / "a/metrics.jsonl"  # of an attempt that was killed before its first checkpoint
+    dead.write_text('{"step": 0, "kind": "eval"}\n', encoding="utf-8")
+    assert train(file).code == 2
+    assert train(file, "resume=auto").code == 0
+    assert [record["moment"] for record in records(tmp_path / "a", "eval")] == ["start", "end"]
+    assert "step 1 of 2: loss " in (tmp_path / "a/log.txt").read_text(encoding="utf-8")
     metrics = (tmp_path / "a/metrics.jsonl").read_bytes()
     again = train(file, "resume=auto")
     assert again.code == 0, again.err
     assert "already ended at step 2" in again.err
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_reward_that_is_the_same_everywhere_alarms_once(vlm_file: RunFile, tmp_path: Path) -> None:
+    """Steps before a resume count."""
+    reward = {"scorer": "fn", "fn": "tests.recipes.vlm_runs:alike", "paste_back": False}
+    file = vlm_file(rewards={"alike": reward})
+    for steps in (6, 11):
+        done = train(file, f"training.max_steps={steps}", "resume=auto")
+        assert done.code == 0, done.err
+    assert [r["step"] for r in records(tmp_path / "a", "event") if r["event"] == "alarm"] == [10]
 
 
 def test_rewards_go_on_counting_and_the_last_checkpoint_stays_pinned(

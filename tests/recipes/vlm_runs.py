@@ -43,6 +43,10 @@ def letters(items: list[Any]) -> list[float]:
     return [sum(ord(c) % 97 for c in text) / (97 * max(1, len(text))) for text in completions(items)]
 
 
+def alike(items: list[Any]) -> list[float]:
+    return [0.5] * len(items)
+
+
 def completions(items: list[Any]) -> list[str]:
     return [str(item.metadata["completion"]) for item in items]
 

@@ -410,7 +410,8 @@ class RewardClientConfig(Section):
     timeout_s: Positive = 60.0
     """Deadline of one request, retries included."""
     outage_wait_s: NonNegative = 300.0
-    """How long to wait for servers that stopped answering before the run stops, resumable (exit 3)."""
+    """How long to wait for servers that stopped answering before the run stops, resumable (exit 3); at its start never
+    less than a minute, for servers that are loading."""
     logged_wait_s: NonNegative = 5.0
     """How long rewards of weight 0, which are only logged, may take once the others of an epoch are in."""
     max_failure_rate: Unit = 0.2

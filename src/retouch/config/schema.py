@@ -191,8 +191,8 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random derives from it."""
     resume: str | None = None
-    """"auto" continues from the newest complete checkpoint of the run directory (or starts); a path continues from
-    that checkpoint; null starts, and refuses a directory that holds a run."""
+    """"auto" continues from the newest complete checkpoint of the run directory, or starts where there is none; a path
+    continues from that checkpoint; null starts, and refuses a directory that holds a run."""
     model: Model
     data: Data
     """Examples to train on; RL needs no targets."""

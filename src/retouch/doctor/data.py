@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.data_sections import Data
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.dataset import DataError, Dataset, list_items, load_dataset
 from retouch.doctor.line import Line
+
+if TYPE_CHECKING:
+    from retouch.observe import RunDir
 
 
 def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
@@ -85,7 +89,15 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
     except ConfigError as error:
         yield Line("fix", "run directory", str(error))
     else:
-        yield Line("ok", "run directory", f"{directory.path}: {'as resume says' if run.resume else 'new'}")
+        yield Line("ok", "run directory", f"{directory.path}: {_beginning(run, directory)}")
+
+
+def _beginning(run: RunConfig, directory: RunDir) -> str:
+    from retouch.engine.checkpoint import complete_checkpoints
+
+    if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
+        return "holds no checkpoint; the run begins anew" if directory.holds_run() else "new"
+    return "as resume says" if run.resume else "new"
 
 
 @contextmanager

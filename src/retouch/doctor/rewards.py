@@ -13,6 +13,7 @@ from retouch.config.reward_sections import OcrReward, RewardClientConfig, Reward
 from retouch.doctor.line import Line
 from retouch.rewards.compose import EVERYTHING, RewardTable
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.remedy import start_servers
 from retouch.types import Score
 
 _LOADING_S = 120.0
@@ -78,7 +79,7 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str |
 def _remedy(name: str, entry: RewardEntry) -> str:
     if entry.url is None or entry.url == "auto":
         return f"see the line of the extra, and try `retouch reward serve {entry.scorer}`"
-    return f"start the server with `retouch reward serve {name}`, or set rewards.{name}.url"
+    return start_servers([name])
 
 
 def probe() -> RewardItem:

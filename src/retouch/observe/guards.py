@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,35 @@ class KlWatch:
             return None
         self._recent = []
         return f"the KL of the last {size} steps is {now:.3g}, that of the {size} before them {before:.3g}"
+
+
+class IdleWatch:
+    """The alarm on `limit` steps in a row that had nothing to learn from; once until one has."""
+
+    def __init__(self, limit: int = 10) -> None:
+        self._limit, self._idle = limit, 0
+
+    def see(self, idle: float | None) -> str | None:
+        """Whether one more step had nothing to learn from; None: it had -> the alarm."""
+        self._idle = self._idle + 1 if idle else 0
+        if self._idle != self._limit:
+            return None
+        return (
+            f"{self._limit} steps in a row had nothing to learn from: within every group all rewards were the same, or "
+            "failed; look at the rewards, and at pictures that they were given to"
+        )
+
+
+class StepWatch:
+    """The alarms on optimizer steps."""
+
+    def __init__(self) -> None:
+        self._kl, self._idle = KlWatch(), IdleWatch()
+
+    def see(self, values: Mapping[str, Any]) -> list[str]:
+        """What was logged of one more step -> alarms."""
+        found = (self._kl.see(values.get("kl")), self._idle.see(values.get("skipped")))
+        return [alarm for alarm in found if alarm is not None]
 
 
 def score_drifts(

@@ -1,6 +1,7 @@
 """The directory of a run and the files that are appended to while it runs.
 
-    RUN/config.yaml  environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
+    RUN/config.yaml  [config-000040.yaml]  [attempt-1/]  .lock
+    RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
 
 metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings, and
 what else a step cost the first process, stand under "time" and in no other key, so that two runs can be compared with
@@ -10,6 +11,7 @@ them left out.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config import ConfigError, RunConfig, dump_run
+from retouch.observe.run_lock import RunLock
+from retouch.observe.step_log import StepLog
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,6 +45,10 @@ PACKAGES = (
 )
 
 
+_OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "metrics.jsonl")
+"""What a run that begins anew would mix its own with; the last is what a directory is taken for a run by."""
+
+
 class RunDir:
     """Opens a run directory for writing; every method is silent on ranks other than the main one."""
 
@@ -48,9 +56,11 @@ class RunDir:
         self.path = Path(config.logging.dir).expanduser() / config.name
         self.config = config
         self.main = main
+        self.step_log = StepLog(config.training.max_steps)
         self._metrics: Any = None
         self._tensorboard: Any = None
         self._handler: logging.Handler | None = None
+        self._lock = RunLock(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -61,30 +71,53 @@ class RunDir:
 
         Args:
             resume_step: step of the checkpoint to go on from; lines of later steps are dropped from metrics.jsonl, they
-                will come again. None starts anew.
+                will come again. None starts anew; what an attempt without any checkpoint left is put aside where
+                `resume` is "auto".
 
         Raises:
-            ConfigError: starting where a run already is.
+            ConfigError: starting where a run already is, or where another process writes.
         """
         if not self.main:
             return
+        self.lock()
         metrics = self.path / "metrics.jsonl"
-        if resume_step is None:
+        if resume_step is None and self.config.resume != "auto":
             self.require_new()
-        self.path.mkdir(parents=True, exist_ok=True)
+        aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
         if resume_step is not None:
             _truncate(metrics, resume_step)
+            _keep_config(self.path, resume_step, dump_run(self.config))
         (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
         (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
         self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger("retouch").addHandler(self._handler)
+        if aside is not None:
+            logger.warning("no checkpoint to go on from: the run begins anew, and what there was is in %s", aside)
         if "tensorboard" in self.config.logging.sinks:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+
+    def lock(self) -> None:
+        """Let no other process write here until this run is closed, or dead; from before the choice of a checkpoint.
+
+        Raises:
+            ConfigError: another one does.
+        """
+        if self.main:
+            self._lock.take()
+
+    def require_free(self) -> None:
+        """Refuse to go on where another process writes.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.main:
+            self._lock.require_free()
 
     def require_new(self) -> None:
         """Refuse to start where a run already is.
@@ -92,11 +125,15 @@ class RunDir:
         Raises:
             ConfigError: it is.
         """
-        metrics = self.path / "metrics.jsonl"
-        if self.main and metrics.exists() and metrics.stat().st_size:
+        if self.main and self.holds_run():
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
             )
+
+    def holds_run(self) -> bool:
+        """Whether anything was logged here."""
+        metrics = self.path / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
 
     def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
         """Append one line, and its numbers to TensorBoard under `kind/`. NaN and infinity (the gradient norm of an fp16
@@ -109,6 +146,7 @@ class RunDir:
             record["time"] = {name: round(value, 4) for name, value in seconds.items()}
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
         self._metrics.flush()
+        self.step_log.see(record)
         if self._tensorboard is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -137,6 +175,7 @@ class RunDir:
             logging.getLogger("retouch").removeHandler(self._handler)
             self._handler.close()
             self._handler = None
+        self._lock.release()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -179,3 +218,31 @@ def _truncate(metrics: Path, step: int) -> None:
     temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     temporary.replace(metrics)
+
+
+def _put_aside(run: Path) -> Path:
+    """Move what an attempt left to a folder of its own in the run directory."""
+    places = (run / f"attempt-{number}" for number in itertools.count(1))
+    aside = next(place for place in places if not place.exists())
+    aside.mkdir()
+    for name in _OF_AN_ATTEMPT:
+        if (run / name).exists():
+            (run / name).rename(aside / name)
+    return aside
+
+
+def _keep_config(run: Path, step: int, now: str) -> None:
+    """The run file that held up to a step, as config-000040.yaml, where the one of today differs. Of legs beyond the
+    step nothing is left, as of their metrics."""
+    ends = {leg: leg.stem.partition("-")[2] for leg in sorted(run.glob("config-*.yaml"))}
+    beyond = [leg for leg, end in ends.items() if end.isdecimal() and int(end) >= step]
+    held = beyond[0] if beyond else run / "config.yaml"
+    if held.exists() and _without_resume(held.read_text(encoding="utf-8")) != _without_resume(now):
+        held.replace(run / f"config-{step:06d}.yaml")
+        beyond = beyond[1:]
+    for leg in beyond:
+        leg.unlink()
+
+
+def _without_resume(run_file: str) -> list[str]:
+    return [line for line in run_file.splitlines() if not line.startswith("resume:")]

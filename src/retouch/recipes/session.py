@@ -27,9 +27,10 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
 from retouch.observe import Stopwatch
-from retouch.observe.guards import KlWatch, evaluation_alarms, score_drifts
+from retouch.observe.guards import StepWatch, evaluation_alarms, score_drifts
 from retouch.observe.report import write_report
 from retouch.observe.run_dir import read_metrics
+from retouch.recipes.readiness import wait_for_rewards
 from retouch.recipes.resume import may_go_on, warn_of_changes
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example, Stopped
@@ -74,7 +75,7 @@ class Session:
         self._stop: str | None = None
         self._alarm: str | None = None
         self._owes_evaluation = False
-        self._kl = KlWatch()
+        self._watch = StepWatch()
         self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -83,6 +84,7 @@ class Session:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True
         )
         self._bar.disable = not (run.engine.is_main and self._bar.console.is_terminal)
+        run.dir.step_log.wanted = self._bar.disable
         self._task = self._bar.add_task(run.config.name, total=run.config.training.max_steps)
 
     # --- begin and end ---
@@ -90,6 +92,7 @@ class Session:
     def __enter__(self) -> Session:
         run = self.run
         run.engine.new_optimizer()
+        run.dir.lock()
         folder = self._resume_folder()
         if folder is None:
             run.dir.open(None)
@@ -99,7 +102,7 @@ class Session:
             self._restore(folder)
         if run.rewards.entries:
             run.rewards.start()
-            self._wait_for_rewards()
+            wait_for_rewards(run.rewards, self.config.reward_client)
         self._log_header(folder)
         self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self._bar.start()
@@ -173,8 +176,7 @@ class Session:
         told = {"phase": progress.phase, "epoch": progress.epoch if epoch is None else epoch, **values}
         self.run.dir.log("train", progress.step, told, seconds)
         self._bar.update(self._task, completed=progress.step)
-        alarm = self._kl.see(values.get("kl"))
-        if alarm is not None:
+        for alarm in self._watch.see(values):
             self._alert(alarm, stop=False)
         if evaluate_now and not last:
             self.evaluate("step")
@@ -326,7 +328,7 @@ class Session:
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
         for record in records:
             if record["kind"] == "train":
-                self._kl.see(record.get("kl"))  # its alarms were told
+                self._watch.see(record)  # its alarms were told
         over = self.progress.step >= self.config.training.max_steps
         self._finished = over and any((r["step"], r.get("event")) == (self.progress.step, "finished") for r in records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
@@ -374,12 +376,6 @@ class Session:
             raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
         self._stop = signal.Signals(number).name
         logger.warning("%s: stopping at the next step; once more to leave at once", self._stop)
-
-    def _wait_for_rewards(self) -> None:
-        wait = self.config.reward_client.outage_wait_s
-        problems = self.run.rewards.wait_ready(max(wait, 60.0))
-        if problems:
-            raise RewardOutage("rewards are not ready: " + "; ".join(problems))
 
     def _log_header(self, folder: Path | None) -> None:
         run = self.run

@@ -27,6 +27,7 @@ from trl import GRPOConfig
 from retouch.config import RunConfig
 from retouch.data import curriculum_order
 from retouch.models.response import Responses
+from retouch.recipes.readiness import wait_for_rewards
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import may_go_on_with, newest_or, read_step, rewards_state
@@ -54,6 +55,7 @@ def train(config: RunConfig) -> Path:
 
 
 def _run(parts: Parts, arguments: GRPOConfig) -> None:
+    parts.dir.lock()
     folder = newest_or(parts.config, parts.dir.checkpoints)
     step = None if folder is None else read_step(folder)
     if folder is not None:
@@ -65,7 +67,7 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
         return
     parts.dir.open(step)
     parts.rewards.start()
-    _wait_for_rewards(parts)
+    wait_for_rewards(parts.rewards, parts.config.reward_client)
     if arguments.use_vllm:
         name_for_vllm(parts)
         processes: Any = arguments.distributed_state
@@ -181,9 +183,3 @@ class VlmTrainer(RunTrainer):
             self.parts.dir.save_image(
                 step + 1, "rollouts", judged_grid(judged, self.parts.algorithm.count("num_generations"))
             )
-
-
-def _wait_for_rewards(parts: Parts) -> None:
-    problems = parts.rewards.wait_ready(max(parts.config.reward_client.outage_wait_s, 60.0))
-    if problems:
-        raise RewardOutage("rewards are not ready: " + "; ".join(problems))

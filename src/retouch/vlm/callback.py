@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from transformers import TrainerCallback
+
+from retouch.observe.guards import IdleWatch
+from retouch.observe.run_dir import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +21,12 @@ class RunCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:  # retouch.vlm.trainer.RunTrainer
         self.trainer = trainer
         self._optimizing = ExitStack()
+        self._idle = IdleWatch()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for record in read_metrics(self.trainer.parts.dir.path / "metrics.jsonl"):
+            if record["kind"] == "train":
+                self._idle_alarm(record)  # it was told
         self.trainer.parts.clock.split()  # opening the run is no part of its first step
         if self.trainer.owes_evaluation:  # here weights are where they are trained
             self.trainer.evaluate_now("step" if state.global_step else "start")
@@ -53,7 +61,16 @@ class RunCallback(TrainerCallback):
         split = self.trainer.parts.clock.split()
         split |= self.trainer.costs.split(split["step"])
         self.trainer.parts.dir.log("train", state.global_step, {"phase": "rl", **values}, split)
+        alarm = self._idle_alarm(values)
+        if alarm is not None:
+            logger.warning("alarm: %s", alarm)
+            self.trainer.parts.dir.log("event", state.global_step, {"event": "alarm", "alarm": alarm})
         logger.debug("step %d: %s, %s", state.global_step, values, seconds)
+
+    def _idle_alarm(self, values: Mapping[str, Any]) -> str | None:
+        """Of a step that generated; others say nothing of rewards."""
+        alike = values.get("frac_reward_zero_std")
+        return None if alike is None else self._idle.see(alike == 1.0)
 
 
 def _is_of_time(name: str) -> bool:

@@ -1,0 +1,46 @@
+"""A log without a terminal says how training goes, and not too often."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.observe import step_log
+from retouch.observe.step_log import StepLog
+
+
+def record(step: int, seconds: float, **values: Any) -> dict[str, Any]:
+    return {"step": step, "kind": "train", "time": {"step": seconds}, **values}
+
+
+def test_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the first step at once; seconds are the mean over the steps since the line before."""
+    caplog.set_level(logging.INFO)
+    now = [1000.0]
+    monkeypatch.setattr(step_log.time, "monotonic", lambda: now[0])
+    log = StepLog(90)
+    for step in range(1, 7):
+        log.see({"step": step, "kind": "rollout", "combined_score": step / 10})
+        log.see(record(step, 10.0 * step, **({"skipped": 1.0} if step == 4 else {"loss": 0.25})))
+        now[0] += 20
+    log.see(record(7, 1.0, loss=0.5, reward=0.75))
+    assert [r.getMessage() for r in caplog.records] == [
+        "step 1 of 90: loss 0.25, mean reward 0.1, 10 s a step",
+        "step 4 of 90: nothing to train on, mean reward 0.4, 30 s a step",
+        "step 7 of 90: loss 0.5, mean reward 0.75, 37 s a step",
+    ]
+    now[0] += 100
+    log.see(record(8, 1.0, loss=None))
+    assert "step 8 of 90: loss not finite, " in caplog.records[-1].getMessage()
+    log.wanted = False
+    now[0] += 100
+    log.see(record(9, 1.0, loss=0.5))
+    assert len(caplog.records) == 4
+
+
+def test_a_run_without_a_terminal_says_its_steps(finished: Callable[[str], Path]) -> None:
+    assert "step 1 of 4: loss " in (finished("full") / "log.txt").read_text(encoding="utf-8")
