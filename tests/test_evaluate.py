@@ -55,6 +55,33 @@ def test_batches_do_not_change_the_result(loaded: Loaded, examples: Dataset) -> 
             assert other.means()[measure] == pytest.approx(value, abs=rounding)
 
 
+def test_processes_share_the_pictures_and_score_each_once(
+    loaded: Loaded, examples: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven pictures on three processes, one of the nine drawn twice for nothing and two of them on the last: as one
+    process has them, one at a time."""
+    work = evaluation.work_of(examples[:], 2)[:7]
+    rewards = RewardTable({"preservation": PreservationReward()}, RewardClientConfig())
+    scored = []
+    real = RewardTable.submit
+    monkeypatch.setattr(RewardTable, "submit", lambda self, items, **o: scored.extend(items) or real(self, items, **o))
+    rewards.start()
+
+    def share(own: evaluation.Work, padding: int) -> evaluation.Scored:
+        drawn = own + work[:1] * padding
+        return evaluation.draw_and_score(loaded.model, loaded.network, drawn, 3, 30.0, 1, rewards, Stopwatch(), padding)
+
+    try:
+        parts = [share(work[:3], 0), share(work[3:6], 0), share(work[6:], 2)]
+        assert len(scored) == 7
+        whole = share(work, 0)
+    finally:
+        rewards.close()
+    shared = evaluation.measured(work, parts[0] + parts[1] + parts[2])
+    assert shared.rows == evaluation.measured(work, whole).rows
+    assert all(np.array_equal(a, b) for a, b in zip(parts[2].images, whole.images[6:], strict=True))
+
+
 def test_an_image_depends_on_its_example_and_index_alone(loaded: Loaded, examples: Dataset) -> None:
     together = run(loaded, examples, 4)
     (last,) = (run(loaded, [examples[3]], 4, images=1).images,)

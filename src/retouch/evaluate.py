@@ -22,7 +22,7 @@ from retouch.observe.grids import grid
 from retouch.observe.guards import PREFIX, nearest_distances, picture_statistics, region_of
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import PendingBatch, broken_rows, items_of, ode_plan, sample, settle, to_uint8, without_strip
-from retouch.types import DiffusionModel, Example, Score
+from retouch.types import DiffusionModel, Example, Outcome, Score
 
 FACETS = ("level", "discipline", "complexity", "image_type")
 """Fields of an example's metadata that say what kind it is: an evaluation is also told by each of them."""
@@ -63,6 +63,27 @@ class Evaluation:
         return told
 
 
+Work = list[tuple[Example, int]]
+"""(example, which of its pictures) of every picture of an evaluation."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Pictures of some work.
+
+    Attributes:
+        images: [H, W, 3] uint8, as the network drew them.
+        outcomes: of each reward, gold ones too.
+    """
+
+    images: list[np.ndarray[Any, Any]] = field(repr=False)
+    outcomes: dict[str, list[Outcome]]
+
+    def __add__(self, other: Scored) -> Scored:
+        outcomes = {name: column + other.outcomes[name] for name, column in self.outcomes.items()}
+        return Scored(self.images + other.images, outcomes)
+
+
 def evaluate(
     model: DiffusionModel,
     network: nn.Module,
@@ -74,16 +95,38 @@ def evaluate(
     rewards: RewardTable,
     clock: Stopwatch,
 ) -> Evaluation:
-    """Sample every example with seeds that depend on nothing but the example, and score.
+    """Sample every example with seeds that depend on nothing but the example, score, and measure, on one process."""
+    work = work_of(examples, images_per_example)
+    return measured(work, draw_and_score(model, network, work, num_steps, guidance_scale, batch_size, rewards, clock))
 
-    The measures: each reward, gold ones too, its numeric details (`ocr.ned`, `ocr.exact`), `outside_l1` (drift of the
-    raw generation outside the mask, in [0, 1]), `glyph_correlation` where the example has a text, and statistics of
-    what was generated (`picture.*`, see `observe.guards`).
+
+def work_of(examples: Sequence[Example], images_per_example: int) -> Work:
+    return [(example, k) for example in examples for k in range(images_per_example)]
+
+
+def draw_and_score(
+    model: DiffusionModel,
+    network: nn.Module,
+    work: Work,
+    num_steps: int,
+    guidance_scale: float,
+    batch_size: int,
+    rewards: RewardTable,
+    clock: Stopwatch,
+    padding: int = 0,
+) -> Scored:
+    """The part of an evaluation that processes share out.
+
+    Args:
+        padding: how many of the last pictures are drawn only to take as many forwards as other processes do.
+
+    Raises:
+        RewardOutage: rewards stayed away.
     """
     plan_of: dict[tuple[int, int], Any] = {}
-    work = [(example, k) for example in examples for k in range(images_per_example)]
     raw: list[np.ndarray[Any, Any]] = []
     pending: list[PendingBatch] = []
+    real = len(work) - padding
     for start in range(0, len(work), batch_size):
         chunk = work[start : start + batch_size]
         batch = [example for example, _ in chunk]
@@ -94,21 +137,30 @@ def evaluate(
         seeds = [derive_seed("eval", example.id, k) for example, k in chunk]
         with clock.part("rollout"):
             final = sample(model, network, plan, condition, seeds).final
+        kept = max(0, min(len(chunk), real - start))
+        if not kept:
+            continue
         with clock.part("vae"):
-            decoded = model.decode(final)
+            decoded = model.decode(final[:kept])
             images = without_strip(to_uint8(decoded), batch)
         raw += list(images.numpy())
-        items = items_of(batch, images, [e.id for e in batch])
+        items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
         if rewards.entries:
             pending.append(PendingBatch(items, rewards.submit(items, training=False), broken_rows(decoded)))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
-    rows = [_row(example, k, image) for (example, k), image in zip(work, raw, strict=True)]
-    outcomes = {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries}
-    for name, column in outcomes.items():
+    return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries})
+
+
+def measured(work: Work, scored: Scored) -> Evaluation:
+    """The measures: each reward, gold ones too, its numeric details (`ocr.ned`, `ocr.exact`), `outside_l1` (drift of
+    the raw generation outside the mask, in [0, 1]), `glyph_correlation` where the example has a text, and statistics of
+    what was generated (`picture.*`, see `observe.guards`)."""
+    rows = [_row(example, k, image) for (example, k), image in zip(work, scored.images, strict=True)]
+    for name, column in scored.outcomes.items():
         for row, outcome in zip(rows, column, strict=True):
             row.update(_measures(name, outcome))
-    images = [_pasted(example, image) for (example, _), image in zip(work, raw, strict=True)]
+    images = [_pasted(example, image) for (example, _), image in zip(work, scored.images, strict=True)]
     generated = [
         region_of(image, None if example.mask is None else np.asarray(example.mask))
         for (example, _), image in zip(work, images, strict=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 from retouch.build import Run
 from retouch.config.algorithm_sections import NftConfig
 from retouch.core.objectives.nft import nft_loss, old_policy_decay
-from retouch.core.reduce import row_mean, weighted_mean, within
+from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.recipes.experience import Experience, collect, row_generators, train_epoch
 from retouch.recipes.noised import NoisedRows, noised_copies
 from retouch.recipes.session import Session
@@ -139,7 +139,8 @@ def micro_loss(
         total * copies,
     )
     if micro.reference is not None:
-        kl = row_mean(within(prediction - micro.reference, region) ** 2, region)
+        counted = region_of_kept(region, wide(weight))
+        kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, wide(weight), total * copies)
         values["kl"] = weighted_mean(kl.detach(), wide(weight))
     return loss, values, weight.sum()

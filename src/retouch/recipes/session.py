@@ -12,6 +12,8 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -25,7 +27,16 @@ from retouch.config import dump_run
 from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
-from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, save_evaluation
+from retouch.evaluate import (
+    Evaluation,
+    Scored,
+    draw_and_score,
+    evaluation_grid,
+    load_evaluation,
+    measured,
+    save_evaluation,
+    work_of,
+)
 from retouch.observe import Stopwatch
 from retouch.observe.guards import StepWatch, evaluation_alarms, score_drifts
 from retouch.observe.report import write_report
@@ -220,33 +231,39 @@ class Session:
     # --- evaluation and checkpoints ---
 
     def evaluate(self, moment: Literal["start", "warmup", "step", "end"]) -> None:
-        """Evaluate the weights that the run file names on fixed seeds, once a step."""
+        """Evaluate the weights that the run file names on fixed seeds, once a step; processes share the pictures."""
         if self._evaluated_at == self.progress.step and moment == "step":
             return
         run, c = self.run, self.config.evaluation
-        examples = run.eval_data[: c.num_examples]
-        result: Evaluation | None = None
+        work = work_of(run.eval_data[: c.num_examples], c.images_per_example)
+        each = -(-len(work) // run.engine.world_size)
+        own = work[run.engine.rank * each : (run.engine.rank + 1) * each]
+        padding = each - len(own)  # every process runs as many forwards, which sharded weights need
+        scored: Scored | None = None
         stopped: RewardOutage | None = None
         with run.clock.part("eval"), run.policy.use("ema" if c.weights == "ema" else None):
             try:
-                result = evaluate(
+                scored = draw_and_score(
                     run.model,
                     run.network,
-                    examples,
-                    c.images_per_example,
+                    own + work[:1] * padding,
                     c.num_steps or self.config.rollout.num_steps,
                     run.guidance_scale,
                     self.config.rollout.batch_size_per_device,
                     run.rewards,
                     Stopwatch(),  # all of it counts as "eval"
+                    padding,
                 )
             except RewardOutage as error:
                 stopped = error
-            away = run.engine.any(result is None)  # all ranks stop together, or the others would wait for ever
-            if away or result is None:
+            away = run.engine.any(scored is None)  # all ranks stop together, or the others would wait for ever
+            if away or scored is None:
                 raise stopped or RewardOutage("rewards failed on another process; see its log")
             self._evaluated_at = self.progress.step
-            self._log_evaluation(moment, examples, result)
+            parts = run.engine.gather_list([scored])
+            if run.engine.is_main:
+                result = measured(work, reduce(add, parts))
+                self._log_evaluation(moment, run.eval_data[: c.num_examples], result)
 
     def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
         """Write a checkpoint of this step."""
@@ -262,8 +279,6 @@ class Session:
         run.dir.log(
             "eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **result.means()}
         )
-        if not run.engine.is_main:
-            return
         means = ", ".join(f"{name} {value:.3f}" for name, value in result.means().items())
         logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means)
         folder = run.dir.path / "evaluations"
