@@ -179,7 +179,8 @@ def test_a_detail_that_cannot_travel_spoils_one_item_not_the_reply(http: httpx.C
 def test_422_for_what_is_not_of_the_protocol(http: httpx.Client, changes: dict[str, Any]) -> None:
     with serving({"b": Brightness()}) as url:
         response = http.post(f"{url}/score", json=as_json([item(0)]) | changes)
-    assert response.status_code == 422 and next(iter(changes)) in response.json()["error"]
+    told = response.json()["error"]
+    assert response.status_code == 422 and next(iter(changes)) in told and "pydantic" not in told
 
 
 def test_422_for_unknown_keys_of_items_and_for_double_ids(http: httpx.Client) -> None:

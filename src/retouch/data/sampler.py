@@ -1,8 +1,9 @@
 """Which examples an epoch takes, in which order, on which rank: pure functions of the run's seed.
 
 Nothing here has a state, so that a resumed run, another number of processes or another batch size sees the same
-epochs. An epoch takes G different examples, K rollouts each: G · K *slots* in a fixed order. Ranks take consecutive
-slices of them; the last slots are padded, with weight 0, where they do not divide.
+epochs, and the same supervised steps as long as a step has as many rows. An epoch takes G different examples, K
+rollouts each: G · K *slots* in a fixed order. Ranks take consecutive slices of them; the last slots are padded, with
+weight 0, where they do not divide.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from retouch.rewards.protocol import (
     WireScorer,
 )
 from retouch.rewards.telemetry import Telemetry
-from retouch.rewards.wire import decode_items, parse_multipart
+from retouch.rewards.wire import decode_items, parse_multipart, problem_of
 from retouch.rewards.worker import ProcessWorker, ThreadWorker, Worker
 from retouch.types import Failure, Outcome, Score
 
@@ -283,7 +283,7 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
         except TooLarge as large:
             return _error(413, f"{large}; send fewer items in a request (reward_client.batch_size)")
         except ValueError as broken:  # pydantic's ValidationError is one
-            return _error(422, str(broken)[:2000])
+            return _error(422, problem_of(broken)[:2000])
         return Response(reply, media_type="application/json")
 
     return app

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 from PIL import Image
+from pydantic import ValidationError
 
 from retouch.imaging import as_shown, mask_levels, to_rgb
 from retouch.rewards.protocol import PICTURES, PROTOCOL_VERSION, Pixels, RewardItem, ScoreReply, ScoreRequest, WireItem
@@ -231,5 +232,13 @@ def parse_reply(body: bytes) -> ScoreReply:
     except BrokenMessage:
         raise
     except (ValueError, RecursionError) as error:  # JSONDecodeError and pydantic's ValidationError are ValueErrors
-        problem = " ".join(str(error).split())[:200]
+        problem = " ".join(problem_of(error).split())[:200]
         raise BrokenMessage(f"the reply is not of the protocol: {problem}") from None
+
+
+def problem_of(error: Exception) -> str:
+    """What is wrong with a message, without pydantic's addresses and repetitions."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found)
