@@ -104,7 +104,7 @@ def main() -> None:
     if rows and not arguments.table and known["settings"] != settings(arguments):
         parser.error(f"{arguments.out}: its rows are of other settings, {known['settings']}; give another file")
     if arguments.table:
-        print(table(rows))
+        tell(rows)
         return
     wanted = [("colours", seed) for seed in arguments.seeds] + [("flux_fill", 0)]
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,19 @@ def main() -> None:
             if arguments.out:
                 text = json.dumps({"machine": machine(), "settings": settings(arguments), "rows": rows}, indent=1)
                 arguments.out.write_text(text + "\n", encoding="utf-8")
+    tell(rows)
+
+
+def tell(rows: Sequence[Row]) -> None:
+    """The table, and what another seed may show."""
     print(table(rows))
+    guided = [row for row in rows if row["base"] == "colours"]
+    if len(guided) - 1 in STUDENT:
+        for measure in MEASURES:
+            mean, low, high = over_seeds(guided, "reference", f"{measure}_as_trained")
+            print(
+                f"over {len(guided)} seeds, as trained, off reference: {measure} {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+            )
 
 
 def settings(arguments: argparse.Namespace) -> Row:

@@ -133,3 +133,14 @@ def test_a_disk_that_is_full_when_weights_are_exported(
     checkpoint = finished("lora") / "checkpoints" / "step-000004"
     says = failed(retouch("export", checkpoint, "--to", "diffusers-lora", "--out", tmp_path / "x"))
     assert says == f"{tmp_path / 'x'}: no space left on device; {FULL}"
+
+
+def test_what_could_not_be_read_lies_elsewhere(tmp_path: Path) -> None:
+    """No advice about where to write; and another option is named where it says the place."""
+    with pytest.raises(OSError) as raised, writing(tmp_path / "run"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/data/train.json")
+    assert file_problem(raised.value) == "/data/train.json: permission denied; permit it"
+    with pytest.raises(OSError) as raised, writing(tmp_path / "run", "--endpoints and --log-dir"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "run" / "x"))
+    says = "permission denied; permit it, or set --endpoints and --log-dir to a folder that can be written"
+    assert file_problem(raised.value) == f"{tmp_path / 'run' / 'x'}: {says}"

@@ -263,7 +263,10 @@ def refused(outcome: Outcome) -> str:
             ["--data", "nowhere.csv"],
             "nowhere.csv: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file",
         ),
-        (["--data", "{data}", "--resolution", "axb"], "size: given 'axb'; write a side like 512, or HEIGHTxWIDTH"),
+        (
+            ["--data", "{data}", "--resolution", "axb"],
+            "--resolution: given 'axb'; write a side like 512, or HEIGHTxWIDTH",
+        ),
         (["--data", "{data}", "--weights", "nowhere"], "nowhere: no such checkpoint or weights folder"),
         (["--data", "{data}", "--weights", "{data}"], "{data}: holds neither a checkpoint nor weights"),
         (

@@ -83,8 +83,7 @@ def build(config: RunConfig) -> Run:
     Raises:
         ConfigError, DataError, ModelFilesError: one message each that says what to do.
     """
-    patience_s = 2 * (config.reward_client.timeout_s + config.reward_client.outage_wait_s)
-    engine = Engine(config.training, config.optimizer, config.seed, patience_s)
+    engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
     derived = derive(config, engine.world_size)
     needs = needed_pictures(config, training=False)
     data = load_dataset(config.data, "data", needed_pictures(config, training=True))

@@ -232,7 +232,9 @@ def reward_serve(
     where = ServeOptions(
         host, port, parse_devices(devices), replicas, endpoints, log_dir, with_parent=with_parent, limits=limits
     )
-    serve(requested(names, options), where)
+    asked = requested(names, options)
+    with writing(endpoints.parent, "--endpoints and --log-dir"):
+        serve(asked, where)
 
 
 @reward_app.command("score")

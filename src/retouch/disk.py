@@ -17,10 +17,16 @@ _OS_ERROR = re.compile(r"serializing: .*\(os error (\d+)\)")  # how safetensors 
 _CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL)  # how torch says it
 
 
+WHERE = "logging.dir or --out"
+
+
 @contextmanager
-def writing(place: Path | str) -> Iterator[None]:
+def writing(place: Path | str, options: str = WHERE) -> Iterator[None]:
     """Name the place in failures to write that do not say where they happened, and make OSErrors of those that torch
     and safetensors raise.
+
+    Args:
+        options: which say where the place is.
 
     Raises:
         OSError: with the number and the path of what could not be written.
@@ -30,27 +36,49 @@ def writing(place: Path | str) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL and error.filename is None:
             error.filename = str(place)
-        raise
+        raise _marked(error, place, options)  # noqa: B904
     except Exception as error:
         if type(error).__name__ == "SafetensorError" and (told := _OS_ERROR.search(str(error))):
             number = int(told[1])
-            raise OSError(number, os.strerror(number), str(place)) from error
+            raise _marked(OSError(number, os.strerror(number), str(place)), place, options) from error
         if isinstance(error, RuntimeError) and _CUT_OFF.search(str(error)):
-            raise OSError(errno.ENOSPC, "writing was cut off, as on a full disk", str(place)) from error
+            cut_off = OSError(errno.ENOSPC, "writing was cut off, as on a full disk", str(place))
+            raise _marked(cut_off, place, options) from error
         raise
 
 
 def file_problem(error: OSError) -> str | None:
-    """What is wrong with which path, and what to do; None for an error that is not the disk's."""
+    """What is wrong with which path, and what to do; None for an error that is not the disk's. Where to write is advice
+    about what was to be written alone: what could not be read lies elsewhere."""
     path = None if error.filename is None else str(error.filename)
+    place, options = getattr(error, _MARK, (None, WHERE))
+    written = path is not None and place is not None and _together(Path(path), Path(place))
     where = "" if path is None else f"{path}: "
     reason = (error.strerror or "").lower()
     if error.errno in _FULL:
-        return f"{where}{reason}; free space, or set logging.dir or --out to another disk"
+        return f"{where}{reason}; free space, or set {options} to another disk"
     if path is None:
         return None
     if error.errno in _CLOSED:
-        return f"{where}{reason}; permit it, or set logging.dir or --out to a folder that can be written"
+        return f"{where}{reason}; permit it" + (
+            f", or set {options} to a folder that can be written" if written else ""
+        )
     if error.errno in _IN_THE_WAY and (error.errno == errno.ENOTDIR or Path(path).is_file()):
-        return f"{where}a file is where a folder should be; set logging.dir or --out to a folder"
+        return f"{where}a file is where a folder should be" + (f"; set {options} to a folder" if written else "")
     return None
+
+
+_MARK = "retouch_place"
+
+
+def _marked(error: OSError, place: Path | str, options: str) -> OSError:
+    """The innermost place counts."""
+    if not hasattr(error, _MARK):
+        setattr(error, _MARK, (str(place), options))
+    return error
+
+
+def _together(path: Path, place: Path) -> bool:
+    """Whether one lies in the other."""
+    path, place = path.absolute(), place.absolute()
+    return path.is_relative_to(place) or place.is_relative_to(path)

@@ -16,7 +16,7 @@ from torch import nn
 from retouch.config.data_sections import LEVELS
 from retouch.data.sampler import derive_seed
 from retouch.glyphs import glyph_correlation
-from retouch.imaging import paste_back
+from retouch.imaging import MASK_THRESHOLD, paste_back
 from retouch.observe import Stopwatch
 from retouch.observe.grids import grid
 from retouch.observe.guards import PREFIX, nearest_distances, picture_statistics, region_of
@@ -210,7 +210,7 @@ def masked_input(example: Example) -> np.ndarray[Any, Any]:
         return np.full((64, 64, 3), 255, np.uint8)
     pixels = np.asarray(example.source).copy()
     if example.mask is not None:
-        pixels[np.asarray(example.mask) >= 128] = 127
+        pixels[np.asarray(example.mask) >= MASK_THRESHOLD] = 127
     return pixels
 
 
@@ -222,7 +222,7 @@ def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str,
     row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
     row |= {name: kind for name in FACETS if isinstance(kind := example.metadata.get(name), str | int | float)}
     if example.source is not None and example.mask is not None:
-        outside = np.asarray(example.mask) < 128
+        outside = np.asarray(example.mask) < MASK_THRESHOLD
         drift = np.abs(image.astype(np.float32) - np.asarray(example.source, np.float32))[outside]
         row["outside_l1"] = float(drift.mean() / 255)
         text = example.metadata.get("text")

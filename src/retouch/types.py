@@ -247,6 +247,10 @@ class Scores:
         return Scores({name: column for name, column in self.outcomes.items() if self.weights[name]}, self.weights)
 
 
+class Diverged(RuntimeError):
+    """A loss or gradient that is not finite. The weights are those of the last step."""
+
+
 class Stopped(Exception):
     """A run that stopped on purpose, with a checkpoint to go on from.
 

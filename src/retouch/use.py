@@ -30,7 +30,7 @@ from retouch.data import DataError, Dataset, ItemFiles, derive_seed, load_datase
 from retouch.data.dataset import check_item, read_item
 from retouch.data.validate import data_at
 from retouch.disk import file_problem, writing
-from retouch.engine import CheckpointError, Diverged, Engine, Policy
+from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
 from retouch.evaluate import Evaluation, evaluate, evaluation_grid
 from retouch.imaging import open_image, paste_back, read_mask, to_rgb
@@ -39,7 +39,7 @@ from retouch.models.loading import DTYPES, component_path
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
 from retouch.rewards.compose import RewardTable
-from retouch.rollout import broken_rows, ode_plan, sample, to_uint8, without_strip
+from retouch.rollout import broken_rows, ode_plan, require_drawn, sample, to_uint8, without_strip
 from retouch.types import DiffusionModel, Example
 from retouch.vlm.use import evaluate_trained, sample_trained
 
@@ -158,11 +158,7 @@ def sample_to_folder(trained: Trained, request: SampleRequest, out: Path) -> lis
             seed = derive_seed("sample", request.seed, example.id, k)
             final = sample(loaded.model, loaded.network, plan, condition, [seed]).final
             decoded = loaded.model.decode(final)
-            if broken_rows(decoded):
-                raise Diverged(
-                    f"example {example.id}: the network did not draw it in finite numbers; its weights are broken, or "
-                    "overflow in this precision: take those of an earlier checkpoint"
-                )
+            require_drawn(broken_rows(decoded), example.id)
             image = Image.fromarray(without_strip(to_uint8(decoded), [example])[0].numpy())
             path = out / f"{example.id:05d}-{k}.png"
             into_source(item, image, notes, section, request.feather).save(path)

@@ -471,7 +471,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ("rollout.group_size=1", "algorithm={name: grpo, baseline: batch, scale: none}"),
         ("rollout.group_size=1", "algorithm={name: sft}", "rewards={}"),
         ("rollout.group_size=2",),
-        ("rewards={ocr: {weight: 0}, preservation: {weight: -1}}",),
+        ("rewards={ocr: {weight: 0}, preservation: {weight: 0.5}}",),
         ("algorithm.warmup_steps=10", "training.max_steps=10"),
         ("evaluation.weights=ema", "ema={}"),
         ("rollout={num_steps: 4, window: {size: 2, range: [0, 0.5]}}",),

@@ -11,7 +11,17 @@ import pytest
 import yaml
 
 from retouch.config import ConfigError, RunConfig, numbers, parse_run
-from retouch.config.trl_fields import COUNTS, DEFAULTS, DRAWING, MOVED, NUMBERS, REFUSED, grpo_fields, model_fields
+from retouch.config.trl_fields import (
+    COUNTS,
+    DEFAULTS,
+    DRAWING,
+    MAY_BE_NULL,
+    MOVED,
+    NUMBERS,
+    REFUSED,
+    grpo_fields,
+    model_fields,
+)
 from retouch.config.vlm import VlmDerived
 from tests.command_line import retouch
 
@@ -115,6 +125,11 @@ def test_numbers_of_trl_are_numbers_in_range(name: str, wrong: list[Any], right:
             parse(**{name: value})
     for value in right:
         assert parse(**{name: value}).algorithm.trl[name] == value  # type: ignore[union-attr]
+
+
+def test_null_is_what_trl_takes_it_for() -> None:
+    for name in MAY_BE_NULL:
+        assert parse(**{name: None}).algorithm.trl[name] is None  # type: ignore[union-attr]
 
 
 def test_options_with_a_range_exist_and_their_defaults_are_in_it() -> None:

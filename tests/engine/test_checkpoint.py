@@ -86,3 +86,12 @@ def test_one_that_was_moved_aside_is_not_counted_beside_its_successor(tmp_path: 
     assert complete_checkpoints(tmp_path) == [folder]
     put_in_place(checkpoint(tmp_path / ".writing-step-000040", "newer"), folder)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000040"]
+
+
+def test_one_that_has_a_successor_never_counts_again(tmp_path: Path) -> None:
+    """Killed before it was deleted; its successor is pruned later."""
+    checkpoint(tmp_path / ".replaced-step-000040", "old")
+    folder = checkpoint(tmp_path / "step-000040", "new")
+    drop_unfinished(tmp_path)
+    discard(folder)
+    assert complete_checkpoints(tmp_path) == [] and list(tmp_path.iterdir()) == []

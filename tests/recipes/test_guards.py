@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
 from retouch.types import Failure, Outcome, Score, Stopped
@@ -176,3 +177,38 @@ def test_the_end_of_the_warm_up_is_evaluated_once(config: Config, scripted: Use)
         (3, "step"),
         (4, "end"),
     ]
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_run_that_stops_where_an_evaluation_is_due_has_each_once(at: int, config: Config, scripted: Use) -> None:
+    """At the start, at the end of the warm-up, and in the last step."""
+    scripted(brightness)
+    shape: dict[str, Any] = {"training__max_steps": 4, "training__eval_every": 1, "algorithm__warmup_steps": 2}
+    _, expected = train(config(name="whole", **shape))
+    real = Session.end_step if at else Session.evaluate
+
+    def asked(self: Session, *arguments: Any, **named: Any) -> None:
+        if self.progress.step + bool(at) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, *arguments, **named)
+        if not at:
+            self.check_stop()
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(Session, "end_step" if at else "evaluate", asked)
+        train(config(resume="auto", **shape))
+    _, records = train(config(resume="auto", **shape))
+    told = [[(r["step"], r["moment"]) for r in of_kind(rows, "eval")] for rows in (records, expected)]
+    assert told[0] == told[1]
+
+
+def test_a_report_that_fails_is_no_failure_of_the_run(
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(run: Any) -> None:
+        raise OSError("no space left on device")
+
+    scripted(brightness)
+    monkeypatch.setattr("retouch.observe.report.write_report", full)
+    train(config(training__max_steps=1))
+    assert "no report of" in caplog.text

@@ -111,9 +111,11 @@ def test_what_the_policy_predicts_outside_of_the_region_is_nothing_to_the_loss(
         return found + outside * 0.3
 
     def told(region: dict[str, Any], name: str) -> list[dict[str, float]]:
-        _, records = train(run_of(algorithm, {**options, **region}, name=name, **shape))
+        steps = 2 if region else 1
+        run = run_of(algorithm, {**options, **region}, name=name, training__max_steps=steps, **shape)
+        _, records = train(run)
         told = [{k: v for k, v in r.items() if isinstance(v, float)} for r in of_kind(records, "train")]
-        assert len(told) == 2 and all(step["grad_norm"] > 0 for step in told)
+        assert len(told) == steps and all(step["grad_norm"] > 0 for step in told)
         return told
 
     plain = {name: told(region, f"plain-{name}") for name, region in {"hole": mask, "all": {}}.items()}
@@ -123,7 +125,7 @@ def test_what_the_policy_predicts_outside_of_the_region_is_nothing_to_the_loss(
     for before, after in zip(plain["hole"], changed["hole"], strict=True):
         assert after == pytest.approx(before, rel=1e-4, abs=1e-9)
     for name in ("loss", *(["kl"] if options.get("kl_weight") else [])):
-        assert changed["all"][1][name] != pytest.approx(plain["all"][1][name], rel=1e-3)
+        assert changed["all"][0][name] != pytest.approx(plain["all"][0][name], rel=1e-3)
 
 
 # --- options of the objectives ---

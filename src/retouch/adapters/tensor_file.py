@@ -18,4 +18,6 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     header["__metadata__"] = dict(sorted(metadata.items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
-    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(memoryview(whole)[end:])

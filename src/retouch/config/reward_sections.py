@@ -404,6 +404,10 @@ Reward = Annotated[
 ]
 
 
+COLLECTIVE_S = 7200.0
+"""Of it at least; NCCL's own ten minutes are less than writing a large checkpoint takes."""
+
+
 class RewardClientConfig(Section):
     """How the run talks to reward servers."""
 
@@ -437,3 +441,8 @@ class RewardClientConfig(Section):
     """What follows where it differs by more: a line in the log, or the end of the run, resumable (exit 3)."""
     cache: bool = False
     """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice."""
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds that processes wait for each other, of whom one may wait for rewards."""
+        return max(COLLECTIVE_S, 2 * (self.timeout_s + self.outage_wait_s))

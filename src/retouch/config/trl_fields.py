@@ -130,6 +130,9 @@ _RANGES: tuple[tuple[str, _Test, tuple[str, ...]], ...] = (
 NUMBERS: dict[str, tuple[str, _Test]] = {name: (says, fits) for says, fits, names in _RANGES for name in names}
 """Options whose values are checked, beside the counts -> what to set, and whether a number is that."""
 
+MAY_BE_NULL = frozenset({"min_p", "delta", "epsilon_high", "num_generations_eval"})
+"""Of them those that TRL also takes None for."""
+
 DRAWING: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -193,10 +196,11 @@ def check_names(trl: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: unknown option of TRL; {nearest(name, known - REFUSED.keys())}")
         if name in COUNTS and (type(value) is not int or value < 1):
             raise ValueError(f"{name}: given {value!r}; set a whole number above 0")
-        if name in NUMBERS:
+        if name in NUMBERS and (value is not None or name not in MAY_BE_NULL):
             says, fits = NUMBERS[name]
+            number: Any = value
             kinds = (int,) if says.startswith("a whole number") else (int, float)  # a bool is an int to isinstance
-            if type(value) not in kinds or not math.isfinite(value) or not fits(value):
+            if type(number) not in kinds or not math.isfinite(number) or not fits(number):
                 raise ValueError(f"{name}: given {value!r}; set {says}")
 
 

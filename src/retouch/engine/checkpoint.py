@@ -134,8 +134,9 @@ class Checkpoints:
             raise CheckpointError(f"{folder}: no complete.json, so it is not a complete checkpoint; give another")
         with _readable(folder):
             state = read_state(folder)
-            # mapped: read whole, the moments of all weights would stand in memory once more for every process
-            optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu", mmap=True)
+            # mapped where moments go to a GPU: read whole, all of them would stand in the memory of every process
+            mapped = engine.device.type != "cpu"
+            optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu", mmap=mapped)
             rng = torch.load(folder / "rng.pt", weights_only=True)
             rollouts = folder / "rollouts.safetensors"
             tensors = _rows_of_rank(load_file(rollouts), engine, folder) if rollouts.exists() else None
@@ -245,9 +246,12 @@ def discard(folder: Path) -> None:
 
 
 def drop_unfinished(root: Path) -> None:
-    """Delete what a run that was killed while it wrote left behind."""
+    """Delete what a run that was killed while it wrote left behind, and what its successor has replaced."""
     for leftover in root.glob(".writing-*"):
         shutil.rmtree(leftover)
+    for aside in root.glob(".replaced-*"):
+        if (root / aside.name.removeprefix(".replaced-") / "complete.json").is_file():
+            discard(aside)
 
 
 def flush(folder: Path) -> None:

@@ -23,9 +23,11 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
+from retouch.config.reward_sections import COLLECTIVE_S
 from retouch.engine.parallel import Fsdp2, Parallel, Replicated
 from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
 from retouch.engine.zero import Zero
+from retouch.types import Diverged
 
 if TYPE_CHECKING:
     from retouch.config.schema import OptimizerConfig, TrainingConfig
@@ -36,14 +38,6 @@ PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGA
 """What accelerate would wrap the network in by itself, and save in files of its own."""
 
 
-COLLECTIVE_S = 7200.0
-"""Seconds that processes wait for each other; NCCL's own ten minutes are less than writing a large checkpoint takes."""
-
-
-class Diverged(RuntimeError):
-    """A loss or gradient that is not finite. The weights are those of the last step."""
-
-
 class Engine:
     """Precision, gradients, collectives.
 
@@ -52,11 +46,10 @@ class Engine:
     """
 
     def __init__(
-        self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int, patience_s: float = 0.0
+        self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int, collective_s: float = COLLECTIVE_S
     ) -> None:
         """Args:
-        patience_s: how long a process may keep the others waiting in a collective, where that is more than the two
-            hours that a large checkpoint on a slow disk is given.
+        collective_s: how long processes wait for each other.
         """
         # accelerate keeps precision in a process-wide state; a second engine in one process starts from its own
         AcceleratorState._reset_state()
@@ -67,7 +60,7 @@ class Engine:
                 # a weight is used once a forward; of full weights the lowered copies would all be kept until its end
                 kwargs_handlers=[
                     AutocastKwargs(cache_enabled=False),
-                    InitProcessGroupKwargs(timeout=timedelta(seconds=max(COLLECTIVE_S, patience_s))),
+                    InitProcessGroupKwargs(timeout=timedelta(seconds=collective_s)),
                 ],
             )
         except ValueError as error:

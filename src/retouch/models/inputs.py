@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retouch.config.families import ADAPTERS
 from retouch.image_encoder import ImageEncoder
-from retouch.imaging import stack_above
+from retouch.imaging import MASK_THRESHOLD, stack_above
 from retouch.models.embeddings import StoredVectors, open_cache
 from retouch.models.loading import DTYPES
 from retouch.types import Example, ModelSpec
@@ -111,4 +111,4 @@ def _image_tensor(image: Any, example: Example, family: str) -> Tensor:
 def _mask_tensor(mask: Any, example: Example, family: str) -> Tensor:
     if mask is None:
         raise ValueError(f"example {example.id} has no mask; {family} repaints inside one")
-    return torch.from_numpy((np.asarray(stack_above(example.strip, mask)) >= 128).astype(np.float32))[None]
+    return torch.from_numpy((np.asarray(stack_above(example.strip, mask)) >= MASK_THRESHOLD).astype(np.float32))[None]

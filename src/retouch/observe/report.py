@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,8 @@ _COLOURS = (
     "#94a3b8",
 )
 
+logger = logging.getLogger(__name__)
+
 _HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation")
 _DRIFT = "outside_l1"
 """Measures of the verdict, where the run has them; the first one found is judged. Less drift is better, more of the
@@ -68,6 +71,14 @@ others."""
 
 _SHOWN_READINGS = 24
 _DOTTED = 40  # curves of up to so many points show each as a dot
+
+
+def leave_report(run: Path) -> None:
+    """`write_report` where a run ends. It is a by-product: its failure is logged, and no failure of the run."""
+    try:
+        write_report(run)
+    except Exception:
+        logger.exception("no report of %s; write it with `retouch report`", run)
 
 
 def write_report(run: Path) -> Path:
@@ -158,6 +169,9 @@ def _judgement(measure: str, change: tuple[float, float, float] | None) -> str:
 
 def _ended(records: Sequence[Record]) -> str:
     last = records[-1] if records else {}
+    while last.get("event") == "alarm":
+        records = records[:-1]
+        last = records[-1] if records else {}
     if last.get("kind") != "event":
         return "The run has not ended: it is running, or was killed."
     return f"The run {last['event']}{': ' + last['reason'] if 'reason' in last else ''}."

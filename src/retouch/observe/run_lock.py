@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from retouch.config import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +26,13 @@ class RunLock:
         self._file: Any = None
 
     def take(self) -> None:
-        """Hold it until `release`; nothing where it is held here already. A file system without locks is warned about.
+        """Hold it until `release`; nothing where it is held here already, or on a system without `flock`. A file system
+        without locks is warned about.
 
         Raises:
             ConfigError: another process has it.
         """
-        if self._file is not None:
+        if self._file is not None or fcntl is None:
             return
         self._run.mkdir(parents=True, exist_ok=True)
         file = (self._run / ".lock").open("a+", encoding="utf-8")
@@ -51,7 +56,7 @@ class RunLock:
             ConfigError: another process has it.
         """
         place = self._run / ".lock"
-        if self._file is not None or not place.exists():
+        if self._file is not None or fcntl is None or not place.exists():
             return
         with place.open(encoding="utf-8") as file:
             try:
@@ -62,7 +67,7 @@ class RunLock:
                 return
 
     def release(self) -> None:
-        if self._file is not None:
+        if self._file is not None and fcntl is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)  # also of copies that a child has inherited
             self._file.close()
             self._file = None

@@ -39,7 +39,7 @@ from retouch.evaluate import (
 )
 from retouch.observe import Stopwatch
 from retouch.observe.guards import StepWatch, evaluation_alarms, score_drifts
-from retouch.observe.report import write_report
+from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.readiness import wait_for_rewards
 from retouch.recipes.resume import may_go_on, warn_of_changes
@@ -118,7 +118,7 @@ class Session:
         self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self._bar.start()
         self._bar.update(self._task, completed=self.progress.step)
-        if self.progress.step == 0:
+        if self.progress.step == 0 and self._evaluated_at is None:
             self.evaluate("start")
         elif self._owes_evaluation:
             self.evaluate("step")  # servers were away when it was due
@@ -134,7 +134,7 @@ class Session:
             self._save_once(self._left if self.progress.position else None)
             self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
         if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
-            write_report(self.run.dir.path)
+            leave_report(self.run.dir.path)
         if away:
             raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
 
@@ -179,8 +179,6 @@ class Session:
             progress.updates += 1
             self._blend()
         last = progress.step >= training.max_steps
-        warmed_up = progress.phase == "warmup" and progress.step == supervised_steps(self.config)  # is evaluated next
-        evaluate_now = training.eval_every and progress.step % training.eval_every == 0 and not warmed_up
         save_now = training.checkpoint_every and progress.step % training.checkpoint_every == 0
         seconds = self.run.clock.split()
         seconds |= self.run.costs.split(seconds["step"])
@@ -189,7 +187,7 @@ class Session:
         self._bar.update(self._task, completed=progress.step)
         for alarm in self._watch.see(values):
             self._alert(alarm, stop=False)
-        if evaluate_now and not last:
+        if self._is_due():
             self.evaluate("step")
         if save_now and not last:
             self.save(rollouts)
@@ -295,6 +293,13 @@ class Session:
 
     # --- inside ---
 
+    def _is_due(self) -> bool:
+        """Whether this step is evaluated as one of many; the ends of warm-up and run have evaluations of their own."""
+        progress, training = self.progress, self.config.training
+        warmed_up = progress.phase == "warmup" and progress.step == supervised_steps(self.config)
+        last = progress.step >= training.max_steps
+        return bool(training.eval_every) and progress.step % training.eval_every == 0 and not (warmed_up or last)
+
     def _judge(self, folder: Path, result: Evaluation) -> None:
         """Alarms on an evaluation, beside those before it in the same phase: a warm-up changes pictures on purpose."""
         if self.progress.phase != "rl":
@@ -336,8 +341,7 @@ class Session:
         self.run.dir.open(self.progress.step)
         self._saved_at = self.progress.step
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
-        every = self.config.training.eval_every
-        self._owes_evaluation = bool(every) and self.progress.step % every == 0
+        self._owes_evaluation = self._is_due()
         if "rewards" in state:
             self.run.rewards.restore(state["rewards"])
         records = read_metrics(self.run.dir.path / "metrics.jsonl")

@@ -135,9 +135,8 @@ class Authorize:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/livez":
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if (
-                given[:7].lower() == b"bearer "
-            ):  # the scheme is case-insensitive, and spaces may follow (RFC 9110, 11.4)
+            # the scheme is case-insensitive, and spaces may follow (RFC 9110, 11.4)
+            if given[:7].lower() == b"bearer ":
                 given = b"Bearer " + given[7:].lstrip(b" ")
             if not hmac.compare_digest(given, self._token):
                 await _error(401, "a bearer token is required")(scope, receive, send)

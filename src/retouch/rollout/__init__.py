@@ -3,7 +3,7 @@
 from retouch.rollout.draw import Drawing, draw, drawing_on, freeze
 from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.plan import StepPlan, make_plan, ode_plan
-from retouch.rollout.sampler import broken_rows, latent_noise, noise_for, sample, to_uint8
+from retouch.rollout.sampler import broken_rows, latent_noise, noise_for, require_drawn, sample, to_uint8
 from retouch.rollout.scorer import FailureRateExceeded, PendingBatch, RewardOutage, items_of, settle, without_strip
 from retouch.rollout.transition import denoising_error, latent_region, objective_region, transition
 
@@ -27,6 +27,7 @@ __all__ = [
     "noise_for",
     "objective_region",
     "ode_plan",
+    "require_drawn",
     "sample",
     "settle",
     "to_uint8",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from retouch.core.steps import Estimate, gaussian_log_prob
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.transition import deterministic, transition
-from retouch.types import Condition, DiffusionModel, Trajectory
+from retouch.types import Condition, DiffusionModel, Diverged, Trajectory
 
 
 @torch.no_grad()
@@ -124,6 +124,19 @@ def broken_rows(*tensors: Tensor) -> list[int]:
     """Rows of tensors [B, ...] in any of which something is not a finite number."""
     finite = torch.stack([t.isfinite().flatten(1).all(1) for t in tensors]).all(0)
     return (~finite).nonzero().flatten().tolist()
+
+
+def require_drawn(broken: Sequence[int], example: int) -> None:
+    """For pictures that no reward looks at.
+
+    Raises:
+        Diverged: there are `broken_rows`.
+    """
+    if broken:
+        raise Diverged(
+            f"example {example}: the network did not draw it in finite numbers; its weights are broken, or overflow in "
+            "this precision: take those of an earlier checkpoint"
+        )
 
 
 def to_uint8(images: Tensor) -> Tensor:

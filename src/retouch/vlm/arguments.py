@@ -39,6 +39,7 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
         # told of a CPU, accelerate would leave DeepSpeed out; without, it finds its processes by their backend alone
         **({"ddp_backend": "gloo"} if cpu and _launched_by("DEEPSPEED") else {"use_cpu": cpu}),
         "disable_tqdm": True,
+        "ddp_timeout": int(config.reward_client.collective_s),
         **given,
         "chat_template_kwargs": {**template_options(task), **(given.get("chat_template_kwargs") or {})},
         "output_dir": str(Path(config.logging.dir).expanduser() / config.name),

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -270,6 +271,7 @@ def first_of(judged: Judged, count: int) -> Judged:
         images=judged.images[:count],
         scores=Scores(outcomes, judged.scores.weights),
         rewards=judged.rewards[:count],
+        broken=[row for row in judged.broken if row < pictures],
     )
 
 
@@ -279,6 +281,7 @@ def joined(parts: Sequence[Judged]) -> Judged:
     outcomes: dict[str, list[Outcome]] = {
         name: [outcome for part in parts for outcome in part.scores.outcomes[name]] for name in first.scores.outcomes
     }
+    starts = list(accumulate((len(part.texts) * part.pictures_each for part in parts[:-1]), initial=0))
     return replace(
         first,
         examples=[e for part in parts for e in part.examples],
@@ -287,6 +290,7 @@ def joined(parts: Sequence[Judged]) -> Judged:
         scores=Scores(outcomes, first.scores.weights),
         rewards=[r for part in parts for r in part.rewards],
         truncated=sum(part.truncated for part in parts),
+        broken=[start + row for start, part in zip(starts, parts, strict=True) for row in part.broken],
     )
 
 

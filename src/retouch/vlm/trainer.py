@@ -21,7 +21,7 @@ from retouch.engine.checkpoint import drop_unfinished, rng_state, set_rng_state
 from retouch.evaluate import Evaluation, save_evaluation
 from retouch.observe.cost import Costs
 from retouch.observe.guards import evaluation_alarms
-from retouch.observe.report import write_report
+from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout import RewardOutage
 from retouch.types import Example, Stopped
@@ -218,7 +218,7 @@ class RunTrainer(GRPOTrainer):
     def _end(self, event: str, **about: str) -> None:
         self.parts.dir.log("event", self.state.global_step, {"event": event, **about})
         if self.accelerator.is_main_process:
-            write_report(self.parts.dir.path)
+            leave_report(self.parts.dir.path)
 
     # --- stopping ---
 

@@ -19,6 +19,7 @@ from retouch.evaluate import Evaluation
 from retouch.models.qwen_text import prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
+from retouch.rollout import require_drawn
 from retouch.types import Example
 from retouch.vlm.checkpoint import load_weights
 from retouch.vlm.generation import generation_options
@@ -103,6 +104,7 @@ def sample_trained(
         example = data[position]
         for k in range(count):
             judged = answer(parts, [example], seed, "sample", k, score=False)
+            require_drawn(judged.broken, example.id)
             path = out / f"{example.id:05d}-{k}.png"
             Image.fromarray(judged.images[0][0].numpy()).save(path)
             path.with_suffix(".txt").write_text(judged.texts[0] + "\n", encoding="utf-8")
