@@ -129,7 +129,7 @@ def test_numbers_of_trl_are_numbers_in_range(name: str, wrong: list[Any], right:
 
 def test_null_is_what_trl_takes_it_for() -> None:
     for name in MAY_BE_NULL:
-        assert parse(**{name: None}).algorithm.trl[name] is None  # type: ignore[union-attr]
+        assert parse(**{name: None}).algorithm.trl.get(name) is None  # type: ignore[union-attr]
 
 
 def test_options_with_a_range_exist_and_their_defaults_are_in_it() -> None:
