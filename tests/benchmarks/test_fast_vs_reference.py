@@ -148,6 +148,7 @@ def test_every_shape_of_the_task_has_a_size_of_the_task() -> None:
         assert colours._size(np.asarray(painted(draw_shape(random), "blue"))) == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow
 def test_costs_are_counted_beside_each_other(tmp_path: Path) -> None:
     """A run of the smallest kind; 6 solver steps, 10, and 6 of which those before the window are taken once."""
     small = Namespace(groups=1, flux_updates=2, lr=1e-4, pairs=1, base=tmp_path)

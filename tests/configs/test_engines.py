@@ -53,7 +53,12 @@ def test_precision_is_left_to_the_run_file(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "groups"),
-    [("flux_fill_grpo.yaml", 2), ("flux_fill_grpo_lora.yaml", 2), ("flux_fill_nft.yaml", 2), ("flux_fill_dpo.yaml", 3)],
+    [
+        ("flux_fill_grpo.yaml", 2),
+        ("flux_fill_grpo_lora.yaml", 2),
+        pytest.param("flux_fill_nft.yaml", 2, marks=pytest.mark.slow),  # tests/distributed has both, on smaller runs
+        pytest.param("flux_fill_dpo.yaml", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_train_what_one_does(name: str, groups: int, signs: dict[str, Path], tmp_path: Path) -> None:
     """Full weights and LoRA, a warm-up step and an RL step: the same rewards, gradients and weights. DPO's three groups

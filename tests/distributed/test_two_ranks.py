@@ -137,8 +137,10 @@ def backwards(run: Path, rank: int) -> int:
         return int(file.metadata()["backwards"])
 
 
+@pytest.mark.slow
 def test_two_ranks_of_sharded_weights_train_as_one_process_does(run_yaml: Path) -> None:
-    """FSDP2: each holds a half of every weight, moment and snapshot. More in test_sharded.py."""
+    """FSDP2: each holds a half of every weight, moment and snapshot. More, and some in every run of the tests, in
+    test_sharded.py."""
     one = on_one(run_yaml, "optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=5")
     shape = ("optimizer.batch_size_per_device=1", "optimizer.gradient_accumulation=5")
     two = on_two(run_yaml, *shape, "training.sharding=fsdp2")
