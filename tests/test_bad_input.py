@@ -122,8 +122,9 @@ def test_ctrl_c_is_a_stop_not_a_failure(finished: Finished, monkeypatch: pytest.
     def interrupted(run: Path) -> Path:
         raise KeyboardInterrupt
 
+    run = finished("full")  # which leaves a report, too
     monkeypatch.setattr("retouch.observe.report.write_report", interrupted)
-    outcome = retouch("report", finished("full"))
+    outcome = retouch("report", run)
     assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from retouch.evaluate import Evaluation
+from retouch.models.flux_fill import FluxFill
 from retouch.use import comparison_table, gains
 from tests.command_line import Outcome, retouch
 
@@ -338,3 +340,13 @@ def test_a_format_of_style_adapters_for_a_lora_names_the_formats_of_loras(finish
     assert outcome.err.splitlines()[-1] == (
         "error: --to: given 'comfyui', but the run trained lora weights; use --to diffusers-lora or diffusers"
     )
+
+
+def test_a_picture_of_no_numbers_is_not_written_as_a_black_one(
+    finished: Callable[[str], Path], signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished("lora")
+    monkeypatch.setattr(FluxFill, "decode", lambda self, latents: torch.full((len(latents), 3, 32, 64), torch.nan))
+    outcome = retouch("sample", "--run", run, "--data", signs / "held_out", "--out", tmp_path / "out")
+    assert outcome.code == 1 and "the network did not draw it in finite numbers" in outcome.err
+    assert not list((tmp_path / "out").glob("*.png"))

@@ -187,10 +187,10 @@ def can_begin(config: RunConfig, run_dir: RunDir) -> None:
     if given is None:
         run_dir.require_new()
     elif given != "auto":
-        _is_checkpoint(given)
+        _require_checkpoint(given)
 
 
-def _is_checkpoint(given: str) -> None:
+def _require_checkpoint(given: str) -> None:
     """What `resume` names; of a run, and of its checkpoints, the message says the newest."""
     folder = Path(given).expanduser()
     if (folder / "complete.json").is_file():

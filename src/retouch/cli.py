@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -401,20 +402,15 @@ def tiny_build(
     """Train a tiny base from nothing on a CPU, and measure it on words (or instructions) it never saw."""
     _logging(False)
     from retouch.recipes.tiny_base import SCHEDULES, build_and_measure
+    from retouch.recipes.tiny_edit import build_edit
     from retouch.recipes.tiny_encoder import build_encoder
 
-    known = (*SCHEDULES, "image_encoder", "qwen_image_edit")
-    if family not in known:
-        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, known)}")
+    builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
+    builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit}
+    if family not in builders:
+        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
     with writing(out):
-        if family == "image_encoder":
-            result = build_encoder(out, seed)
-        elif family == "qwen_image_edit":
-            from retouch.recipes.tiny_edit import build_edit
-
-            result = build_edit(out, seed)
-        else:
-            result = build_and_measure(family, out, seed)
+        result = builders[family](out, seed)
     typer.echo(json.dumps(result, indent=2))
 
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
+from retouch.config.reward_sections import RewardClientConfig
 from retouch.config.schema import OptimizerConfig, TrainingConfig
 from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
 from retouch.engine.checkpoint import complete_checkpoints
@@ -237,3 +238,12 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"of another shape: weight.*model\.train"):
         store.load(folder, engine_for(other), Policy(other))
     assert float(other.weight.detach().abs().sum()) > 0
+
+
+def test_processes_wait_two_hours_or_twice_as_long_as_for_rewards() -> None:
+    """In the collectives of the engine."""
+    assert RewardClientConfig().collective_s == 7200
+    patient = RewardClientConfig(timeout_s=60, outage_wait_s=7200).collective_s
+    assert patient == 2 * 7260
+    made = Engine(TrainingConfig(mixed_precision="no"), OptimizerConfig(), 0, patient)
+    assert made.accelerator.init_handler.timeout.total_seconds() == patient  # type: ignore[union-attr]

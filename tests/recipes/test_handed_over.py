@@ -13,7 +13,7 @@ from retouch.core.schedule import shift_sigma
 from retouch.models.flux_fill import FluxFill
 from retouch.models.sd_inpaint import SdInpaint
 from retouch.recipes import grpo, nft, session, sft
-from retouch.rollout import objective_region
+from retouch.rollout import objective_region, sampler
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
@@ -154,10 +154,13 @@ def test_a_published_kl_is_the_exact_one_times_the_step(
     assert kls and all(arguments[4] == "published" and bool((arguments[5] < 0).all()) for arguments in kls)
 
 
-def test_published_log_probabilities_of_cps_are_those_of_both_sides(run_of: Config, scripted: Use) -> None:
-    """They are no densities: 0 at most. Weights that do not move find those of the sampler again, in the second update,
+def test_published_log_probabilities_of_cps_are_those_of_both_sides(
+    run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the sampler and of training. Weights that do not move find those of the sampler again, in the second update,
     too, whose ratio is no longer taken as 1; had one side the density, the ratio would be far from 1."""
     scripted(brightness)
+    sides = [spied(monkeypatch, module, "gaussian_log_prob") for module in (sampler, grpo)]
     _, records = train(
         run_of(
             "grpo",
@@ -167,6 +170,7 @@ def test_published_log_probabilities_of_cps_are_those_of_both_sides(run_of: Conf
             optimizer__lr=1e-30,
         )
     )
+    assert all(calls and all(arguments[4] == "published" for arguments in calls) for calls in sides)
     first, second = of_kind(records, "train")
     assert first["max_abs_log_ratio"] < 1e-4
     assert second["clip_fraction"] == 0 and second["approx_kl"] == pytest.approx(0, abs=1e-6)

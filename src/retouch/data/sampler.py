@@ -13,8 +13,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import TypeVar
 
 from retouch.data.dataset import DataError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from named parts: every random draw of a run has its own."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def own_share(items: Sequence[T], rank: int, world_size: int) -> tuple[list[T], int]:
+    """A rank's consecutive slice, and how many it has fewer than the largest: every rank must take as many forwards."""
+    each = -(-len(items) // world_size)
+    own = list(items[rank * each : (rank + 1) * each])
+    return own, each - len(own)
 
 
 @lru_cache(maxsize=4)  # steps come one after another: those of a pass share its order

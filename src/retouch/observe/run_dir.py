@@ -154,6 +154,11 @@ class RunDir:
             for name, value in (seconds or {}).items():
                 self._tensorboard.add_scalar(f"time/{name}", value, step)
 
+    def alarm(self, step: int, text: str) -> None:
+        """A warning that stays with the run."""
+        logger.warning("alarm: %s", text)
+        self.log("event", step, {"event": "alarm", "alarm": text})
+
     def save_image(self, step: int, name: str, image: Image) -> None:
         """Write images/step-000040/NAME.png, and to TensorBoard."""
         if not self.main:

@@ -25,6 +25,7 @@ from torch import Tensor
 from retouch.build import Run, supervised_steps
 from retouch.config import dump_run
 from retouch.config.presets import preset_lines
+from retouch.data.sampler import own_share
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.evaluate import (
@@ -234,9 +235,7 @@ class Session:
             return
         run, c = self.run, self.config.evaluation
         work = work_of(run.eval_data[: c.num_examples], c.images_per_example)
-        each = -(-len(work) // run.engine.world_size)
-        own = work[run.engine.rank * each : (run.engine.rank + 1) * each]
-        padding = each - len(own)  # every process runs as many forwards, which sharded weights need
+        own, padding = own_share(work, run.engine.rank, run.engine.world_size)
         scored: Scored | None = None
         stopped: RewardOutage | None = None
         with run.clock.part("eval"), run.policy.use("ema" if c.weights == "ema" else None):
@@ -313,8 +312,7 @@ class Session:
             self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
 
     def _alert(self, alarm: str, *, stop: bool) -> None:
-        logger.warning("alarm: %s", alarm)
-        self.run.dir.log("event", self.progress.step, {"event": "alarm", "alarm": alarm})
+        self.run.dir.alarm(self.progress.step, alarm)
         if stop:
             self._alarm = alarm
 

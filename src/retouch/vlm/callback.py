@@ -63,8 +63,7 @@ class RunCallback(TrainerCallback):
         self.trainer.parts.dir.log("train", state.global_step, {"phase": "rl", **values}, split)
         alarm = self._idle_alarm(values)
         if alarm is not None:
-            logger.warning("alarm: %s", alarm)
-            self.trainer.parts.dir.log("event", state.global_step, {"event": "alarm", "alarm": alarm})
+            self.trainer.parts.dir.alarm(state.global_step, alarm)
         logger.debug("step %d: %s, %s", state.global_step, values, seconds)
 
     def _idle_alarm(self, values: Mapping[str, Any]) -> str | None:

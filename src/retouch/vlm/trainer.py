@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from retouch.data.sampler import own_share
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import drop_unfinished, rng_state, set_rng_state
 from retouch.evaluate import Evaluation, save_evaluation
@@ -128,11 +129,8 @@ class RunTrainer(GRPOTrainer):
     def evaluate_now(self, moment: str) -> None:
         """Answers, edits and rewards of the evaluation data from fixed seeds, its examples split over the ranks."""
         parts, c, step = self.parts, self.parts.config.evaluation, self.state.global_step
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         examples = parts.eval_data[: c.num_examples]
-        each = -(-len(examples) // ranks)
-        own = examples[rank * each : (rank + 1) * each]
-        padding = each - len(own)  # every rank runs as many forwards, which sharded engines need
+        own, padding = own_share(examples, self.accelerator.process_index, self.accelerator.num_processes)
         failed: RewardOutage | None = None
         rounds: list[Judged] = []
         with parts.clock.part("eval"), self.policy_at_hand() as policy:
@@ -166,8 +164,7 @@ class RunTrainer(GRPOTrainer):
         past = [path for path in sorted(folder.glob("step-*")) if int(path.name[5:]) < step]
         earlier = [read_metrics(path / "rows.jsonl") for path in past]
         for alarm in evaluation_alarms(earlier, evaluation.rows, weights, gold):
-            logger.warning("alarm: %s", alarm.text)
-            self.parts.dir.log("event", step, {"event": "alarm", "alarm": alarm.text})
+            self.parts.dir.alarm(step, alarm.text)
             if alarm.of_gold and self.parts.config.evaluation.on_gold_fall == "stop":
                 self._alarm = alarm.text
 
