@@ -1,0 +1,64 @@
+"""Trained weights in other programs' files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import yaml
+from safetensors import SafetensorError
+
+from retouch.adapters.export import FORMATS, Base, export
+from retouch.config import ConfigError, parse_run
+from retouch.config.errors import nearest
+from retouch.disk import file_problem, writing
+from retouch.engine import CheckpointError
+from retouch.engine.checkpoint import complete_checkpoints, read_state
+from retouch.models import family_class
+from retouch.models.loading import DTYPES, component_path
+from retouch.use.trained import weights_folder
+
+logger = logging.getLogger(__name__)
+
+
+def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) -> Path:
+    """Write the weights of a checkpoint (of a run directory, its newest one) in another program's files -> the path
+    written, by default below `exports` of the run.
+
+    Raises:
+        ConfigError: a format that does not exist or does not fit what was trained, or an `out` that holds files.
+        CheckpointError: weights that are missing or damaged.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"--to: given {to!r}; {nearest(to, FORMATS)}")
+    if (checkpoint / "config.yaml").is_file() and not (checkpoint / "complete.json").is_file():
+        found = complete_checkpoints(checkpoint / "checkpoints")
+        if not found:
+            raise CheckpointError(f"{checkpoint} has no complete checkpoint yet")
+        checkpoint = found[-1]
+    folder = weights_folder(checkpoint, raw=raw)
+    if out is None:
+        out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out: {out} is not an empty folder; choose another")
+    config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
+    name = family_class(config.family).network_name
+    base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
+    try:
+        with writing(out):
+            written = export(base, folder, to, out)
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, ConfigError) or (isinstance(error, OSError) and file_problem(error)):
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{checkpoint}: cannot be exported: {reason}") from None
+    logger.info("exported %s", folder)
+    return written
+
+
+def _export_folder(checkpoint: Path, name: str) -> Path:
+    """Below the run of a checkpoint, or beside one that stands alone; never inside it."""
+    checkpoint = checkpoint.resolve()  # of "." as well
+    in_a_run = checkpoint.parent.name == "checkpoints"
+    root = checkpoint.parents[1] / "exports" if in_a_run else checkpoint.parent
+    return root / f"{checkpoint.name}-{name}"

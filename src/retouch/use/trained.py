@@ -1,0 +1,111 @@
+"""Trained weights, and a model that any of them can be loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from retouch.adapters.train_ip_adapter import initial_adapter
+from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.config import ConfigError, RunConfig, load_run
+from retouch.config.algorithm_sections import RlConfig
+from retouch.engine import CheckpointError, Engine, Policy
+from retouch.engine.checkpoint import complete_checkpoints, read_state
+from retouch.models import load_model
+from retouch.types import DiffusionModel
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run file and where weights for it are, by name, oldest first ("base" has none)."""
+
+    config: RunConfig
+    weights: Mapping[str, Path]
+
+    @property
+    def newest(self) -> Path | None:
+        """The weights to use; None: the base."""
+        return next(reversed(list(self.weights.values())), None)
+
+    @classmethod
+    def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Trained:
+        """From a run directory (its warmed-up and newest checkpoints), or a run file and a weights folder.
+
+        Raises:
+            ConfigError, CheckpointError: nothing there.
+        """
+        if config is not None:
+            found = {} if weights is None else {"trained": weights_folder(weights, raw=raw)}
+            return cls(load_run(config), found)
+        assert run is not None
+        if not (run / "config.yaml").is_file():
+            raise ConfigError(f"--run: {run} is not a run directory (no config.yaml)")
+        loaded = load_run(run / "config.yaml")
+        folders = complete_checkpoints(run / "checkpoints")
+        if weights is not None:
+            return cls(loaded, {"trained": weights_folder(weights, raw=raw)})
+        if not folders:
+            raise CheckpointError(f"{run} has no complete checkpoint yet")
+        named = {_stage(f, loaded): f for f in folders[:-1]}  # of each stage the newest
+        chosen = {"warmed up": named["warmed up"]} if "warmed up" in named else {}
+        chosen[_stage(folders[-1], loaded)] = folders[-1]
+        return cls(loaded, {name: weights_folder(folder, raw=raw) for name, folder in chosen.items()})
+
+
+class Loaded:
+    """A model ready to sample with any of several weights."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.engine = Engine(config.training, config.optimizer, config.seed)
+        initial_adapter(config.model.train, config.model.family)
+        self.model: DiffusionModel = load_model(config.model, self.engine.device)
+        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
+        self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
+        self.policy = Policy(self.model.network)
+        self.base: dict[str, Tensor] = {n: t.clone() for n, t in self.policy.state().items()}
+
+    @property
+    def guidance_scale(self) -> float:
+        given = self.config.rollout.guidance_scale
+        return self.model.spec.guidance_scale if given is None else given
+
+    def load(self, weights: Path | None) -> None:
+        """Use the weights of a folder; None: the base.
+
+        Raises:
+            CheckpointError: weights of another model.
+        """
+        try:
+            self.policy.load(self.base if weights is None else self.trainee.load(weights))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{weights}: {error}") from None
+
+
+def weights_folder(path: Path, *, raw: bool) -> Path:
+    """The weights inside a checkpoint (averaged ones where it has them, unless `raw`), or the folder itself.
+
+    Raises:
+        CheckpointError: nothing of the kind.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint or weights folder")
+    if (path / "weights").is_dir():
+        if not (path / "complete.json").is_file():
+            raise CheckpointError(f"{path} is not complete; give another checkpoint")
+        return path / "ema" if (path / "ema").is_dir() and not raw else path / "weights"
+    if not list(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: holds neither a checkpoint nor weights")
+    return path
+
+
+def _stage(folder: Path, config: RunConfig) -> str:
+    """What the weights of a checkpoint went through: "warmed up", "after RL", or "trained"."""
+    progress = read_state(folder)["progress"]
+    if config.algorithm.name == "sft" or progress["phase"] != "rl":
+        return "trained"
+    warmup = config.algorithm.warmup_steps if isinstance(config.algorithm, RlConfig) else 0
+    return "warmed up" if progress["step"] == warmup > 0 else "after RL"
