@@ -23,7 +23,8 @@ from PIL import Image
 
 from retouch.config import ConfigError
 from retouch.data.synth import draw_sign
-from retouch.rewards.launch import LocalServer, requested, resolve_urls, reward_token, write_endpoints
+from retouch.rewards.endpoints import resolve_urls, write_endpoints
+from retouch.rewards.launch import LocalServer, requested, reward_token
 from tests.command_line import retouch
 from tests.rewards.fakes import closed_port, item, until
 from tests.rewards.test_server import as_json, outcomes
@@ -338,41 +339,7 @@ def test_a_killed_run_leaves_no_server_behind(tmp_path: Path) -> None:
     assert not answers(url)
 
 
-# --- addresses ---
-
-
-def test_addresses_as_given_or_from_files(tmp_path: Path) -> None:
-    file = tmp_path / "sub" / "endpoints.json"
-    write_endpoints(file, [{"url": "http://a:1/", "rewards": ["r", "s"]}, {"url": "http://b:2", "rewards": ["s"]}])
-    assert resolve_urls("http://c:3/", "r") == ["http://c:3"]
-    assert resolve_urls(str(file), "r") == ["http://a:1"]
-    assert resolve_urls(["http://c:3", str(file)], "s") == ["http://c:3", "http://a:1", "http://b:2"]
-    assert [path.name for path in file.parent.iterdir()] == ["endpoints.json"]  # no half-written one beside it
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file or directory"),
-        ("{", "is not an endpoints file"),
-        ('{"endpoints": 1}', "is not an endpoints file"),
-        ('{"endpoints": [{"rewards": ["r"]}]}', "is not an endpoints file"),
-        ('{"endpoints": []}', "no server in .* has r; start one with `retouch reward serve r`"),
-        (
-            '{"endpoints": [{"url": "http://a", "rewards": ["s"]}, {"url": "http://b", "rewards": ["q", "s"]}]}',
-            r"""has r, but q, s; start one with .* \(a name .* needs --options '{"r": {"scorer": \.\.\.}}'\), or""",
-        ),
-        ('{"endpoints": [{"url": "http://u:pw@a", "rewards": ["r"]}]}', "holds a user, a password or a query"),
-    ],
-    ids=str,
-)
-def test_an_endpoints_file_that_does_not_help(tmp_path: Path, content: str | None, message: str) -> None:
-    file = tmp_path / "endpoints.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"rewards\.r\.url: .*{message}") as refused:
-        resolve_urls(str(file), "r")
-    assert "pw" not in str(refused.value)
+# --- secrets ---
 
 
 def test_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

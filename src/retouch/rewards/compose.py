@@ -19,8 +19,9 @@ import numpy as np
 
 from retouch.rewards.cache import ScoreCache
 from retouch.rewards.client import ClientOptions, RewardClient
+from retouch.rewards.endpoints import resolve_urls
 from retouch.rewards.gates import Gate
-from retouch.rewards.launch import LocalServer, resolve_urls, reward_token
+from retouch.rewards.launch import LocalServer, reward_token
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardBackend, RewardItem
 from retouch.rewards.scorers import make_scorer

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.config.errors import ConfigError, nearest
-from retouch.rewards.protocol import LOOPBACK, base_url, usable_token
+from retouch.rewards.endpoints import read_endpoints, write_endpoints
+from retouch.rewards.protocol import LOOPBACK, usable_token
 from retouch.rewards.scorers import make_scorer
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,7 @@ class ServeOptions:
     Attributes:
         port: of the first instance, the others count up from it; 0 takes a free one for each.
         devices: one instance for each of them, and for each replica: "cpu", or the number of a GPU.
-        endpoints: file to write once every port is bound: {"endpoints": [{"url", "rewards", "device", "pid", "log"}]},
-            with the id of this process, to signal it.
+        endpoints: file to write once every port is bound, or to add to (`retouch.rewards.endpoints`).
         log_dir: of a log file for each instance.
         with_parent: id of the process that starts this one, to end when it does; it keeps what is said here, and there
             are no log files.
@@ -76,6 +76,11 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             f"--host: given {options.host}, which others can reach; set {TOKEN_VARIABLE} to a secret, or stay on "
             "127.0.0.1"
         )
+    if options.endpoints is not None:
+        try:
+            read_endpoints(options.endpoints)
+        except ValueError as error:
+            raise ConfigError(f"--endpoints: {error}; give another file") from None
     for name, given in scorers.items():  # what is wrong with them is said here, once
         make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
     places = [device for device in options.devices for _ in range(options.replicas)]
@@ -294,61 +299,6 @@ def name_of(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
-
-
-def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
-    """Write the file in one rename, so that nobody reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps({"endpoints": list(endpoints)}, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
-    """Addresses that a reward entry means: as given, or those of an endpoints file that hold the reward.
-
-    Raises:
-        ConfigError: neither an address nor a readable endpoints file, or no endpoint with the reward.
-    """
-    if not isinstance(url, str):
-        if not url:
-            raise ConfigError(f"rewards.{reward}.url: an empty list; give http://host:port, or leave url out")
-        return [address for one in url for address in resolve_urls(one, reward)]
-    try:
-        if "://" in url:
-            return [base_url(url)]
-        served = _served(Path(url))
-        found = [base_url(address) for address, names in served if reward in names]
-    except OSError as error:
-        raise ConfigError(
-            f"rewards.{reward}.url: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, "
-            "the endpoints file that `retouch reward serve` wrote, or auto"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"rewards.{reward}.url: {error}") from None
-    if not found:
-        others = ", ".join(sorted({name for _, names in served for name in names}))
-        but = f", but {others}" if others else ""
-        raise ConfigError(
-            f"rewards.{reward}.url: no server in {url} has {reward}{but}; start one with `retouch reward serve "
-            f'{reward}` (a name of your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry '
-            "of the run as the server calls it"
-        )
-    return found
-
-
-def _served(path: Path) -> list[tuple[str, list[str]]]:
-    """Address and rewards of every server in an endpoints file.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is none.
-    """
-    text = path.read_text(encoding="utf-8")
-    try:
-        entries = cast("dict[str, Any]", json.loads(text))["endpoints"]
-        return [(str(entry["url"]), [str(name) for name in entry["rewards"]]) for entry in entries]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None
 
 
 class LocalServer:

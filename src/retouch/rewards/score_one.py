@@ -13,7 +13,8 @@ import numpy as np
 from retouch.config.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.client import RewardClient
-from retouch.rewards.launch import resolve_urls, reward_token
+from retouch.rewards.endpoints import resolve_urls
+from retouch.rewards.launch import reward_token
 from retouch.rewards.protocol import RewardItem, is_local, score_checked
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Outcome, Score

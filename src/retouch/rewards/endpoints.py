@@ -1,0 +1,120 @@
+"""The endpoints file: where reward servers listen, written by `retouch reward serve`, read by who asks them.
+
+    {"endpoints": [{"url": "http://127.0.0.1:8000", "rewards": ["ocr"], "device": "cpu", "pid": 71, "log": "..."}]}
+
+"pid" is the process to signal; url and rewards are all that is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from retouch.config.errors import ConfigError
+from retouch.rewards.protocol import base_url
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_CONNECT_S = 1.0
+
+
+def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
+    """Write servers to the file, which may hold others: those that still listen stay, so that several commands can
+    share it. In one rename, so that nobody reads half of it.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: what is there is no endpoints file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ours = {entry["url"] for entry in endpoints}
+    with _locked(path.parent):
+        others = [one for one in read_endpoints(path) if one["url"] not in ours and _listens(one["url"])]
+        temporary = path.with_suffix(path.suffix + ".tmp")
+        temporary.write_text(json.dumps({"endpoints": [*others, *endpoints]}, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+def read_endpoints(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file; none where there is no file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no endpoints file.
+    """
+    if not path.exists():
+        return []
+    try:
+        entries = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))["endpoints"]
+        return [{**one, "url": str(one["url"]), "rewards": [str(name) for name in one["rewards"]]} for one in entries]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None
+
+
+def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
+    """Addresses that a reward entry means: as given, or those of an endpoints file that hold the reward.
+
+    Raises:
+        ConfigError: neither an address nor a readable endpoints file, or no endpoint with the reward.
+    """
+    if not isinstance(url, str):
+        if not url:
+            raise ConfigError(f"rewards.{reward}.url: an empty list; give http://host:port, or leave url out")
+        return [address for one in url for address in resolve_urls(one, reward)]
+    try:
+        if "://" in url:
+            return [base_url(url)]
+        Path(url).stat()  # a missing file would be an empty one
+        served = read_endpoints(Path(url))
+        found = [base_url(one["url"]) for one in served if reward in one["rewards"]]
+    except OSError as error:
+        raise ConfigError(
+            f"rewards.{reward}.url: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, "
+            "the endpoints file that `retouch reward serve` wrote, or auto"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"rewards.{reward}.url: {error}") from None
+    if not found:
+        others = ", ".join(sorted({name for one in served for name in one["rewards"]}))
+        but = f", but {others}" if others else ""
+        raise ConfigError(
+            f"rewards.{reward}.url: no server in {url} has {reward}{but}; start one with `retouch reward serve "
+            f'{reward}` (a name of your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry '
+            "of the run as the server calls it"
+        )
+    return found
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time, where the file system has locks; it is on the folder itself, and leaves no file."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _listens(url: str) -> bool:
+    """Whether something does: the port of a server is bound as long as the command runs, whatever its parts do."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
