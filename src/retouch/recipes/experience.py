@@ -261,10 +261,11 @@ def train_epoch(
         values, updated = train_step(batch)
         epoch = progress.epoch
         progress.position += 1
+        progress.updates_in_epoch += updated
         finished = progress.position == len(batches)
         if finished:
             after()
-            progress.epoch, progress.position = progress.epoch + 1, 0
+            progress.epoch, progress.position, progress.updates_in_epoch = progress.epoch + 1, 0, 0
         session.end_step(values, updated=updated, rollouts=None if finished else tensors(), epoch=epoch)
 
 

@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
@@ -63,6 +64,7 @@ class Progress:
         epoch: rollout epoch under way or next.
         position: optimizer steps taken within it.
         updates: optimizer steps that changed the weights (EMA counts these).
+        updates_in_epoch: those of `position` that did; 0: the weights are those that sampled its rollouts.
     """
 
     step: int = 0
@@ -70,6 +72,7 @@ class Progress:
     epoch: int = 0
     position: int = 0
     updates: int = 0
+    updates_in_epoch: int = 0
 
 
 class Session:
@@ -116,13 +119,16 @@ class Session:
             run.rewards.start()
             wait_for_rewards(run.rewards, self.config.reward_client)
         self._log_header(folder)
-        self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        self._bar.start()
-        self._bar.update(self._task, completed=self.progress.step)
-        if self.progress.step == 0 and self._evaluated_at is None:
-            self.evaluate("start")
-        elif self._owes_evaluation:
-            self.evaluate("step")  # servers were away when it was due
+        with ExitStack() as failed:
+            failed.push(self)  # an evaluation that fails here ends as one within the run
+            self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._bar.start()
+            self._bar.update(self._task, completed=self.progress.step)
+            if self.progress.step == 0 and self._evaluated_at is None:
+                self.evaluate("start")
+            elif self._owes_evaluation:
+                self.evaluate("step")  # servers were away when it was due
+            failed.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -324,7 +330,8 @@ class Session:
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
-        self.progress = Progress(**state["progress"])
+        taken = state["progress"]
+        self.progress = Progress(**{"updates_in_epoch": taken["position"], **taken})  # older ones did not count them
         may_go_on(
             folder,
             state["config"],
@@ -336,6 +343,7 @@ class Session:
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        self._left = self._rollouts
         self.run.dir.open(self.progress.step)
         self._saved_at = self.progress.step
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
@@ -374,7 +382,7 @@ class Session:
         if not signalled and not late and not alarmed:
             return
         if self._saved_at != self.progress.step:
-            self.save(None if between_epochs else rollouts, pinned=late)
+            self.save(None if between_epochs else rollouts)
         reason = f"training.max_minutes = {limit} reached"
         if signalled:
             reason = f"received {self._stop or 'a signal on another process'}"
