@@ -74,10 +74,6 @@ class Experience:
         """
         return restored(cls, tensors)
 
-    def select(self, rows: Tensor) -> Experience:
-        kept = {name: t[rows] if len(t) else t for name, t in self.tensors().items()}
-        return Experience(**kept)
-
     def transitions(self, rows: Tensor, span: range) -> tuple[Tensor, Tensor, Tensor]:
         """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major."""
         states = self.latents[rows]
