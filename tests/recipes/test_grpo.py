@@ -21,7 +21,7 @@ from retouch.engine import Engine
 from retouch.engine.checkpoint import is_pinned
 from retouch.models.flux_fill import FluxFill
 from retouch.observe.timing import PARTS
-from retouch.recipes import grpo, recipe, session
+from retouch.recipes import evaluating, grpo, recipe
 from retouch.recipes.grpo import step_spans
 from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
@@ -470,7 +470,7 @@ def test_an_outage_in_the_first_evaluation_stops_the_run_as_any_other(
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as away:
-        away.setattr(session, "draw_and_score", outage)
+        away.setattr(evaluating, "draw_and_score", outage)
         run = build(config(training__max_steps=1))
         with pytest.raises(Stopped, match="rewards stayed unavailable") as stopped:
             recipe("grpo")(run)
