@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,11 +25,10 @@ from retouch.observe.guards import evaluation_alarms
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout import RewardOutage
-from retouch.types import Example, Stopped
+from retouch.types import Stopped
 from retouch.vlm.callback import RunCallback
 from retouch.vlm.checkpoint import finish_checkpoint, load_weights
-from retouch.vlm.generation import generation_options
-from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, seeds_of, speak
+from retouch.vlm.judge import Judge, Judged, answer, evaluation_of, first_of, joined, judged_grid
 from retouch.vlm.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class RunTrainer(GRPOTrainer):
         with parts.clock.part("eval"), self.policy_at_hand() as policy:
             try:
                 for k in range(c.images_per_example):
-                    judged = self._answered(policy, own + examples[:1] * padding, k)
+                    judged = answer(self.judge, policy, own + examples[:1] * padding, 0, "eval", k, score=True)
                     rounds.append(first_of(judged, len(own)))
             except RewardOutage as error:
                 failed = error
@@ -167,17 +166,6 @@ class RunTrainer(GRPOTrainer):
             self.parts.dir.alarm(step, alarm.text)
             if alarm.of_gold and self.parts.config.evaluation.on_gold_fall == "stop":
                 self._alarm = alarm.text
-
-    def _answered(self, policy: Any, examples: Sequence[Example], k: int) -> Judged:
-        """Round `k` of an evaluation of examples, in batches."""
-        batch = self.parts.config.rollout.batch_size_per_device
-        options = generation_options(self.parts)
-        found: list[Judged] = []
-        for start in range(0, len(examples), batch):
-            chunk = examples[start : start + batch]
-            said = speak(policy, self.parts, chunk, options, seeds_of("say", 0, chunk, k)[0])
-            found.append(self.judge(policy, chunk, said, seeds_of("eval", 0, chunk, k), training=False))
-        return joined(found)
 
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""
