@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("trl")
 
+from retouch.engine.checkpoint import read_state
 from retouch.observe.run_dir import read_metrics
 from tests.recipes.vlm_runs import records, run_section, weights
 
@@ -129,6 +130,8 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     same(tmp_path / "one", tmp_path / "two")
     start = [read_metrics(tmp_path / f"{name}/evaluations/step-000000/rows.jsonl") for name in ("one", "two")]
     assert start[0] == start[1] and len({row["read"] for row in start[0]}) == 3
+    for name in ("one", "two"):
+        assert read_state(tmp_path / name / "checkpoints/step-000002")["rewards"]["asked"] == 16
 
 
 @pytest.mark.slow

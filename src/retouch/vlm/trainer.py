@@ -24,6 +24,7 @@ from retouch.observe.cost import Costs
 from retouch.observe.guards import evaluation_alarms
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.compose import of_all
 from retouch.rollout import RewardOutage
 from retouch.types import Stopped
 from retouch.vlm.callback import RunCallback
@@ -58,6 +59,7 @@ class RunTrainer(GRPOTrainer):
         self._started = time.monotonic()
         self._before: Mapping[str, Any] = {}
         self._tokens_before = 0
+        self._counted_before: Mapping[str, Any] = {}
         self.costs = Costs(parts.painter.network, parts.clock, frozen=True, recomputes=False)
         self.costs.peak = None  # the policy computes besides, and would be missing from the FLOPs
         super().__init__(args=arguments, callbacks=[RunCallback(self)], **given)
@@ -181,8 +183,8 @@ class RunTrainer(GRPOTrainer):
             finally:
                 self.args.output_dir = given
             self.accelerator.wait_for_everyone()
+            told = of_all(gather_list([self.parts.rewards.state()]))
             if self.accelerator.is_main_process:
-                told = self.parts.rewards.state()
                 finish_checkpoint(writing, self.state.global_step, self.parts.config, told, pinned=pinned)
             self.accelerator.wait_for_everyone()
 
@@ -222,6 +224,7 @@ class RunTrainer(GRPOTrainer):
         if self.scoring:
             set_rng_state(dict(self._before))
             self.state.num_input_tokens_seen = self._tokens_before
+            self.parts.rewards.restore(self._counted_before)
         if self.between_cycles():
             self.save(pinned=self.state.global_step >= self.parts.config.training.max_steps)
         self._end("stopped", reason=str(error))
@@ -247,8 +250,9 @@ class RunTrainer(GRPOTrainer):
         return self.state.global_step % self.parts.derived.optimizer_steps_per_generation == 0
 
     def remember(self) -> None:
-        """The generators as they are before completions are generated."""
+        """The generators and counts as they are before completions are generated."""
         self._before, self._tokens_before = rng_state(), self.state.num_input_tokens_seen
+        self._counted_before = self.parts.rewards.state()
 
     def asked_to_stop(self) -> tuple[str, int] | None:
         """Reason and exit code, the same on every rank."""
