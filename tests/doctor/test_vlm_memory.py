@@ -402,6 +402,8 @@ def test_the_page_says_what_is_counted(run: str, engine: str, numbers: str, monk
         report["peak_bytes"],
         report["host_bytes"],
     ]
+    [frozen] = [part for part in report["parts"] if part["what"] == "transformer, frozen"]
+    assert frozen["bytes"] > report["device_bytes"] / 2  # "most of what is held"
     assert [f"{count / 1e9:.1f}" for count in found] == numbers.split(" | ")
 
 
