@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,9 +41,6 @@ LIMIT = 0.1
 
 FULL = {"use_peft": None, "lora_r": None, "lora_alpha": None, "lora_dropout": None}
 ZERO = REPOSITORY / "configs/accelerate"
-
-PAGE = (REPOSITORY / "docs/vlm-grpo.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `(qwen\w+)` \| `(zero\w+)` \| ([\d.| ]+) \|$", PAGE, re.MULTILINE)
 
 
 def run_of(folder: Path, trl: dict[str, Any], **sections: Any) -> RunConfig:
@@ -387,27 +383,3 @@ def test_launches_that_cannot_be_counted(tmp_path: Path) -> None:
     tiny = REPOSITORY / "configs/tiny/flux_fill_grpo_lora.yaml"
     outcome = retouch("check", tiny, "--memory", "--accelerate", ZERO / "zero2.yaml")
     assert outcome.code == 2 and "--accelerate: given, but grpo is not sharded by accelerate; leave" in outcome.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "engine", "numbers"), ROWS, ids=[" ".join(row[:2]) for row in ROWS])
-def test_the_page_says_what_is_counted(run: str, engine: str, numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATA_PATH", "somewhere")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = load_run(REPOSITORY / f"configs/{run}.yaml")
-    report = report_memory(config, 8, read_launch(ZERO / f"{engine}.yaml"))
-    found = [
-        report["device_bytes"],
-        *(p["bytes"] for p in report["phases"]),
-        report["peak_bytes"],
-        report["host_bytes"],
-    ]
-    [frozen] = [part for part in report["parts"] if part["what"] == "transformer, frozen"]
-    assert frozen["bytes"] > report["device_bytes"] / 2  # "most of what is held"
-    assert [f"{count / 1e9:.1f}" for count in found] == numbers.split(" | ")
-
-
-def test_the_table_of_the_page_is_read_whole() -> None:
-    assert len(ROWS) == 4
-    tile, words = footprint.HEAD_TILE
-    assert f"tiles of {tile:,} tokens and {words:,} words" in PAGE and f"within {LIMIT:.0%}".replace("%", " %") in PAGE
