@@ -58,12 +58,18 @@ def check(
     memory: Annotated[
         bool, typer.Option("--memory", help="Count memory as well; of a hub id, this downloads configs alone.")
     ] = False,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of --memory: the configuration that vlm_grpo is launched with."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
     derived = numbers(config, world_size).as_dict()
-    counted = _memory(config, world_size) if memory else None
+    if accelerate is not None and not memory:
+        raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
+    counted = _memory(config, world_size, accelerate) if memory else None
     if as_json:
         more: dict[str, Any] = {} if counted is None else {"memory": counted}
         if config.rollout.preset is not None:
@@ -81,12 +87,13 @@ def check(
         typer.echo("\n".join(memory_table(counted)))
 
 
-def _memory(config: Any, world_size: int) -> dict[str, Any]:
+def _memory(config: Any, world_size: int, accelerate: Path | None) -> dict[str, Any]:
     import torch  # noqa: F401  # its absence gets the message of the extra
 
+    from retouch.doctor.launch import read_launch
     from retouch.doctor.memory import report_memory
 
-    return report_memory(config, world_size)
+    return report_memory(config, world_size, read_launch(accelerate) if accelerate else None)
 
 
 @app.command()
