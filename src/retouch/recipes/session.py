@@ -38,12 +38,13 @@ from retouch.evaluate import (
     save_evaluation,
     work_of,
 )
+from retouch.models.embeddings import base_files
 from retouch.observe import Stopwatch
 from retouch.observe.guards import StepWatch, evaluation_alarms, score_drifts
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.readiness import wait_for_rewards
-from retouch.recipes.resume import may_go_on, warn_of_changes
+from retouch.recipes.resume import may_go_on, with_keys, without_keys
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example, Stopped
 
@@ -83,6 +84,7 @@ class Session:
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
+        self._base = base_files(run.config.model)
         self._started = time.monotonic()
         self._stop: str | None = None
         self._alarm: str | None = None
@@ -265,9 +267,10 @@ class Session:
     def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
         """Write a checkpoint of this step."""
         with self.run.clock.part("checkpoint"):
-            self.run.checkpoints.save(
-                self.progress.step, self.run.engine, self.run.policy, self._state(), rollouts, pinned=pinned
-            )
+            run, state = self.run, self._state()
+            if rollouts is not None:
+                rollouts, state["base"] = with_keys(run, rollouts), self._base
+            run.checkpoints.save(self.progress.step, run.engine, run.policy, state, rollouts, pinned=pinned)
         self._saved_at = self.progress.step
 
     def _log_evaluation(self, moment: str, examples: list[Example], result: Evaluation) -> None:
@@ -325,17 +328,11 @@ class Session:
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
         self.progress = Progress(**state["progress"])
-        may_go_on(
-            folder,
-            state["config"],
-            dump_run(self.config),
-            after_warmup=self.progress.phase == "rl",
-            inside_epoch=(folder / "rollouts.safetensors").exists(),
-        )
-        warn_of_changes(state["config"], dump_run(self.config))
+        may_go_on(folder, state, self.config, self._base)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
-        _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
         self.run.dir.open(self.progress.step)
         self._saved_at = self.progress.step
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
