@@ -15,6 +15,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from retouch.engine.checkpoint import read_state
 from retouch.models.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
@@ -175,6 +176,19 @@ def test_pairs_whose_images_lie_on_two_ranks_train_as_on_one(run_yaml: Path) -> 
     ranks_agree_with(one, two, "step-000002")
     rows = [r["rows"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "train"]
     assert rows == [3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_counts_of_rewards_are_those_of_both_ranks_and_go_on_on_one(run_yaml: Path) -> None:
+    """Eight images a step, on both, on both again, and on one."""
+    shape = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
+    options = (*shape, "optimizer.batch_size_per_device=1", "resume=auto")
+    counted: list[int] = []
+    for step, (launcher, rows) in enumerate(((TORCHRUN, 4), (TORCHRUN, 4), ([], 8)), 1):
+        steps = (f"training.max_steps={step}", f"optimizer.gradient_accumulation={rows}")
+        folder = in_child(run_yaml, "two", launcher, *options, *steps)
+        counted.append(read_state(folder / f"checkpoints/step-{step:06d}")["rewards"]["asked"])
+    assert counted == [8, 16, 24]
 
 
 def same_records(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:

@@ -18,6 +18,8 @@ from torch.testing import assert_close
 
 pytest.importorskip("trl")
 
+from retouch.engine.checkpoint import read_state
+from retouch.observe.run_dir import read_metrics
 from tests.recipes.vlm_runs import records, run_section, weights
 
 CHILD = """
@@ -39,7 +41,7 @@ encode, kept = judge.encode_response, []
 
 def encoded(model, responses, **options):
     found = encode(model, responses, **options)
-    if len(responses) > 1:  # of training: an evaluation of one example pads its ranks
+    if len(responses) > 3:  # of training: an evaluation of three examples pads a rank
         kept.append(found[0])
     return found
 
@@ -92,7 +94,7 @@ def run(launcher: tuple[str, ...], file: Path, *overrides: str) -> list[Tensor]:
 
 def run_file(folder: Path, trl: Mapping[str, Any]) -> Path:
     file = folder / "run.yaml"
-    section = run_section(folder, trl)
+    section = run_section(folder, trl, evaluation={"num_examples": 3, "grid_examples": 1})
     options = section["algorithm"]["trl"]
     section["algorithm"]["trl"] = {name: value for name, value in options.items() if value is not None}
     if not section["algorithm"]["trl"]["use_peft"]:
@@ -126,6 +128,10 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     states = run((), file, "name=one")
     assert_close(run(TORCHRUN, file, "name=two", HALF), states, atol=1e-5, rtol=0)
     same(tmp_path / "one", tmp_path / "two")
+    start = [read_metrics(tmp_path / f"{name}/evaluations/step-000000/rows.jsonl") for name in ("one", "two")]
+    assert start[0] == start[1] and len({row["read"] for row in start[0]}) == 3
+    for name in ("one", "two"):
+        assert read_state(tmp_path / name / "checkpoints/step-000002")["rewards"]["asked"] == 16
 
 
 @pytest.mark.slow

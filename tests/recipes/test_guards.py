@@ -108,6 +108,26 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripte
     assert (run.rewards.asked, run.rewards.failed) == (8, 0)  # four images an epoch, of both processes
 
 
+def test_images_that_are_thrown_away_are_not_counted(config: Config, scripted: Use) -> None:
+    """All are alike, so that other groups are to be sampled; the run stops before them, and the first come again."""
+    scored = itertools.count()
+
+    def alike(item: RewardItem) -> Outcome:
+        if (item.group or 0) < 200 and next(scored) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Score(0.5)
+
+    scripted(alike)
+    whole: dict[str, Any] = {"rollout__batch_size_per_device": 4, "optimizer__batch_size_per_device": 4}
+    begun = config(algorithm__resample_rounds=1, training__max_steps=1, resume="auto", **whole)
+    with pytest.raises(Stopped, match="SIGTERM at step 0"):
+        train(begun)
+    run, records = train(begun)
+    assert next(scored) == 4 + 4 + 4  # the last are those of the other groups
+    assert [r["images"] for r in of_kind(records, "rollout")] == [8]
+    assert (run.rewards.asked, run.rewards.failed) == (8, 0)
+
+
 def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use) -> None:
     """Stopped by a signal in the very last step: that an earlier end was told is no reason to leave out this one."""
     whole: dict[str, Any] = {"rollout__batch_size_per_device": 4, "optimizer__batch_size_per_device": 4}

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen2_5_VLForConditionalGeneration
 
 pytest.importorskip("trl")
 
 from retouch.config import ConfigError
 from retouch.models.loading import load_component
 from retouch.models.qwen_text import ImageTextProcessor
+from retouch.models.response import model_inputs
+from retouch.observe.run_dir import read_metrics
 from retouch.recipes.vlm_grpo import VlmTrainer
 from retouch.rollout import RewardOutage
 from retouch.types import Failure
 from retouch.vlm import judge as vlm_judge
-from retouch.vlm.generation import generation_options, name_for_vllm
+from retouch.vlm.generation import generation_options, name_for_vllm, speak
 from retouch.vlm.judge import Judge
-from retouch.vlm.use import answer
+from tests.command_line import retouch
 
 from . import vlm_runs
-from .test_vlm_grpo import parts_of
+from .test_vlm_grpo import answered, parts_of
 from .vlm_runs import RunFile, records, train, vlm_file
 
 __all__ = ["parts_of", "vlm_file"]
@@ -44,7 +47,7 @@ def fail_the_second(items: list[Any]) -> list[Any]:
 
 def test_a_failed_reward_is_reported_and_ends_no_comparison(parts_of: Any) -> None:
     parts, _ = parts_of(rewards={"letters": reward("fail_the_second")})
-    judged = answer(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
+    judged = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
     assert judged.rewards[0] is not None and judged.rewards[1] is None
 
 
@@ -93,7 +96,7 @@ def test_gold_rewards_are_of_evaluations_alone(parts_of: Any) -> None:
     module = vlm_runs.__name__
     both = {"letters": reward("letters", module), "gold": reward("letters", module, role="gold")}
     parts, _ = parts_of(rewards=both)
-    judged = answer(parts, [parts.data[0]], 0, "eval", 0, score=True)
+    judged = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
     assert judged.scores.outcomes["gold"] == judged.scores.outcomes["letters"]
     assert judged.scores.combined() == [judged.scores.values("letters")[0]]  # it adds nothing to the sum
 
@@ -109,9 +112,9 @@ def test_evaluations_have_steps_of_their_own(parts_of: Any, monkeypatch: pytest.
     monkeypatch.setattr(vlm_judge, "draw", watch)
     for given, expected in ((2, 2), (None, 1)):
         parts, _ = parts_of(name=f"steps-{given}", evaluation__num_steps=given)
-        answer(parts, [parts.data[0]], 0, "eval", 0, score=True)
+        answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
         assert taken.pop() == expected
-        answer(parts, [parts.data[0]], 0, "sample", 0, score=False)
+        answered(parts, [parts.data[0]], 0, "sample", 0, score=False)
         assert taken.pop() == 1
 
 
@@ -180,6 +183,86 @@ def test_a_run_with_vllm_names_the_policy_first(vlm_file: RunFile, monkeypatch: 
 def test_answers_do_not_follow_the_sampling_that_the_model_recommends(parts_of: Any) -> None:
     parts, _ = parts_of()
     examples = [parts.data[0], parts.data[1]]
-    free = answer(parts, examples, 0, "eval", 0, score=False).texts
+    free = answered(parts, examples, 0, "eval", 0, score=False).texts
     parts.policy.generation_config.update(temperature=0.01, top_p=0.01, top_k=1, repetition_penalty=5.0)
-    assert answer(parts, examples, 0, "eval", 0, score=False).texts == free
+    assert answered(parts, examples, 0, "eval", 0, score=False).texts == free
+
+
+PAD = 257
+SAID_BEFORE = {"repetition_penalty": 3.0, "top_k": 50, "generation_kwargs": {"no_repeat_ngram_size": 2}}
+GREEDY = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": PAD}
+BEAMS = {"generation_kwargs": {"num_beams": 2}}
+
+
+@pytest.mark.parametrize("trl", [{}, SAID_BEFORE, BEAMS], ids=["sampling", "penalty", "beams"])
+def test_answers_do_not_depend_on_what_they_are_batched_with(
+    parts_of: Any, trl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instructions of unequal length, so that rows are padded; each batch in another order as well."""
+    found: list[dict[int, tuple[str, Any]]] = []
+    batches: list[int] = []
+
+    def counted(generate: Any) -> Any:
+        def count(**inputs: Any) -> Any:
+            batches.append(len(inputs["input_ids"]))
+            return generate(**inputs)
+
+        return count
+
+    for size in (1, 2, 5):
+        parts, _ = parts_of(
+            {"max_completion_length": 12, **trl}, name=f"by-{size}", rollout__batch_size_per_device=size
+        )
+        examples = [parts.data[i] for i in range(5)]
+        assert len({len(row) for row in speak(parts.policy, parts, examples, GREEDY, [0] * 5).prompt_ids}) > 1
+        batches.clear()
+        monkeypatch.setattr(parts.policy, "generate", counted(parts.policy.generate))
+        judged = answered(parts, examples[size % 3 :] + examples[: size % 3], 0, "eval", 1, score=False)
+        rows = zip(judged.examples, judged.texts, judged.images, strict=True)
+        assert batches == ([1] * 5 if trl == BEAMS else {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[size])
+        found.append({example.id: (text, images[0].int()) for example, text, images in rows})
+    alone = found[0]
+    assert len({text for text, _ in alone.values()}) == 5
+    for batched in found[1:]:
+        for number, (text, picture) in alone.items():
+            assert batched[number][0] == text
+            assert (batched[number][1] - picture).abs().max() <= 1
+
+
+def test_a_row_is_drawn_as_transformers_would_alone(parts_of: Any) -> None:
+    """From the same seed, and of the seeds none is like another."""
+    parts, _ = parts_of({"temperature": 0.9, "top_k": 20})
+    examples, options = [parts.data[0], parts.data[3]], generation_options(parts)
+    found = speak(parts.policy, parts, examples, options, [7, 8])
+    for i, seed in enumerate((7, 8)):
+        prompt = found.rows(i, i + 1)
+        inputs = model_inputs(replace(prompt, completion_ids=[[]]), PAD)
+        torch.manual_seed(seed)
+        whole = parts.policy.generate(**inputs, generation_config=GenerationConfig(**options, disable_compile=True))
+        ids = whole[0, len(prompt.prompt_ids[0]) :].tolist()
+        assert list(found.completion_ids[i]) == ids[: len(found.completion_ids[i])]
+    assert speak(parts.policy, parts, examples, options, [7, 9]).completion_ids[1] != found.completion_ids[1]
+    before = torch.get_rng_state()
+    speak(parts.policy, parts, examples, options, [7, 8])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_evaluates_as_retouch_eval_does(vlm_file: RunFile, tmp_path: Path) -> None:
+    """Word by word, in other batches: the base and the trained weights."""
+    tasks = str(vlm_runs.tasks())
+    file = vlm_file(
+        evaluation={"num_examples": 5, "images_per_example": 2, "grid_examples": 0},
+        rollout={"num_steps": 1, "guidance_scale": 1.0, "batch_size_per_device": 2},
+        training__max_steps=1,
+    )
+    assert train(file).code == 0
+    config = tmp_path / "a/config.yaml"
+    text = config.read_text(encoding="utf-8")
+    assert "batch_size_per_device: 2" in text
+    config.write_text(text.replace("batch_size_per_device: 2", "batch_size_per_device: 3"), encoding="utf-8")
+    done = retouch("eval", "--run", tmp_path / "a", "--data", tasks, "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    for step, name in ((0, "base"), (1, "after-RL")):
+        during = read_metrics(tmp_path / f"a/evaluations/step-{step:06d}/rows.jsonl")
+        after = read_metrics(tmp_path / f"out/{name}.jsonl")
+        assert during == after and len({row["read"] for row in after}) == 10

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 
 from retouch.config import load_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import is_pinned
+from retouch.engine.checkpoint import is_pinned, read_state
 from retouch.recipes.vlm_grpo import VlmTrainer
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import RewardOutage
@@ -107,8 +107,8 @@ def test_rewards_go_on_counting_and_the_last_checkpoint_stays_pinned(
     counted: list[int] = []
     real_restore, real_evaluate = RewardTable.restore, VlmTrainer.evaluate_now
 
-    def watch(table: RewardTable, state: Any) -> None:
-        real_restore(table, state)
+    def watch(table: RewardTable, *state: Any) -> None:
+        real_restore(table, *state)
         counted.append(table.asked)
 
     def away(trainer: Any, moment: str) -> None:
@@ -128,6 +128,23 @@ def test_rewards_go_on_counting_and_the_last_checkpoint_stays_pinned(
     assert counted == [16]  # two steps of eight; evaluations count none
     assert [record["step"] for record in records(tmp_path / "a")] == [1, 2]
     assert [record["moment"] for record in records(tmp_path / "a", "eval")] == ["start", "end"]
+
+
+def test_what_is_generated_again_is_not_counted(
+    vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step rewards stay away on another process alone."""
+    real = VlmTrainer.together
+
+    def elsewhere(trainer: Any, failed: Any) -> None:
+        if trainer.scoring and trainer.state.global_step == 1:
+            raise RewardOutage("rewards failed on another process; see its log")
+        real(trainer, failed)
+
+    monkeypatch.setattr(VlmTrainer, "together", elsewhere)
+    stopped = train(vlm_file())
+    assert stopped.code == 3, stopped.err
+    assert read_state(tmp_path / "a/checkpoints/step-000001")["rewards"]["asked"] == 8
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,9 @@ from retouch.vlm import judge as vlm_judge
 from retouch.vlm import parts as parts_module
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import load_weights
-from retouch.vlm.generation import generation_options
-from retouch.vlm.judge import Judge, mean_rewards, seeds_of, speak
+from retouch.vlm.generation import generation_options, speak
+from retouch.vlm.judge import Judge, Judged, answer, mean_rewards, seeds_of
 from retouch.vlm.parts import Parts, PromptOrder, Rows, build_parts
-from retouch.vlm.use import answer
 from tests.command_line import retouch
 
 from . import vlm_runs
@@ -108,6 +107,11 @@ def parts_of(tmp_path: Path, vlm_file: RunFile) -> Any:
     yield make
     for parts in opened:
         parts.close()
+
+
+def answered(parts: Parts, *how: Any, score: bool) -> Judged:
+    """By the policy as it was loaded."""
+    return answer(Judge(parts), parts.policy, *how, score=score)
 
 
 class Watched(VlmTrainer):
@@ -302,7 +306,7 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(vlm_file: RunFile, tmp_
 
 def test_using_it_reports_failed_rewards_and_goes_on(parts_of: Any) -> None:
     parts, _ = parts_of(rewards={"letters": reward("fail_always"), "second": reward("plain")})
-    judged = answer(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
+    judged = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
     assert judged.rewards == [None, None]
     assert judged.scores.values("letters") == [None, None] and None not in judged.scores.values("second")
 
@@ -340,10 +344,10 @@ def test_answers_of_an_evaluation_are_without_dropout(parts_of: Any) -> None:
                 parameter.normal_()
     examples, options = [parts.data[0], parts.data[1]], generation_options(parts)
     model.train()
-    in_training = speak(model, parts, examples, options, seed=3)
+    in_training = speak(model, parts, examples, options, [3, 4])
     assert model.training and any(module.training for module in model.modules() if "Dropout" in type(module).__name__)
     model.eval()
-    assert speak(model, parts, examples, options, seed=3).completion_ids == in_training.completion_ids
+    assert speak(model, parts, examples, options, [3, 4]).completion_ids == in_training.completion_ids
 
 
 def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFile, tmp_path: Path) -> None:
@@ -506,7 +510,7 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
     def pictures(*, offloaded: bool) -> list[Tensor]:
         parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_painter=offloaded)
         examples = [parts.data[i] for i in range(2)]
-        said = speak(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, 0)
+        said = speak(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, [0, 0])
         return list(Judge(parts).draw_only(parts.policy, examples, said, [1, 2]).images)
 
     moves: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 from retouch.config.reward_sections import PreservationReward, RewardClientConfig
-from retouch.rewards.compose import RewardTable
+from retouch.rewards.compose import RewardTable, of_all
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import FailureRateExceeded, PendingBatch, RewardOutage, items_of, scorer, settle
 from retouch.types import Example, Failure, Score, Scores
@@ -181,6 +182,22 @@ def test_one_dead_reward_of_many_stops_the_run() -> None:
     with pytest.raises(FailureRateExceeded, match=r"4 of 4 images lack a reward.*scorer_error x 4 \(no\)"):
         settle(made, [pending], limits(max_failure_rate=0.2))
     assert (made.asked, made.failed) == (0, 0)
+
+
+def test_counts_are_of_all_processes_however_many_go_on() -> None:
+    """Three end; of what they counted, one, two or five have even shares, which fail alike."""
+    ended = [RewardTable({}, limits()) for _ in range(3)]
+    for made, asked, failed in zip(ended, (7, 6, 10), (1, 0, 6), strict=True):
+        made.asked, made.failed = asked, failed
+    ended[0].golden = {"r": [0.5, 0.25]}  # the first one probes
+    state = json.loads(json.dumps(of_all([made.state() for made in ended])))
+    assert state == {"asked": 23, "failed": 7, "golden": {"r": [0.5, 0.25]}}
+    for processes in (1, 2, 5):
+        begun = [RewardTable({}, limits()) for _ in range(processes)]
+        for process, made in enumerate(begun):
+            made.restore(state, process, processes)
+            assert abs(made.asked - 23 / processes) < 1 and abs(made.failed - 7 / processes) < 1
+        assert of_all([made.state() for made in begun]) == state
 
 
 # --- a reward of weight 0 ---

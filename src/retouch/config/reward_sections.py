@@ -422,7 +422,8 @@ class RewardClientConfig(Section):
     """Where more than this share of an epoch's images lack a reward that has a weight, and so cannot be trained on,
     the run stops, resumable (exit 3)."""
     max_run_failure_rate: Unit = 1.0
-    """The same over all images of this process so far, once there were 200: what fails a little all the time."""
+    """The same over all images of this process so far, once there were 200: what fails a little all the time. A process
+    that goes on from a checkpoint has an even share of what was counted on all of them."""
     batch_size: PositiveInt = 16
     """Images of one request."""
     balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"

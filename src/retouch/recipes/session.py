@@ -45,6 +45,7 @@ from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.readiness import wait_for_rewards
 from retouch.recipes.resume import may_go_on, with_keys, without_keys
+from retouch.rewards.compose import of_all
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Example, Stopped
 
@@ -85,6 +86,7 @@ class Session:
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
         self._base = base_files(run.config.model)
+        self._counted = run.rewards.state()  # as of the last step: what is thrown away is asked for again
         self._started = time.monotonic()
         self._stop: str | None = None
         self._alarm: str | None = None
@@ -177,7 +179,7 @@ class Session:
         """
         progress, training = self.progress, self.config.training
         progress.step += 1
-        self._left = rollouts
+        self._left, self._counted = rollouts, self.run.rewards.state()
         if updated:
             progress.updates += 1
             self._blend()
@@ -338,7 +340,8 @@ class Session:
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
         self._owes_evaluation = self._is_due()
         if "rewards" in state:
-            self.run.rewards.restore(state["rewards"])
+            self.run.rewards.restore(state["rewards"], self.run.engine.rank, self.run.engine.world_size)
+            self._counted = self.run.rewards.state()
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
         for record in records:
             if record["kind"] == "train":
@@ -355,7 +358,7 @@ class Session:
             "progress": asdict(self.progress),
             "config": dump_run(self.config),
             "evaluated_at": self._evaluated_at,
-            "rewards": self.run.rewards.state(),
+            "rewards": of_all(self.run.engine.gather_list([self._counted])),
         }
 
     def _save_once(self, rollouts: Tensors | None) -> None:

@@ -61,7 +61,8 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
     if folder is not None:
         plugin = arguments.deepspeed_plugin
         may_go_on_with(folder, plugin and plugin.zero_stage, arguments.world_size)
-        parts.rewards.restore(rewards_state(folder) or parts.rewards.state())
+        counted = rewards_state(folder) or parts.rewards.state()
+        parts.rewards.restore(counted, arguments.process_index, arguments.world_size)
     if step is not None and has_ended(parts, step):
         logger.info("the run had already ended at step %d", step)
         return

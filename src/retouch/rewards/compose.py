@@ -165,12 +165,12 @@ class RewardTable:
         return problems
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on counting, as JSON values."""
+        """What this process goes on counting, as JSON values."""
         return {"asked": self.asked, "failed": self.failed, "golden": self.golden}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
-        self.asked, self.failed = int(state["asked"]), int(state["failed"])
+    def restore(self, state: Mapping[str, Any], process: int = 0, processes: int = 1) -> None:
+        """Go on from the state of the whole run, of whose counts each process has an even share."""
+        self.asked, self.failed = ((int(state[n]) + process) // processes for n in ("asked", "failed"))
         self.golden = {name: list(values) for name, values in state["golden"].items()}
 
     def probe(self) -> dict[str, dict[str, list[float | None]]]:
@@ -264,6 +264,12 @@ class RewardTable:
             options = {name: {"scorer": e.scorer, **scorer_options(e)} for name, e in members.items()}
             self._server = LocalServer(options, self.log_dir / "reward-server.log")
         return self._server.url()
+
+
+def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a run from those of its processes, of which the first alone probes."""
+    counts = {name: sum(state[name] for state in states) for name in ("asked", "failed")}
+    return {**counts, "golden": states[0]["golden"]}
 
 
 def golden_items() -> list[RewardItem]:

@@ -13,23 +13,20 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from PIL.Image import Image
 from torch import Tensor
-from transformers import GenerationConfig
 
 from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
 from retouch.image_encoder import picture_key
 from retouch.models.qwen import NEGATIVE
-from retouch.models.qwen_text import evaluating
-from retouch.models.response import Responses, encode_response, model_inputs
+from retouch.models.response import Responses, encode_response
 from retouch.observe.grids import grid
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout import Drawing, PendingBatch, broken_rows, draw, drawing_on, settle, to_uint8
 from retouch.types import Example, Failure, Outcome, Score, Scores
-from retouch.vlm.generation import ends_of
+from retouch.vlm.generation import ends_of, generation_options, speak
 from retouch.vlm.parts import Parts, asked, chat_messages
 
 KEPT_NEGATIVES = 64
@@ -316,32 +313,24 @@ def seeds_of(purpose: str, seed: int, examples: Sequence[Example], number: int) 
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
 
 
-def speak(policy: Any, parts: Parts, examples: Sequence[Example], options: dict[str, Any], seed: int) -> Responses:
-    """Answers of the policy to examples, without dropout, drawn from a seed of their own; the caller's randomness goes
-    on as it was.
+def answer(
+    judge: Judge, policy: Any, examples: Sequence[Example], seed: int, purpose: str, k: int, *, score: bool
+) -> Judged:
+    """Answers to examples and their pictures, `rollout.batch_size_per_device` at a time. What is drawn depends on seed,
+    purpose, example and `k` alone: but for rounding neither on the batch nor on the process.
 
     Args:
         policy: with its weights at hand, and able to `generate`.
-        options: of transformers' GenerationConfig.
     """
-    responses = asked(
-        parts.processor,
-        parts.task,
-        [parts.messages(example) for example in examples],
-        [parts.shown(example) for example in examples],
-    )
-    device = next(policy.parameters()).device
-    inputs = {n: v.to(device) for n, v in model_inputs(responses, parts.tokenizer.pad_token_id).items()}
-    with evaluating(policy), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        output = policy.generate(**inputs, generation_config=GenerationConfig(**options, disable_compile=True))
-    start = inputs["input_ids"].shape[1]
-    ends = options.get("eos_token_id", parts.tokenizer.eos_token_id)
-    ends = {ends} if isinstance(ends, int) else set(ends)
-    return replace(responses, completion_ids=[_until(row[start:].tolist(), ends) for row in output])
-
-
-def _until(ids: list[int], ends: set[int]) -> list[int]:
-    """The ids up to and including the first that ends a turn."""
-    stop = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
-    return ids[:stop]
+    parts, found = judge.parts, list[Judged]()
+    options, size = generation_options(parts), parts.config.rollout.batch_size_per_device
+    for start in range(0, len(examples), size):
+        chunk = examples[start : start + size]
+        words = [derive_seed("say", purpose, seed, example.id, k) for example in chunk]
+        noise = [derive_seed(purpose, seed, example.id, k) for example in chunk]
+        said = speak(policy, parts, chunk, options, words)
+        if score:
+            found.append(judge(policy, chunk, said, noise, training=False))
+        else:
+            found.append(judge.draw_only(policy, chunk, said, noise))
+    return joined(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,12 +24,12 @@ from retouch.observe.cost import Costs
 from retouch.observe.guards import evaluation_alarms
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.compose import of_all
 from retouch.rollout import RewardOutage
-from retouch.types import Example, Stopped
+from retouch.types import Stopped
 from retouch.vlm.callback import RunCallback
 from retouch.vlm.checkpoint import finish_checkpoint, load_weights
-from retouch.vlm.generation import generation_options
-from retouch.vlm.judge import Judge, Judged, evaluation_of, first_of, joined, judged_grid, seeds_of, speak
+from retouch.vlm.judge import Judge, Judged, answer, evaluation_of, first_of, joined, judged_grid
 from retouch.vlm.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class RunTrainer(GRPOTrainer):
         self._started = time.monotonic()
         self._before: Mapping[str, Any] = {}
         self._tokens_before = 0
+        self._counted_before: Mapping[str, Any] = {}
         self.costs = Costs(parts.painter.network, parts.clock, frozen=True, recomputes=False)
         self.costs.peak = None  # the policy computes besides, and would be missing from the FLOPs
         super().__init__(args=arguments, callbacks=[RunCallback(self)], **given)
@@ -136,7 +137,7 @@ class RunTrainer(GRPOTrainer):
         with parts.clock.part("eval"), self.policy_at_hand() as policy:
             try:
                 for k in range(c.images_per_example):
-                    judged = self._answered(policy, own + examples[:1] * padding, k)
+                    judged = answer(self.judge, policy, own + examples[:1] * padding, 0, "eval", k, score=True)
                     rounds.append(first_of(judged, len(own)))
             except RewardOutage as error:
                 failed = error
@@ -168,17 +169,6 @@ class RunTrainer(GRPOTrainer):
             if alarm.of_gold and self.parts.config.evaluation.on_gold_fall == "stop":
                 self._alarm = alarm.text
 
-    def _answered(self, policy: Any, examples: Sequence[Example], k: int) -> Judged:
-        """Round `k` of an evaluation of examples, in batches."""
-        batch = self.parts.config.rollout.batch_size_per_device
-        options = generation_options(self.parts)
-        found: list[Judged] = []
-        for start in range(0, len(examples), batch):
-            chunk = examples[start : start + batch]
-            said = speak(policy, self.parts, chunk, options, seeds_of("say", 0, chunk, k)[0])
-            found.append(self.judge(policy, chunk, said, seeds_of("eval", 0, chunk, k), training=False))
-        return joined(found)
-
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""
         writing = self.parts.dir.checkpoints / f".writing-step-{self.state.global_step:06d}"
@@ -193,8 +183,8 @@ class RunTrainer(GRPOTrainer):
             finally:
                 self.args.output_dir = given
             self.accelerator.wait_for_everyone()
+            told = of_all(gather_list([self.parts.rewards.state()]))
             if self.accelerator.is_main_process:
-                told = self.parts.rewards.state()
                 finish_checkpoint(writing, self.state.global_step, self.parts.config, told, pinned=pinned)
             self.accelerator.wait_for_everyone()
 
@@ -234,6 +224,7 @@ class RunTrainer(GRPOTrainer):
         if self.scoring:
             set_rng_state(dict(self._before))
             self.state.num_input_tokens_seen = self._tokens_before
+            self.parts.rewards.restore(self._counted_before)
         if self.between_cycles():
             self.save(pinned=self.state.global_step >= self.parts.config.training.max_steps)
         self._end("stopped", reason=str(error))
@@ -259,8 +250,9 @@ class RunTrainer(GRPOTrainer):
         return self.state.global_step % self.parts.derived.optimizer_steps_per_generation == 0
 
     def remember(self) -> None:
-        """The generators as they are before completions are generated."""
+        """The generators and counts as they are before completions are generated."""
         self._before, self._tokens_before = rng_state(), self.state.num_input_tokens_seen
+        self._counted_before = self.parts.rewards.state()
 
     def asked_to_stop(self) -> tuple[str, int] | None:
         """Reason and exit code, the same on every rank."""

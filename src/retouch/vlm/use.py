@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,13 @@ from retouch.config import RunConfig
 from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.vlm import derive_vlm
 from retouch.data import Dataset
-from retouch.data.sampler import derive_seed
 from retouch.evaluate import Evaluation
 from retouch.models.qwen_text import prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.compose import RewardTable
 from retouch.rollout import require_drawn
-from retouch.types import Example
 from retouch.vlm.checkpoint import load_weights
-from retouch.vlm.generation import generation_options
-from retouch.vlm.judge import Judge, Judged, evaluation_of, joined, speak
+from retouch.vlm.judge import Judge, answer, evaluation_of
 from retouch.vlm.parts import Parts, load_painter, load_policy, tokenizer_of
 
 
@@ -60,21 +57,6 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
     )
 
 
-def answer(parts: Parts, examples: Sequence[Example], seed: int, purpose: str, k: int, *, score: bool) -> Judged:
-    """Answers to examples and their pictures, from seeds that depend on the example and `k` alone."""
-    judge, found = Judge(parts), list[Judged]()
-    for example in examples:  # one by one: an answer must not depend on what it was batched with
-        said = speak(
-            parts.policy, parts, [example], generation_options(parts), derive_seed("say", purpose, seed, example.id, k)
-        )
-        noise = [derive_seed(purpose, seed, example.id, k)]
-        if score:
-            found.append(judge(parts.policy, [example], said, noise, training=False))
-        else:
-            found.append(judge.draw_only(parts.policy, [example], said, noise))
-    return joined(found)
-
-
 def evaluate_trained(
     config: RunConfig, data: Dataset, weights: Mapping[str, Path | None], images: int | None, rewards: RewardTable
 ) -> dict[str, Evaluation]:
@@ -85,7 +67,8 @@ def evaluate_trained(
 
     def evaluated(folder: Path | None) -> Evaluation:  # its networks are gone before the next ones are loaded
         parts = open_trained(config, data, folder, rewards, device)
-        return evaluation_of([answer(parts, examples, 0, "eval", k, score=True) for k in rounds])
+        judge = Judge(parts)
+        return evaluation_of([answer(judge, parts.policy, examples, 0, "eval", k, score=True) for k in rounds])
 
     return {name: evaluated(folder) for name, folder in weights.items()}
 
@@ -99,11 +82,11 @@ def sample_trained(
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_steps": steps})})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = open_trained(config, data, weights, RewardTable({}, config.reward_client), device)
-    written: list[Path] = []
+    judge, written = Judge(parts), list[Path]()
     for position in range(len(data)):
         example = data[position]
         for k in range(count):
-            judged = answer(parts, [example], seed, "sample", k, score=False)
+            judged = answer(judge, parts.policy, [example], seed, "sample", k, score=False)
             require_drawn(judged.broken, example.id)
             path = out / f"{example.id:05d}-{k}.png"
             Image.fromarray(judged.images[0][0].numpy()).save(path)
