@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 from retouch.data.dataset import Dataset, ItemFiles
+from retouch.data.identity import digest
 from retouch.imaging import PackedPicture
 
 
@@ -44,9 +44,3 @@ def pictures_of(item: ItemFiles) -> list[Path | PackedPicture]:
 
 def files(pictures: Iterable[Path | PackedPicture]) -> list[Path]:
     return [picture for picture in pictures if isinstance(picture, Path)]
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

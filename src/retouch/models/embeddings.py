@@ -212,6 +212,13 @@ def identity(model: Model) -> dict[str, Any]:
     return made
 
 
+def base_files(model: Model) -> dict[str, str | None]:
+    """Fingerprints of the files that a model is made of, by part. None where they are not here."""
+    networks = _folders(component_path(model.path, model.family), ("transformer", "unet"))
+    encoders = {name: value for name, value in identity(model).items() if name.endswith("_files")}
+    return {"network_files": fingerprint(networks), **encoders}
+
+
 def fingerprint(folders: Sequence[Path]) -> str | None:
     """Hash of the names and sizes of the files in some folders, of small ones whole and of large ones a sample."""
     files = sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())

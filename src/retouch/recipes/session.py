@@ -26,12 +26,13 @@ from retouch.config import dump_run
 from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
+from retouch.models.embeddings import base_files
 from retouch.observe.guards import StepWatch, score_drifts
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.recipes.evaluating import Moment, evaluated, keep_evaluation
 from retouch.recipes.readiness import wait_for_rewards
-from retouch.recipes.resume import may_go_on, warn_of_changes
+from retouch.recipes.resume import may_go_on, with_keys, without_keys
 from retouch.rewards.compose import of_all
 from retouch.rollout import FailureRateExceeded, RewardOutage
 from retouch.types import Stopped
@@ -74,6 +75,7 @@ class Session:
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
+        self._base = base_files(run.config.model)
         self._counted = run.rewards.state()  # as of the last step: what is thrown away is asked for again
         self._started = time.monotonic()
         self._stop: str | None = None
@@ -237,9 +239,10 @@ class Session:
     def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
         """Write a checkpoint of this step."""
         with self.run.clock.part("checkpoint"):
-            self.run.checkpoints.save(
-                self.progress.step, self.run.engine, self.run.policy, self._state(), rollouts, pinned=pinned
-            )
+            run, state = self.run, self._state()
+            if rollouts is not None:
+                rollouts, state["base"] = with_keys(run, rollouts), self._base
+            run.checkpoints.save(self.progress.step, run.engine, run.policy, state, rollouts, pinned=pinned)
         self._saved_at = self.progress.step
 
     # --- inside ---
@@ -266,17 +269,11 @@ class Session:
         state = read_state(folder)
         taken = state["progress"]
         self.progress = Progress(**{"updates_in_epoch": taken["position"], **taken})  # older ones did not count them
-        may_go_on(
-            folder,
-            state["config"],
-            dump_run(self.config),
-            after_warmup=self.progress.phase == "rl",
-            inside_epoch=(folder / "rollouts.safetensors").exists(),
-        )
-        warn_of_changes(state["config"], dump_run(self.config))
+        may_go_on(folder, state, self.config, self._base)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
-        _, self._rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
         self._left = self._rollouts
         self.run.dir.open(self.progress.step)
         self._saved_at = self.progress.step

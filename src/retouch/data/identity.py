@@ -1,0 +1,34 @@
+"""What an item is, wherever its files lie and whatever they are called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retouch.imaging import PackedPicture
+
+if TYPE_CHECKING:
+    from retouch.data.dataset import ItemFiles
+
+
+def item_key(item: ItemFiles) -> int:
+    """63 bits of what a model sees of an item: its id and prompt, how its pictures are used, and the bytes of its
+    files. What only rewards and curricula are told (metadata, difficulty) is no part of it."""
+    told: dict[str, str | int | None] = {"id": item.id, "prompt": item.prompt, "target": item.target}
+    for field in fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, PackedPicture):
+            told[field.name] = value.digest
+        elif isinstance(value, Path):
+            told[field.name] = digest(value) if value.is_file() else None  # a reference's mask may be missing
+    key = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).digest()
+    return int.from_bytes(key, "big") >> 1
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
