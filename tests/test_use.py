@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import torch
 import yaml
 from PIL import Image
 
+from retouch.config import load_run
 from retouch.evaluate import Evaluation
 from retouch.models.flux_fill import FluxFill
-from retouch.use import comparison_table, gains
+from retouch.use import Loaded, comparison_table, gains
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]
@@ -238,6 +240,32 @@ def test_a_run_file_without_weights_evaluates_the_base(finished: Finished, signs
     result = json.loads(outcome.out)
     assert list(result["means"]) == ["base"] and result["gains"] == {}
     assert result["examples"] == 2  # evaluation.num_examples
+
+
+@pytest.mark.parametrize("keep_base", [False, True])
+def test_the_base_is_copied_only_to_come_back_to_it(finished: Finished, keep_base: bool) -> None:
+    """Sampling needs no copy, and a comparison begins with the base: all of FLUX twice is 47 GB more."""
+    run = finished("full")
+
+    def held() -> int:
+        gc.collect()
+        return sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor)
+
+    before = held()
+    loaded = Loaded(load_run(run / "config.yaml"), keep_base=keep_base)
+    copied = held() - before
+    state = loaded.policy.state()
+    base = next(iter(state.values())).clone()
+    assert (copied >= sum(t.nbytes for t in state.values())) == keep_base
+    loaded.load(None)
+    loaded.load(run / "checkpoints/step-000004/weights")
+    assert not torch.equal(next(iter(loaded.policy.state().values())), base)
+    if keep_base:
+        loaded.load(None)
+        assert torch.equal(next(iter(loaded.policy.state().values())), base)
+    else:
+        with pytest.raises(RuntimeError, match="other weights took the place of the base"):
+            loaded.load(None)
 
 
 # --- what cannot work ---

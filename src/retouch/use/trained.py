@@ -56,9 +56,14 @@ class Trained:
 
 
 class Loaded:
-    """A model ready to sample with any of several weights."""
+    """A model ready to sample: as the base that was loaded, then with any of several weights."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, keep_base: bool = False) -> None:
+        """Load the base.
+
+        Args:
+            keep_base: keep a copy of its weights on the CPU, to come back to it after others.
+        """
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
         initial_adapter(config.model.train, config.model.family)
@@ -66,7 +71,9 @@ class Loaded:
         self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
         self.policy = Policy(self.model.network)
-        self.base: dict[str, Tensor] = {n: t.clone() for n, t in self.policy.state().items()}
+        state = self.policy.state() if keep_base else {}
+        self._base: dict[str, Tensor] = {n: t.detach().to("cpu", copy=True) for n, t in state.items()}
+        self._is_base = True
 
     @property
     def guidance_scale(self) -> float:
@@ -78,11 +85,20 @@ class Loaded:
 
         Raises:
             CheckpointError: weights of another model.
+            RuntimeError: the base after others, and no copy of it.
         """
+        if weights is None:
+            if not self._is_base and not self._base:
+                raise RuntimeError("other weights took the place of the base; Loaded(config, keep_base=True) keeps it")
+            if not self._is_base:
+                self.policy.load(self._base)
+            self._is_base = True
+            return
         try:
-            self.policy.load(self.base if weights is None else self.trainee.load(weights))
+            self.policy.load(self.trainee.load(weights))
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{weights}: {error}") from None
+        self._is_base = False
 
 
 def weights_folder(path: Path, *, raw: bool) -> Path:
