@@ -16,9 +16,10 @@ import yaml
 from PIL import Image
 
 from retouch.config import load_run
+from retouch.engine import CheckpointError
 from retouch.evaluate import Evaluation
 from retouch.models.flux_fill import FluxFill
-from retouch.use import Loaded, comparison_table, gains
+from retouch.use import Loaded, Trained, comparison_table, gains
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]
@@ -62,7 +63,7 @@ def test_a_data_set_from_a_run(finished: Finished, signs: Path, tmp_path: Path) 
 
 
 def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: Path) -> None:
-    """A run file alone draws the base; a checkpoint with it, what --run draws; --raw, not the average."""
+    """A run file alone draws the base; a checkpoint with it, what --run draws; --ema, the average."""
     run = finished("lora")
     common = ("--data", signs / "held_out", "--steps", 2)
     config = ("--config", run / "config.yaml")
@@ -72,7 +73,7 @@ def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: 
     assert all(np.array_equal(by_path[name], picture) for name, picture in from_run.items())
     others = {
         "base": drawn(tmp_path / "base", *config, *common),
-        "raw": drawn(tmp_path / "raw", "--run", run, "--raw", *common),
+        "average": drawn(tmp_path / "ema", "--run", run, "--ema", *common),
         "warm-up": drawn(tmp_path / "warm-up", "--run", run, "--weights", first, *common),
     }
     for name, pictures in others.items():
@@ -186,6 +187,38 @@ def test_base_warm_up_and_rl_are_compared_on_the_same_images(evaluated: tuple[di
         assert mean == pytest.approx(difference, abs=1e-9)
         assert low <= mean <= high
     assert {"preservation", "outside_l1", "glyph_correlation"} <= result["means"]["base"].keys()
+
+
+def test_the_weights_of_the_curves_are_those_that_eval_takes(
+    evaluated: tuple[dict[str, Any], Path], finished: Finished, tmp_path: Path
+) -> None:
+    """The run's own evaluations and `retouch eval` measure one thing; `evaluation.weights` says which for both."""
+    lines = (finished("full") / "metrics.jsonl").read_text().splitlines()
+    curve = [record for record in map(json.loads, lines) if record["kind"] == "eval"]
+    run = shutil.copytree(finished("full"), tmp_path / "run")
+
+    def means(*arguments: object) -> dict[str, Any]:
+        outcome = retouch("eval", "--run", run, "--json", *arguments)
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)["means"]["after RL"]
+
+    raw = means()
+    assert {name: curve[-1][name] for name in raw} == pytest.approx(raw, abs=1e-9)
+    data = yaml.safe_load((run / "config.yaml").read_text())
+    data["evaluation"]["weights"] = "ema"
+    (run / "config.yaml").write_text(yaml.safe_dump(data))
+    average = means()
+    assert average != raw
+    assert (means("--raw"), means("--ema")) == (raw, average)
+
+
+def test_averaged_weights_that_a_checkpoint_has_not_are_no_others(finished: Finished, tmp_path: Path) -> None:
+    newest = shutil.copytree(finished("full") / "checkpoints/step-000004", tmp_path / "step-000004")
+    shutil.rmtree(newest / "ema")
+    given = (None, finished("full") / "config.yaml", newest)
+    assert list(Trained.find(*given, None).weights.values()) == [newest / "weights"]
+    with pytest.raises(CheckpointError, match="has no averaged weights; leave --ema out"):
+        Trained.find(*given, False)
 
 
 def test_out_holds_a_grid_and_a_row_for_each_image(evaluated: tuple[dict[str, Any], Path]) -> None:

@@ -31,28 +31,32 @@ class Trained:
         return next(reversed(list(self.weights.values())), None)
 
     @classmethod
-    def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Trained:
+    def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool | None) -> Trained:
         """From a run directory (its warmed-up and newest checkpoints), or a run file and a weights folder.
+
+        Args:
+            raw: of a checkpoint the raw weights, or the averaged ones; None: those that the run evaluates
+                (`evaluation.weights`), so that its curves can be gone on with.
 
         Raises:
             ConfigError, CheckpointError: nothing there.
         """
         if config is not None:
-            found = {} if weights is None else {"trained": weights_folder(weights, raw=raw)}
-            return cls(load_run(config), found)
+            loaded = load_run(config)
+            return cls(loaded, {} if weights is None else {"trained": _evaluated(weights, loaded, raw)})
         assert run is not None
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"--run: {run} is not a run directory (no config.yaml)")
         loaded = load_run(run / "config.yaml")
         folders = complete_checkpoints(run / "checkpoints")
         if weights is not None:
-            return cls(loaded, {"trained": weights_folder(weights, raw=raw)})
+            return cls(loaded, {"trained": _evaluated(weights, loaded, raw)})
         if not folders:
             raise CheckpointError(f"{run} has no complete checkpoint yet")
         named = {_stage(f, loaded): f for f in folders[:-1]}  # of each stage the newest
         chosen = {"warmed up": named["warmed up"]} if "warmed up" in named else {}
         chosen[_stage(folders[-1], loaded)] = folders[-1]
-        return cls(loaded, {name: weights_folder(folder, raw=raw) for name, folder in chosen.items()})
+        return cls(loaded, {name: _evaluated(folder, loaded, raw) for name, folder in chosen.items()})
 
 
 class Loaded:
@@ -116,6 +120,13 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
     if not list(path.glob("*.safetensors")):
         raise CheckpointError(f"{path}: holds neither a checkpoint nor weights")
     return path
+
+
+def _evaluated(path: Path, config: RunConfig, raw: bool | None) -> Path:
+    folder = weights_folder(path, raw=config.evaluation.weights == "raw" if raw is None else raw)
+    if raw is False and folder.name == "weights":
+        raise CheckpointError(f"{path} has no averaged weights; leave --ema out")
+    return folder
 
 
 def _stage(folder: Path, config: RunConfig) -> str:
