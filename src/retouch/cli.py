@@ -37,6 +37,10 @@ app.add_typer(tiny_app, name="tiny")
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Dotted keys to override.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log debug messages.")]
+Raw = Annotated[
+    bool | None,
+    typer.Option("--raw/--ema", help="Weights as trained or averaged; default: those that the run evaluates."),
+]
 
 
 @app.command()
@@ -121,7 +125,7 @@ def sample(
     run: Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")] = None,
     config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; none samples the base.")] = None,
-    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    raw: Raw = None,
     data: Annotated[Path | None, typer.Option(help="self_bench folder or manifest to repaint.")] = None,
     image: Annotated[
         Path | None, typer.Option(help="One picture, with --mask (none to edit all of it) and --text or --prompt.")
@@ -161,7 +165,7 @@ def evaluate_command(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder to compare with the base.")] = None,
-    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    raw: Raw = None,
     data: Annotated[
         Path | None, typer.Option(help="self_bench folder or manifest; default: the run's evaluation.data.")
     ] = None,
@@ -534,7 +538,7 @@ def _size(text: str, option: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def _trained(run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Any:
+def _trained(run: Path | None, config: Path | None, weights: Path | None, raw: bool | None) -> Any:
     """The --run / --config / --weights options as one object."""
     from retouch.use import Trained
 

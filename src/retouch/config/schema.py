@@ -166,7 +166,7 @@ class EvaluationConfig(Section):
     num_steps: PositiveInt | None = None
     """Null is rollout.num_steps."""
     weights: Literal["ema", "raw"] = "raw"
-    """Which weights are evaluated, everywhere in the run; "ema" needs the ema section."""
+    """Which weights are evaluated, in the run and by `retouch eval` and `sample`; "ema" needs the ema section."""
     on_gold_fall: Literal["warn", "stop"] = "warn"
     """What follows where rewards that are trained on rise while one of role gold falls: a line in the log, or the end
     of the run, resumable (exit 3)."""
