@@ -86,9 +86,10 @@ def build(config: RunConfig) -> Run:
     engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
     derived = derive(config, engine.world_size)
     needs = needed_pictures(config, training=False)
-    data = load_dataset(config.data, "data", needed_pictures(config, training=True))
-    warmup = load_dataset(config.warmup_data, "warmup_data", needs) if config.warmup_data else data
-    held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
+    data = load_dataset(config.data, "data", needed_pictures(config, training=True), engine)
+    warmup = load_dataset(config.warmup_data, "warmup_data", needs, engine) if config.warmup_data else data
+    section = config.evaluation.data
+    held_out = load_dataset(section, "evaluation.data", needs, engine) if section else None
     for name, given in (("data", data), ("warmup_data", warmup), ("evaluation.data", held_out)):
         if given is not None:
             fit_one_batch(config, name, given)

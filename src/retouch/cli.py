@@ -311,6 +311,7 @@ def data_validate(
     resolution: Annotated[str, typer.Option(help="Side, or HEIGHTxWIDTH, to check at.")] = "512",
 ) -> None:
     """Open every item and print a table of what is wrong; exit 2 if anything is."""
+    _logging(False)
     from retouch.data.validate import validate, validation_table
 
     findings = validate(path, _size(resolution, "--resolution"))

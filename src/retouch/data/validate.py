@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from retouch.config import load_run
 from retouch.config.data_sections import CrossBenchData, ManifestData, PromptsData, SelfBenchData
 from retouch.config.needs import data_sections, needed_pictures
-from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
+from retouch.data.checking import in_threads, progress
+from retouch.data.dataset import DataError, ItemError, ItemFiles, examine, list_items, repeated_ids
 from retouch.data.formats.manifest import json_entries
 
 if TYPE_CHECKING:
@@ -65,11 +66,12 @@ def _has_no_pictures(path: Path) -> bool:
 
 
 def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> list[Finding]:
-    """Check every item of one section."""
+    """Read every item of one section, whatever was read before."""
     listed = list_items(data)
     repeated = repeated_ids([item for item in listed if isinstance(item, ItemFiles)])
     twins = [isinstance(item, ItemFiles) and item.id in repeated for item in listed]  # none of them can be used
-    found = [_finding(section, item, data, needs) for item in listed]
+    findings_of = in_threads(lambda item: _finding(section, item, data, needs), listed)
+    found = list(progress(findings_of, len(listed), section))
     findings = [finding for finding, twin in zip(found, twins, strict=True) if finding.problem or not twin]
     for twice in repeated:
         findings.append(Finding(section, f"item {twice}", "the id appears more than once; ids must differ"))
@@ -79,11 +81,11 @@ def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> l
 
 
 def _finding(section: str, item: ItemFiles | ItemError, data: Data, needs: Collection[str]) -> Finding:
-    problem = item if isinstance(item, ItemError) else check_item(item, data, needs)
-    if isinstance(problem, ItemError):
-        return Finding(section, problem.where, problem.problem)
+    read = item if isinstance(item, ItemError) else examine(item, data, needs)
+    if isinstance(read, ItemError):
+        return Finding(section, read.where, read.problem)
     assert isinstance(item, ItemFiles)
-    example, notes = read_item(item, data)
+    example, notes = read
     pictures = ("source", "mask", "target", "reference", "win", "lose")
     roles = [name for name in pictures if getattr(example, name) is not None]
     channel = [f"mask in {notes['mask_channel']}"] if notes["mask_channel"] else []

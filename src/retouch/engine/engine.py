@@ -226,6 +226,21 @@ class Engine:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
 
+class Launched:
+    """The processes of a run, whoever set them up."""
+
+    @property
+    def rank(self) -> int:
+        return PartialState().process_index
+
+    @property
+    def world_size(self) -> int:
+        return PartialState().num_processes
+
+    def gather_list(self, values: Sequence[Any]) -> list[Any]:
+        return gather_list(values)
+
+
 def gather_list(values: Sequence[Any]) -> list[Any]:
     """Python objects of every process, in rank order, whoever set the processes up."""
     return gather_object(list(values)) if PartialState().num_processes > 1 else list(values)
