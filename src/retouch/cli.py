@@ -462,6 +462,8 @@ EXTRAS = {
     "ocr": ("rapidocr", "onnxruntime"),
     "vlm": ("trl", "datasets"),
     "deepspeed": ("deepspeed",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 """Extra of the package -> modules that come with it."""
 
