@@ -132,6 +132,7 @@ def test_wandb_has_the_names_of_tensorboard(config: Config, wandb_offline: objec
     run = config(logging__sinks=["tensorboard", "wandb"], logging__project="signs", logging__group="first")
     directory = opened(run)
     write_records(directory)
+    directory.log("train", 0, {"loss": 9.0})  # as after a resume that steps back
     directory.log("event", 1, {"event": "finished"})
     directory.close()
     events = EventAccumulator(str(directory.path / "tensorboard")).Reload()
@@ -139,7 +140,7 @@ def test_wandb_has_the_names_of_tensorboard(config: Config, wandb_offline: objec
     names = {name for row in part.rows for name in row if not name.startswith("_")}
     assert names == {*events.Tags()["scalars"], *events.Tags()["images"], "step"}
     assert {"eval/ocr", "rollout/combined_score", "train/loss", "time/step", "evaluation"} < names
-    assert (part.numbers("train/loss"), part.numbers("eval/ocr")) == ([(1, 0.5)], [(0, 0.25)])
+    assert (part.numbers("train/loss"), part.numbers("eval/ocr")) == ([(1, 0.5), (0, 9.0)], [(0, 0.25)])
     assert part.numbers("train/grad_norm") == [(1, float("inf"))]
     [(step, picture)] = part.numbers("evaluation")
     assert (step, picture["_type"], picture["width"]) == (1, "image-file", 8)
