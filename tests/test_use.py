@@ -324,7 +324,10 @@ def refused(outcome: Outcome) -> str:
         (["--image", "x.png", "--mask", "{data}/test200_mask.png", "--text", "A"], "x.png: no such file"),
         (
             ["--data", "nowhere.csv"],
-            "nowhere.csv: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file",
+            (
+                "nowhere.csv: give a self_bench or BrushBench folder, a .json or .jsonl manifest, a .txt of "
+                "prompts, or a run file"
+            ),
         ),
         (
             ["--data", "{data}", "--resolution", "axb"],

@@ -99,6 +99,7 @@ def build(config: RunConfig) -> Run:
         is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
+    run_dir.require_sinks()
     require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
     initial_adapter(config.model.train, config.model.family)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)

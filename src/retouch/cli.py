@@ -126,7 +126,9 @@ def sample(
     config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; none samples the base.")] = None,
     raw: Raw = None,
-    data: Annotated[Path | None, typer.Option(help="self_bench folder or manifest to repaint.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of self_bench or BrushBench, or manifest to repaint.")
+    ] = None,
     image: Annotated[
         Path | None, typer.Option(help="One picture, with --mask (none to edit all of it) and --text or --prompt.")
     ] = None,
@@ -167,7 +169,8 @@ def evaluate_command(
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder to compare with the base.")] = None,
     raw: Raw = None,
     data: Annotated[
-        Path | None, typer.Option(help="self_bench folder or manifest; default: the run's evaluation.data.")
+        Path | None,
+        typer.Option(help="Folder of self_bench or BrushBench, or manifest; default: the run's evaluation.data."),
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Picture whose style every example takes, instead of its own reference.")
@@ -306,7 +309,10 @@ def reward_probe(
 @data_app.command("validate")
 def data_validate(
     path: Annotated[
-        Path, typer.Argument(help="self_bench folder, manifest file, or RUN.yaml (all of its data sections).")
+        Path,
+        typer.Argument(
+            help="Folder of self_bench or BrushBench, manifest file, or RUN.yaml (all of its data sections)."
+        ),
     ],
     resolution: Annotated[str, typer.Option(help="Side, or HEIGHTxWIDTH, to check at.")] = "512",
 ) -> None:
@@ -474,6 +480,8 @@ EXTRAS = {
     "ocr": ("rapidocr", "onnxruntime"),
     "vlm": ("trl", "datasets"),
     "deepspeed": ("deepspeed",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 """Extra of the package -> modules that come with it."""
 

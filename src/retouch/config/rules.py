@@ -25,6 +25,7 @@ def check(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
     _model(run)
     _rewards(run)
+    _logging(run)
     if isinstance(run.algorithm, VlmGrpoConfig):
         check_vlm(run, run.algorithm)
         check_data(run)
@@ -83,6 +84,18 @@ def _adapter(run: RunConfig) -> None:
             f"model.train.reference_dropout: given {train.reference_dropout}, but the run has no supervised steps; "
             "leave it out, or set algorithm.warmup_steps"
         )
+
+
+def _logging(run: RunConfig) -> None:
+    if {"wandb", "trackio"} & {*run.logging.sinks}:
+        return
+    for key in ("project", "group"):
+        given = getattr(run.logging, key)
+        if given != type(run.logging).model_fields[key].default:
+            raise ValueError(
+                f"logging.{key}: given {given!r}, which wandb and trackio read, but logging.sinks is "
+                f"{run.logging.sinks}; add one of them, or leave {key} out"
+            )
 
 
 def _rewards(run: RunConfig) -> None:

@@ -42,6 +42,7 @@ FORMATS = {
     "self_bench": "retouch.data.formats.self_bench",
     "cross_bench": "retouch.data.formats.cross_bench",
     "manifest": "retouch.data.formats.manifest",
+    "brushbench": "retouch.data.formats.brushbench",
     "prompts": "retouch.data.formats.prompts",
     "complex_edit": "retouch.data.formats.complex_edit",
     "mmmg": "retouch.data.formats.mmmg",
@@ -72,7 +73,7 @@ class ItemFiles:
     id: int
     prompt: str
     source_path: Path | PackedPicture | None = None
-    mask_path: Path | None = None
+    mask_path: Path | PackedPicture | None = None
     reference_path: Path | None = None
     target_path: Path | None = None
     win_path: Path | None = None

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from retouch.config import load_run
-from retouch.config.data_sections import CrossBenchData, ManifestData, PromptsData, SelfBenchData
+from retouch.config.data_sections import BrushBenchData, CrossBenchData, ManifestData, PromptsData, SelfBenchData
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import DataError, ItemError, ItemFiles, examine, list_items, repeated_ids
+from retouch.data.formats.brushbench import MAPPING
 from retouch.data.formats.manifest import json_entries
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Finding:
 
 
 def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
-    """Check a self_bench folder, a manifest, or every data section of a run file (at the sizes it names).
+    """Check a folder of self_bench or BrushBench, a manifest, or every data section of a run file (at its own sizes).
 
     Raises:
         DataError, ConfigError: the path is none of them, or cannot be listed.
@@ -48,6 +49,8 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
     Raises:
         DataError: neither a folder nor a manifest.
     """
+    if path.is_dir() and (path / MAPPING).is_file():
+        return BrushBenchData(path=str(path), resolution=size)
     if path.is_dir():
         crosses = (path / "cross_bench.txt").is_file() and not (path / "self_bench.txt").is_file()
         return (CrossBenchData if crosses else SelfBenchData)(path=str(path), resolution=size)
@@ -55,7 +58,9 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
         return (PromptsData if _has_no_pictures(path) else ManifestData)(path=str(path), resolution=size)
     if path.suffix == ".txt":
         return PromptsData(path=str(path), resolution=size)
-    raise DataError(f"{path}: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file")
+    raise DataError(
+        f"{path}: give a self_bench or BrushBench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file"
+    )
 
 
 def _has_no_pictures(path: Path) -> bool:

@@ -92,6 +92,22 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
         yield Line("ok", "run directory", f"{directory.path}: {_beginning(run, directory)}")
 
 
+def login_lines(run: RunConfig) -> Iterator[Line]:
+    """Whether wandb knows who writes to it; that it is not installed, the line of its extra says."""
+    if "wandb" not in run.logging.sinks:
+        return
+    try:
+        from retouch.observe.sinks import require_login
+
+        require_login()
+    except ImportError:
+        return
+    except ConfigError as error:
+        yield Line("fix", "wandb", str(error))
+    else:
+        yield Line("ok", "wandb", "may be written to, or is offline")
+
+
 def _beginning(run: RunConfig, directory: RunDir) -> str:
     from retouch.engine.checkpoint import complete_checkpoints
 
