@@ -63,7 +63,7 @@ def test_a_data_set_from_a_run(finished: Finished, signs: Path, tmp_path: Path) 
 
 
 def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: Path) -> None:
-    """A run file alone draws the base; a checkpoint with it, what --run draws; --ema, the average."""
+    """A run file alone draws the base; a checkpoint with it, what --run draws; --raw, not the average."""
     run = finished("lora")
     common = ("--data", signs / "held_out", "--steps", 2)
     config = ("--config", run / "config.yaml")
@@ -73,7 +73,7 @@ def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: 
     assert all(np.array_equal(by_path[name], picture) for name, picture in from_run.items())
     others = {
         "base": drawn(tmp_path / "base", *config, *common),
-        "average": drawn(tmp_path / "ema", "--run", run, "--ema", *common),
+        "raw": drawn(tmp_path / "raw", "--run", run, "--raw", *common),
         "warm-up": drawn(tmp_path / "warm-up", "--run", run, "--weights", first, *common),
     }
     for name, pictures in others.items():
@@ -202,12 +202,12 @@ def test_the_weights_of_the_curves_are_those_that_eval_takes(
         assert outcome.code == 0, outcome.err
         return json.loads(outcome.out)["means"]["after RL"]
 
-    raw = means()
-    assert {name: curve[-1][name] for name in raw} == pytest.approx(raw, abs=1e-9)
-    data = yaml.safe_load((run / "config.yaml").read_text())
-    data["evaluation"]["weights"] = "ema"
-    (run / "config.yaml").write_text(yaml.safe_dump(data))
     average = means()
+    assert {name: curve[-1][name] for name in average} == pytest.approx(average, abs=1e-9)
+    data = yaml.safe_load((run / "config.yaml").read_text())
+    data["evaluation"]["weights"] = "raw"
+    (run / "config.yaml").write_text(yaml.safe_dump(data))
+    raw = means()
     assert average != raw
     assert (means("--raw"), means("--ema")) == (raw, average)
 

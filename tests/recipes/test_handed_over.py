@@ -207,9 +207,9 @@ def test_times_of_supervised_steps(
 # --- weights of the evaluation ---
 
 
-@pytest.mark.parametrize("which", ["ema", "raw"])
+@pytest.mark.parametrize("which", ["ema", "raw", None])
 def test_the_evaluation_takes_the_weights_that_are_named(
-    which: str, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+    which: str | None, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(brightness)
     seen: list[float] = []
@@ -224,4 +224,4 @@ def test_the_evaluation_takes_the_weights_that_are_named(
     run, _ = train(run_of("grpo", ema={"decay": 0.99}, optimizer__lr=1e-2, evaluation__weights=which))
     own, averaged = total(weights(run).values()), total(run.policy.state("ema").values())
     assert own != pytest.approx(averaged, abs=1e-2)
-    assert seen[-1] == pytest.approx(averaged if which == "ema" else own, abs=1e-6)
+    assert seen[-1] == pytest.approx(own if which == "raw" else averaged, abs=1e-6)

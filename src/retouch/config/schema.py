@@ -165,8 +165,9 @@ class EvaluationConfig(Section):
     """Images of each, with seeds of their own."""
     num_steps: PositiveInt | None = None
     """Null is rollout.num_steps."""
-    weights: Literal["ema", "raw"] = "raw"
-    """Which weights are evaluated, in the run and by `retouch eval` and `sample`; "ema" needs the ema section."""
+    weights: Literal["ema", "raw"] | None = None
+    """Which weights are evaluated, in the run and by `retouch eval` and `sample`: the averages of the ema section, or
+    those that are trained. Null takes the averages where there are any."""
     on_gold_fall: Literal["warn", "stop"] = "warn"
     """What follows where rewards that are trained on rise while one of role gold falls: a line in the log, or the end
     of the run, resumable (exit 3)."""

@@ -45,7 +45,7 @@ def evaluated(run: Run) -> Evaluation | None:
     stopped: RewardOutage | None = None
     with run.clock.part("eval"):
         try:
-            with run.policy.use("ema" if c.weights == "ema" else None):
+            with run.policy.use("ema" if run.config.ema and c.weights != "raw" else None):
                 scored = draw_and_score(
                     run.model,
                     run.network,
