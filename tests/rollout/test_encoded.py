@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.imaging import ImageProblem
 from retouch.observe import Stopwatch
 from retouch.rollout import EncodedData
 from retouch.types import Example
@@ -114,3 +117,71 @@ class Reading(list[Example]):
     def __getitem__(self, position: Any) -> Any:
         self.reads.append(position)
         return super().__getitem__(position)
+
+
+# --- reading ahead ---
+
+
+class Gated(Reading):
+    """Nothing is read while the gate is closed; one example cannot be read."""
+
+    def __init__(self, examples: list[Example]) -> None:
+        super().__init__(examples, [])
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getitem__(self, position: Any) -> Any:
+        assert self.gate.wait(20)
+        if position == 2:
+            raise ImageProblem("two.png: damaged image; replace the file")
+        return super().__getitem__(position)
+
+
+@pytest.fixture
+def gated(data: EncodedData) -> Gated:
+    data.data = gated = Gated([*EXAMPLES, Example(12, "c")])  # type: ignore[assignment]
+    return gated
+
+
+def readers_have_ended(before: int) -> bool:
+    until = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.005)
+    return threading.active_count() == before
+
+
+def test_what_was_read_ahead_is_there_at_once_and_read_once(data: EncodedData, gated: Gated) -> None:
+    before = threading.active_count()
+    gated.gate.clear()
+    data.read_ahead([0, 1, 0])
+    assert gated.reads == []
+    gated.gate.set()
+    assert readers_have_ended(before)
+    gated.gate.clear()
+    assert level(data.targets([1, 0], CPU)) == [204, 51]
+    data.read_ahead([1, 0])  # what is held is not read again
+    assert threading.active_count() == before
+    assert sorted(gated.reads) == [0, 1]
+
+
+def test_what_is_not_there_yet_is_waited_for(data: EncodedData, gated: Gated) -> None:
+    gated.gate.clear()
+    data.read_ahead([0])
+    threading.Timer(0.05, gated.gate.set).start()
+    assert data.conditions([0], CPU).tensors["c"].tolist() == [10]
+    assert gated.reads == [0]
+
+
+def test_what_cannot_be_read_is_an_error_where_it_is_used(data: EncodedData, gated: Gated) -> None:
+    data.read_ahead([2, 0])
+    assert level(data.targets([0], CPU)) == [51]
+    for _ in range(2):
+        with pytest.raises(ImageProblem, match=r"two\.png"):
+            data.examples([2])
+
+
+def test_what_was_read_ahead_for_other_steps_is_forgotten(data: EncodedData, gated: Gated) -> None:
+    data.read_ahead([0, 1])
+    data.read_ahead([1])
+    data.examples([0, 1])
+    assert sorted(gated.reads) == [0, 0, 1]

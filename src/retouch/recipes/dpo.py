@@ -35,7 +35,7 @@ from retouch.recipes.experience import (
 from retouch.recipes.noised import NoisedRows, noised_copies
 from retouch.recipes.rollouts import RewardRows
 from retouch.recipes.session import Session
-from retouch.recipes.sft import warm_up
+from retouch.recipes.sft import rows_to_come, warm_up
 from retouch.recipes.update import MicroLoss, optimizer_step
 from retouch.rollout import EncodedData, objective_region
 
@@ -132,6 +132,7 @@ def given_pairs(session: Session, data: EncodedData) -> Pairs:
     run.costs.images += 2 * per_rank
     rows = range(run.engine.rank * per_rank, (run.engine.rank + 1) * per_rank)
     positions = [chosen[row] for row in rows]
+    data.read_ahead(rows_to_come(session, len(run.data), per_rank, run.config.training.max_steps))
     return Pairs(
         position=torch.tensor(positions),
         seed=torch.tensor([derive_seed(run.config.seed, "pair", step, row) for row in rows]),

@@ -78,6 +78,7 @@ def supervised_phase(session: Session, until: int, lr: float, shifted: bool, obj
     while progress.step < until:
         positions = batch_examples(len(run.warmup_data), total, config.seed, progress.step)
         rows = range(engine.rank * per_rank, (engine.rank + 1) * per_rank)
+        data.read_ahead(rows_to_come(session, len(run.warmup_data), per_rank, until))
         run.costs.images += per_rank
 
         def losses_of(size: int, positions: Sequence[int] = positions, rows: Sequence[int] = rows) -> list[MicroLoss]:
@@ -86,6 +87,15 @@ def supervised_phase(session: Session, until: int, lr: float, shifted: bool, obj
 
         values, updated = optimizer_step(session, losses_of, session.learning_rate(lr, progress.step, until))
         session.end_step(values, updated=updated)
+
+
+def rows_to_come(session: Session, size: int, per_rank: int, until: int) -> list[int]:
+    """Positions, in data of `size` examples, of this rank's rows of the next step and, where there is one, of that
+    after it."""
+    engine, begun = session.run.engine, session.progress.step
+    steps = range(begun, min(begun + 2, until))
+    drawn = [batch_examples(size, per_rank * engine.world_size, session.config.seed, step) for step in steps]
+    return [p for rows in drawn for p in rows[engine.rank * per_rank : (engine.rank + 1) * per_rank]]
 
 
 def _loss(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar, get_args
@@ -30,6 +31,10 @@ CAPACITY = 512
 """Encoded examples kept in CPU memory; beyond it the ones used longest ago are dropped."""
 
 
+READERS = 4
+"""Threads that read examples ahead."""
+
+
 class EncodedData:
     """Conditions and latents of the pictures of a data set by position."""
 
@@ -39,6 +44,7 @@ class EncodedData:
         self.guidance_scale = guidance_scale
         self.clock = clock
         self._examples: OrderedDict[int, Example] = OrderedDict()
+        self._ahead: dict[int, Future[Example]] = {}
         self._conditions: OrderedDict[tuple[int, bool], Condition] = OrderedDict()
         self._pictures: dict[str, OrderedDict[int, Tensor]] = {role: OrderedDict() for role in get_args(Role)}
 
@@ -55,7 +61,19 @@ class EncodedData:
         return other
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
-        return [_recall(self._examples, p, self.data.__getitem__) for p in positions]
+        return [_recall(self._examples, p, self._read) for p in positions]
+
+    def read_ahead(self, positions: Sequence[int]) -> None:
+        """Begin to read these examples in threads that end with it, and forget what else was read ahead.
+
+        Numbers stay what they are; a file that cannot be read is an error where its example is used.
+        """
+        wanted = [p for p in dict.fromkeys(positions) if p not in self._examples and p not in self._ahead]
+        self._ahead = {p: read for p, read in self._ahead.items() if p in positions}
+        if wanted:
+            pool = ThreadPoolExecutor(READERS)
+            self._ahead |= {p: pool.submit(self.data.__getitem__, p) for p in wanted}
+            pool.shutdown(wait=False)
 
     def conditions(
         self, positions: Sequence[int], device: torch.device, uncaptioned: Sequence[bool] | None = None
@@ -92,6 +110,10 @@ class EncodedData:
         with self.clock.part("vae"):
             rows = [_recall(cache, p, partial(self._encode_picture, role)) for p in positions]
             return torch.cat(rows).to(device)
+
+    def _read(self, position: int) -> Example:
+        ahead = self._ahead.pop(position, None)
+        return self.data[position] if ahead is None else ahead.result()
 
     def _encode(self, key: tuple[int, bool]) -> Condition:
         position, uncaptioned = key
