@@ -55,7 +55,7 @@ clean: ## Remove .venv and caches; runs/ stays
 
 # what tests need besides
 .venv/.installed: .venv/.runtime
-	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,dev]"
+	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,wandb,dev]"
 	@touch $@
 
 # its set-up imports torch, so that it must be there; operators are compiled when they are first used

@@ -39,6 +39,7 @@ from transformers import (
 from retouch.doctor.model import PIPELINES
 from retouch.models import family_class
 from retouch.models.meta import on_meta
+from retouch.models.qwen import RELEASED_TEXT, RELEASED_VISION
 from retouch.models.tiny import byte_clip_tokenizer, byte_qwen_tokenizer, tiny_image_encoder, tiny_pipeline
 
 Networks = dict[str, Callable[[], Any]]
@@ -61,30 +62,16 @@ def qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
     """Qwen2.5-VL-7B; marks of pictures by their ids in the byte tokenizer."""
     tokenizer = byte_qwen_tokenizer()
     text = {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        **RELEASED_TEXT,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
-    vision = {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "fullatt_block_indexes": [7, 15, 23, 31],
     }
     ids: dict[str, Any] = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{mark}|>")
         for name, mark in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"))
     }
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=RELEASED_VISION, **ids))
 
 
 def autoencoder(**options: Any) -> Callable[[], AutoencoderKL]:

@@ -6,6 +6,7 @@ One torch thread per test process: the networks are tiny, and workers share the 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ from tests.command_line import retouch
 
 torch.set_num_threads(1)
 
+_CACHE = tempfile.TemporaryDirectory(prefix="retouch-cache-")
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes."""
+    """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes. What
+    is remembered of checked data is kept out of the home of whoever runs them."""
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

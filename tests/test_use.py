@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import torch
 import yaml
 from PIL import Image
 
+from retouch.config import load_run
+from retouch.engine import CheckpointError
 from retouch.evaluate import Evaluation
 from retouch.models.flux_fill import FluxFill
-from retouch.use import comparison_table, gains
+from retouch.use import Loaded, Trained, comparison_table, gains
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]
@@ -60,7 +63,7 @@ def test_a_data_set_from_a_run(finished: Finished, signs: Path, tmp_path: Path) 
 
 
 def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: Path) -> None:
-    """A run file alone draws the base; a checkpoint with it, what --run draws; --raw, not the average."""
+    """A run file alone draws the base; a checkpoint with it, what --run draws; --ema, the average."""
     run = finished("lora")
     common = ("--data", signs / "held_out", "--steps", 2)
     config = ("--config", run / "config.yaml")
@@ -70,7 +73,7 @@ def test_weights_are_those_asked_for(finished: Finished, signs: Path, tmp_path: 
     assert all(np.array_equal(by_path[name], picture) for name, picture in from_run.items())
     others = {
         "base": drawn(tmp_path / "base", *config, *common),
-        "raw": drawn(tmp_path / "raw", "--run", run, "--raw", *common),
+        "average": drawn(tmp_path / "ema", "--run", run, "--ema", *common),
         "warm-up": drawn(tmp_path / "warm-up", "--run", run, "--weights", first, *common),
     }
     for name, pictures in others.items():
@@ -186,6 +189,38 @@ def test_base_warm_up_and_rl_are_compared_on_the_same_images(evaluated: tuple[di
     assert {"preservation", "outside_l1", "glyph_correlation"} <= result["means"]["base"].keys()
 
 
+def test_the_weights_of_the_curves_are_those_that_eval_takes(
+    evaluated: tuple[dict[str, Any], Path], finished: Finished, tmp_path: Path
+) -> None:
+    """The run's own evaluations and `retouch eval` measure one thing; `evaluation.weights` says which for both."""
+    lines = (finished("full") / "metrics.jsonl").read_text().splitlines()
+    curve = [record for record in map(json.loads, lines) if record["kind"] == "eval"]
+    run = shutil.copytree(finished("full"), tmp_path / "run")
+
+    def means(*arguments: object) -> dict[str, Any]:
+        outcome = retouch("eval", "--run", run, "--json", *arguments)
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)["means"]["after RL"]
+
+    raw = means()
+    assert {name: curve[-1][name] for name in raw} == pytest.approx(raw, abs=1e-9)
+    data = yaml.safe_load((run / "config.yaml").read_text())
+    data["evaluation"]["weights"] = "ema"
+    (run / "config.yaml").write_text(yaml.safe_dump(data))
+    average = means()
+    assert average != raw
+    assert (means("--raw"), means("--ema")) == (raw, average)
+
+
+def test_averaged_weights_that_a_checkpoint_has_not_are_no_others(finished: Finished, tmp_path: Path) -> None:
+    newest = shutil.copytree(finished("full") / "checkpoints/step-000004", tmp_path / "step-000004")
+    shutil.rmtree(newest / "ema")
+    given = (None, finished("full") / "config.yaml", newest)
+    assert list(Trained.find(*given, None).weights.values()) == [newest / "weights"]
+    with pytest.raises(CheckpointError, match="has no averaged weights; leave --ema out"):
+        Trained.find(*given, False)
+
+
 def test_out_holds_a_grid_and_a_row_for_each_image(evaluated: tuple[dict[str, Any], Path]) -> None:
     result, out = evaluated
     assert sorted(path.name for path in out.iterdir()) == [
@@ -240,6 +275,32 @@ def test_a_run_file_without_weights_evaluates_the_base(finished: Finished, signs
     assert result["examples"] == 2  # evaluation.num_examples
 
 
+@pytest.mark.parametrize("keep_base", [False, True])
+def test_the_base_is_copied_only_to_come_back_to_it(finished: Finished, keep_base: bool) -> None:
+    """Sampling needs no copy, and a comparison begins with the base: all of FLUX twice is 47 GB more."""
+    run = finished("full")
+
+    def held() -> int:
+        gc.collect()
+        return sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor)
+
+    before = held()
+    loaded = Loaded(load_run(run / "config.yaml"), keep_base=keep_base)
+    copied = held() - before
+    state = loaded.policy.state()
+    base = next(iter(state.values())).clone()
+    assert (copied >= sum(t.nbytes for t in state.values())) == keep_base
+    loaded.load(None)
+    loaded.load(run / "checkpoints/step-000004/weights")
+    assert not torch.equal(next(iter(loaded.policy.state().values())), base)
+    if keep_base:
+        loaded.load(None)
+        assert torch.equal(next(iter(loaded.policy.state().values())), base)
+    else:
+        with pytest.raises(RuntimeError, match="other weights took the place of the base"):
+            loaded.load(None)
+
+
 # --- what cannot work ---
 
 
@@ -263,7 +324,10 @@ def refused(outcome: Outcome) -> str:
         (["--image", "x.png", "--mask", "{data}/test200_mask.png", "--text", "A"], "x.png: no such file"),
         (
             ["--data", "nowhere.csv"],
-            "nowhere.csv: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file",
+            (
+                "nowhere.csv: give a self_bench or BrushBench folder, a .json or .jsonl manifest, a .txt of "
+                "prompts, or a run file"
+            ),
         ),
         (
             ["--data", "{data}", "--resolution", "axb"],

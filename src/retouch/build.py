@@ -86,9 +86,10 @@ def build(config: RunConfig) -> Run:
     engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
     derived = derive(config, engine.world_size)
     needs = needed_pictures(config, training=False)
-    data = load_dataset(config.data, "data", needed_pictures(config, training=True))
-    warmup = load_dataset(config.warmup_data, "warmup_data", needs) if config.warmup_data else data
-    held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
+    data = load_dataset(config.data, "data", needed_pictures(config, training=True), engine)
+    warmup = load_dataset(config.warmup_data, "warmup_data", needs, engine) if config.warmup_data else data
+    section = config.evaluation.data
+    held_out = load_dataset(section, "evaluation.data", needs, engine) if section else None
     for name, given in (("data", data), ("warmup_data", warmup), ("evaluation.data", held_out)):
         if given is not None:
             fit_one_batch(config, name, given)
@@ -98,6 +99,7 @@ def build(config: RunConfig) -> Run:
         is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     can_begin(config, run_dir)
+    run_dir.require_sinks()
     require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
     initial_adapter(config.model.train, config.model.family)  # a bad one is refused before minutes go into the model
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)

@@ -37,6 +37,10 @@ app.add_typer(tiny_app, name="tiny")
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Dotted keys to override.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log debug messages.")]
+Raw = Annotated[
+    bool | None,
+    typer.Option("--raw/--ema", help="Weights as trained or averaged; default: those that the run evaluates."),
+]
 
 
 @app.command()
@@ -58,12 +62,18 @@ def check(
     memory: Annotated[
         bool, typer.Option("--memory", help="Count memory as well; of a hub id, this downloads configs alone.")
     ] = False,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of --memory: the configuration that vlm_grpo is launched with."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
     derived = numbers(config, world_size).as_dict()
-    counted = _memory(config, world_size) if memory else None
+    if accelerate is not None and not memory:
+        raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
+    counted = _memory(config, world_size, accelerate) if memory else None
     if as_json:
         more: dict[str, Any] = {} if counted is None else {"memory": counted}
         if config.rollout.preset is not None:
@@ -81,12 +91,13 @@ def check(
         typer.echo("\n".join(memory_table(counted)))
 
 
-def _memory(config: Any, world_size: int) -> dict[str, Any]:
+def _memory(config: Any, world_size: int, accelerate: Path | None) -> dict[str, Any]:
     import torch  # noqa: F401  # its absence gets the message of the extra
 
+    from retouch.doctor.launch import read_launch
     from retouch.doctor.memory import report_memory
 
-    return report_memory(config, world_size)
+    return report_memory(config, world_size, read_launch(accelerate) if accelerate else None)
 
 
 @app.command()
@@ -114,8 +125,10 @@ def sample(
     run: Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")] = None,
     config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; none samples the base.")] = None,
-    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
-    data: Annotated[Path | None, typer.Option(help="self_bench folder or manifest to repaint.")] = None,
+    raw: Raw = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of self_bench or BrushBench, or manifest to repaint.")
+    ] = None,
     image: Annotated[
         Path | None, typer.Option(help="One picture, with --mask (none to edit all of it) and --text or --prompt.")
     ] = None,
@@ -154,9 +167,10 @@ def evaluate_command(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder to compare with the base.")] = None,
-    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    raw: Raw = None,
     data: Annotated[
-        Path | None, typer.Option(help="self_bench folder or manifest; default: the run's evaluation.data.")
+        Path | None,
+        typer.Option(help="Folder of self_bench or BrushBench, or manifest; default: the run's evaluation.data."),
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Picture whose style every example takes, instead of its own reference.")
@@ -295,11 +309,15 @@ def reward_probe(
 @data_app.command("validate")
 def data_validate(
     path: Annotated[
-        Path, typer.Argument(help="self_bench folder, manifest file, or RUN.yaml (all of its data sections).")
+        Path,
+        typer.Argument(
+            help="Folder of self_bench or BrushBench, manifest file, or RUN.yaml (all of its data sections)."
+        ),
     ],
     resolution: Annotated[str, typer.Option(help="Side, or HEIGHTxWIDTH, to check at.")] = "512",
 ) -> None:
     """Open every item and print a table of what is wrong; exit 2 if anything is."""
+    _logging(False)
     from retouch.data.validate import validate, validation_table
 
     findings = validate(path, _size(resolution, "--resolution"))
@@ -462,6 +480,8 @@ EXTRAS = {
     "ocr": ("rapidocr", "onnxruntime"),
     "vlm": ("trl", "datasets"),
     "deepspeed": ("deepspeed",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 """Extra of the package -> modules that come with it."""
 
@@ -527,7 +547,7 @@ def _size(text: str, option: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def _trained(run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Any:
+def _trained(run: Path | None, config: Path | None, weights: Path | None, raw: bool | None) -> Any:
     """The --run / --config / --weights options as one object."""
     from retouch.use import Trained
 

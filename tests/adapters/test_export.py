@@ -80,7 +80,7 @@ def drawn(finished: Callable[[str], Path], signs: Path, tmp_path_factory: pytest
     root = tmp_path_factory.mktemp("exports")
     ours: dict[str, np.ndarray] = {}
     models: dict[str, tuple[str, str | None]] = {}
-    loaded = {kind: Loaded(load_run(finished(kind) / "config.yaml")) for kind in ("full", "lora")}
+    loaded = {kind: Loaded(load_run(finished(kind) / "config.yaml"), keep_base=True) for kind in ("full", "lora")}
     for name, (kind, to, raw) in EXPORTS.items():
         weights = checkpoint(finished(kind))
         outcome = retouch("export", weights, "--to", to, "--out", root / name, *(["--raw"] if raw else []))

@@ -281,6 +281,14 @@ def test_a_part_without_a_size_is_refused(empty: str, message: str, write: Any, 
         read_adapter(path)
 
 
+@pytest.mark.parametrize("scale", [0.5, [1.0], ["1"] * 6, [-1.0] * 6, None])
+def test_a_scale_that_is_no_factor_for_each_block_is_refused(scale: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, drawn(SHAPE), {"scale": scale})
+    with pytest.raises(AdapterFileError, match="and not a factor for each of 6 blocks"):
+        read_adapter(path)
+
+
 def test_metadata_is_plain_json(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", drawn(SHAPE), {"family": "flux_fill"})
     with safe_open(tmp_path / "a.safetensors", "pt") as file:

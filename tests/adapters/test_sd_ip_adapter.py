@@ -14,7 +14,7 @@ from torch import Tensor
 
 import retouch.adapters
 from retouch.adapters.export import Base, export
-from retouch.adapters.formats import read_adapter, write_bin, write_safetensors
+from retouch.adapters.formats import AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
 from retouch.image_encoder import ImageEncoder
@@ -37,13 +37,14 @@ def pipeline() -> Any:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """An adapter of random weights in a file."""
+    """An adapter of random weights in a file, trained at another scale in each block."""
     network: Any = UNet2DConditionModel.from_pretrained(tiny_path("sd_inpaint") / "unet")
     shape = new_adapter(network, "linear", WIDTH, 4).shape
     draw = torch.Generator().manual_seed(1)
     tensors = {key: 0.3 * torch.randn(size, generator=draw) for key, size in shape.tensors().items()}
-    write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, {"image_encoder": "tiny"})
-    write_bin(tmp_path / "ip-adapter.bin", tensors)
+    about = {"image_encoder": "tiny", "scale": [0.25 * (1 + block) for block in range(len(shape.inner))]}
+    write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, about)
+    write_bin(tmp_path / "ip-adapter.bin", folded(AdapterFile(tensors, shape, about)).tensors)
     return tmp_path / "ip-adapter.safetensors"
 
 
@@ -82,7 +83,8 @@ def test_off_is_the_stock_model_and_detached_is_as_before(pipeline: Any, path: P
 def test_diffusers_own_loader_draws_the_same_image(
     pipeline: Any, path: Path, tmp_path: Path, guidance: float, end: str
 ) -> None:
-    """Of the exported file, and of the checkpoint's .bin; both against `predict`, and against `attach`."""
+    """Of the exported file, and of the checkpoint's .bin, which are at scale 1; both against `predict`, and against
+    `attach`."""
     base = Base("", "unet", "ip_adapter", torch.float32)
     exported = export(base, path.parent, "diffusers-ip-adapter", tmp_path / "out")
     file = exported if end == "safetensors" else path.with_suffix(".bin")

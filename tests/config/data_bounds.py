@@ -8,6 +8,11 @@ _EDIT = "{format: complex_edit, path: somewhere, resolution: 64, %s}"
 _MMMG = "{format: mmmg, path: somewhere, resolution: 64, %s}"
 
 DATA_ELEMENTS = [
+    (
+        "data",
+        "{format: brushbench, path: somewhere, resolution: 64, region: all}",
+        "data.region: given 'all'; input should be 'inside' or 'outside'",
+    ),
     ("data", _EDIT % "part: test", "data.part: given 'test'; input should be 'all', 'train' or 'held_out'"),
     ("data", _EDIT % "held_out_share: 1", "data.held_out_share: given 1; input should be less than 1"),
     ("data", _EDIT % "held_out_share: 0", "data.held_out_share: given 0; input should be greater than 0"),

@@ -48,6 +48,7 @@ READ_ELSEWHERE = {
     "DpoConfig.reference_refresh_every": "through the property DpoConfig.refresh_every",
     "SelfBenchData.resolution": "through the property DataSection.size",
     "CrossBenchData.resolution": "through the property DataSection.size",
+    "BrushBenchData.resolution": "through the property DataSection.size",
     "ManifestData.resolution": "through the property DataSection.size",
     "PromptsData.resolution": "through the property DataSection.size",
     "ComplexEditData.resolution": "through the property DataSection.size",

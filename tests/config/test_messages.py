@@ -67,8 +67,8 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         (
             "evaluation.data={format: foo, path: x}",
             (
-                "evaluation.data.format: given 'foo'; known: complex_edit, cross_bench, manifest, mmmg, prompts, "
-                "self_bench"
+                "evaluation.data.format: given 'foo'; known: brushbench, complex_edit, cross_bench, manifest, mmmg, "
+                "prompts, self_bench"
             ),
         ),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),

@@ -121,12 +121,18 @@ BOUNDS = [
     ("evaluation.weights", "best", "'best'", "input should be 'ema' or 'raw'"),
     ("evaluation.grid_examples", "-1", "-1", NOT_NEGATIVE),
     ("logging.rollout_images_every", "-1", "-1", NOT_NEGATIVE),
+    ("logging.project", "a/b", "'a/b'", "string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),
+    ("logging.group", "''", "''", "string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),
     *REWARD_BOUNDS,
 ]
 ELEMENTS = [
     ("optimizer.betas", "[0.9, 1.0]", "optimizer.betas.1: given 1.0; input should be less than 1"),
     ("optimizer.betas", "[0.9]", "optimizer.betas.1: required and not set"),
-    ("logging.sinks", "[wandb]", "logging.sinks.0: given 'wandb'; input should be 'tensorboard'"),
+    (
+        "logging.sinks",
+        "[mlflow]",
+        "logging.sinks.0: given 'mlflow'; input should be 'tensorboard', 'wandb' or 'trackio'",
+    ),
     ("rollout.window", "{range: [0, 2]}", f"rollout.window.range.1: given 2; {AT_MOST_1}"),
     ("rollout.window", "{size: 0}", f"rollout.window.size: given 0; {POSITIVE}"),
     (
@@ -446,6 +452,13 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             ),
         ),
         (
+            ("logging.sinks=[tensorboard]", "logging.group=first"),
+            (
+                "logging.group: given 'first', which wandb and trackio read, but logging.sinks is ['tensorboard']; add "
+                "one of them, or leave group out"
+            ),
+        ),
+        (
             ("model.path=someone/FLUX", "data.resolution=500"),
             "data.resolution: given 500; flux_fill needs multiples of 16; set 496",
         ),
@@ -474,6 +487,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ("rewards={ocr: {weight: 0}, preservation: {weight: 0.5}}",),
         ("algorithm.warmup_steps=10", "training.max_steps=10"),
         ("evaluation.weights=ema", "ema={}"),
+        ("logging.sinks=[trackio]", "logging.group=first", "logging.project=signs"),
         ("rollout={num_steps: 4, window: {size: 2, range: [0, 0.5]}}",),
         ("rollout={step_rule: cps, window: {size: 1, range: [0.8, 1.0]}}",),
         ("rollout={step_rule: cps, num_steps: 2, noise_level: 1.0}",),

@@ -28,12 +28,17 @@ import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
 import retouch.recipes.session as session
-from retouch.data import epoch_examples
+from retouch.data import dataset, epoch_examples
 from retouch.engine import Engine
 from retouch.rewards.scorers.preservation import PreservationScorer
 from retouch.types import Failure, Score
 finish, backward, score = session.Session.finish, Engine.backward, PreservationScorer.score
-backwards = 0
+examine = dataset.examine
+backwards, examined = 0, []
+
+def noted(item, *options):
+    examined.append(str(item.id))
+    return examine(item, *options)
 
 def counted(self, loss):
     global backwards
@@ -43,7 +48,8 @@ def counted(self, loss):
 def finish_and_save(self):
     finish(self)
     file = self.run.dir.path / f"rank-{self.run.engine.rank}.safetensors"
-    save_file({n: t.clone() for n, t in self.run.policy.state().items()}, file, {"backwards": str(backwards)})
+    about = {"backwards": str(backwards), "examined": " ".join(examined)}
+    save_file({n: t.clone() for n, t in self.run.policy.state().items()}, file, about)
 
 def flat_in_the_first_half(self, items):
     flat = {100 + position for position in epoch_examples(8, 4, 5, 0)[:2]}
@@ -54,7 +60,7 @@ def bad(self, items):
     fails = [i.group < 200 and (which == "all" or last and i.id == int(which)) for i in items]
     return [Failure("bad_item", "no") if no else one for no, one in zip(fails, score(self, items))]
 
-session.Session.finish, Engine.backward = finish_and_save, counted
+session.Session.finish, Engine.backward, dataset.examine = finish_and_save, counted, noted
 if os.environ.get("FLAT"):
     PreservationScorer.score = flat_in_the_first_half
 if os.environ.get("BAD"):
@@ -62,9 +68,9 @@ if os.environ.get("BAD"):
 from retouch.cli import main
 main()
 """
-"""`retouch`, and at the end the weights of every rank, not only those that the first one saves, and how many backwards
-it took. With FLAT, all images of the first half of four groups score the same; with BAD, the image of that number in
-each batch of process LAST fails, or every one."""
+"""`retouch`, and at the end the weights of every rank, not only those that the first one saves, how many backwards it
+took, and which items it examined at its start, where nothing is remembered of any. With FLAT, all images of the first
+half of four groups score the same; with BAD, the image of that number in each batch of process LAST fails, or all."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -85,11 +91,18 @@ def child_of(
 ) -> subprocess.CompletedProcess[str]:
     child = run.with_name("child.py")
     child.write_text(CHILD, encoding="utf-8")
+    cache = str(run.with_name(f"cache-{name}"))
     return subprocess.run(
         [sys.executable, *launcher, str(child), "train", str(run), f"name={name}", *overrides],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true",
+            "XDG_CACHE_HOME": cache,
+            **environment,
+        },
         timeout=900,
     )
 
@@ -148,8 +161,16 @@ def ranks_agree_with(alone: Path, two: Path, step: str) -> None:
 
 
 def backwards(run: Path, rank: int) -> int:
+    return int(said(run, rank)["backwards"])
+
+
+def examined(run: Path, rank: int) -> list[str]:
+    return said(run, rank)["examined"].split()
+
+
+def said(run: Path, rank: int) -> dict[str, str]:
     with safe_open(run / f"rank-{rank}.safetensors", "pt") as file:
-        return int(file.metadata()["backwards"])
+        return file.metadata()
 
 
 @pytest.mark.slow
@@ -171,13 +192,16 @@ def test_two_ranks_of_sharded_weights_train_as_one_process_does(run_yaml: Path) 
 
 
 def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) -> None:
-    """Of four groups of two both of rank 0 are flat: the four rows left are two for each, not four and none."""
+    """Of four groups of two both of rank 0 are flat: the four rows left are two for each, not four and none. Before
+    that each has checked one half of the data."""
     four = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
     shape = ("optimizer.batch_size_per_device=1", "training.max_steps=1")
     one = in_child(run_yaml, "one", [], *four, *shape, "optimizer.gradient_accumulation=8", FLAT="1")
     two = on_two(run_yaml, *four, *shape, "optimizer.gradient_accumulation=4", FLAT="1")
     ranks_agree_with(one, two, "step-000001")
     assert [backwards(one, 0), backwards(two, 0), backwards(two, 1)] == [4, 2, 2]
+    assert [len(examined(one, 0)), len(examined(two, 0)), len(examined(two, 1))] == [20, 10, 10]
+    assert sorted(examined(two, 0) + examined(two, 1)) == sorted(examined(one, 0))
 
 
 def test_pairs_whose_images_lie_on_two_ranks_train_as_on_one(run_yaml: Path) -> None:

@@ -40,6 +40,8 @@ CHECKED = [
     "extra ocr",
     "extra vlm",
     "extra deepspeed",
+    "extra wandb",
+    "extra trackio",
     "GPUs",
     "model",
     "memory",
@@ -116,6 +118,24 @@ def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
     for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
         run = load_run(run_yaml(training__sharding=sharding))
         assert ("deepspeed" in needed_extras(run)) is needed
+
+
+def test_sinks_need_their_extras(run_yaml: Callable[..., Path]) -> None:
+    run = load_run(run_yaml(logging__sinks=["tensorboard", "trackio"]))
+    assert needed_extras(run) & {"wandb", "trackio"} == {"trackio"}
+
+
+def test_wandb_without_a_key(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import wandb
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb"))
+    wandb.teardown()  # which remembers the environment
+    says = "logging.sinks: wandb has no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+    assert only("fix", run_yaml(logging__sinks=["wandb"])) == ("wandb", says)
+    wandb.teardown()
 
 
 def test_without_a_run_file_it_looks_at_the_machine() -> None:

@@ -15,7 +15,7 @@ from retouch.config.reward_sections import RewardClientConfig
 from retouch.config.schema import OptimizerConfig, TrainingConfig
 from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
 from retouch.engine.checkpoint import complete_checkpoints
-from retouch.engine.engine import PLUGINS
+from retouch.engine.engine import OVERFLOWS, PLUGINS
 
 
 class Plain(nn.Linear):
@@ -63,6 +63,18 @@ def test_learning_rate_is_the_one_given() -> None:
     stats = engine.step(lr=0.25)
     torch.testing.assert_close(net.weight.detach(), torch.tensor([[0.75, -2.25]]), atol=1e-5, rtol=0)
     assert stats["grad_norm"] == pytest.approx(2**0.5) and stats["overflow"] == 0.0
+
+
+def test_fp16_that_never_finds_a_scale_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that updates begins the count anew."""
+    engine = engine_for(linear())
+    skips = [True] * (OVERFLOWS - 1) + [False] + [True] * OVERFLOWS
+    outcomes = iter(skips)
+    monkeypatch.setattr(engine._parallel, "step", lambda lr: (1.0, next(outcomes)))
+    taken = [engine.step(lr=0.1)["overflow"] for _ in skips[:-1]]
+    assert taken == [float(skipped) for skipped in skips[:-1]]
+    with pytest.raises(Diverged, match="no finite gradient in 20 steps in a row under fp16"):
+        engine.step(lr=0.1)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:

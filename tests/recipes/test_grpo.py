@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -15,13 +17,16 @@ from torch import Tensor, nn
 from retouch.build import build
 from retouch.config import ConfigError, RunConfig
 from retouch.data import derive_seed
+from retouch.engine import Engine
+from retouch.engine.checkpoint import is_pinned
 from retouch.models.flux_fill import FluxFill
 from retouch.observe.timing import PARTS
-from retouch.recipes import grpo, recipe
+from retouch.recipes import evaluating, grpo, recipe
 from retouch.recipes.grpo import step_spans
 from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
+from retouch.rollout import RewardOutage
 from retouch.types import Failure, Outcome, Score, Stopped
 
 from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, train, weights
@@ -85,6 +90,33 @@ def test_rounding_does_not_clip(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert later["max_abs_log_ratio"] == 0.0
     asked = sum(r["time"]["nfe_train_forward"] for r in of_kind(records, "train"))
     assert asked == 2 * run.derived.global_images_per_epoch * run.derived.trained_steps
+
+
+def test_an_update_that_did_not_happen_leaves_the_ratio_at_1(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first ones of fp16, whose gradients overflow: the weights still are those that sampled. Stopped there and
+    resumed, they still are."""
+    exact, real, steps = FluxFill.predict, Engine.step, 0
+
+    def rounded(self: FluxFill, network: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        return exact(self, network, x, *rest) * (1 + 1e-3 * len(x))
+
+    def step(self: Engine, lr: float) -> dict[str, float]:
+        nonlocal steps
+        steps += 1
+        if steps > 2:
+            return real(self, lr)
+        self.drop_gradients()
+        return {"grad_norm": math.inf, "overflow": 1.0}
+
+    monkeypatch.setattr(FluxFill, "predict", rounded)
+    monkeypatch.setattr(Engine, "step", step)
+    small = {"lr": 1e-3, "batch_size_per_device": 2, "gradient_accumulation": 3}
+    shape = {"name": "run", "rollout__group_size": 5, "optimizer": small}
+    train(config(**shape, training__max_steps=1))
+    _, records = train(config(**shape, training__max_steps=4, resume="auto"))
+    told = of_kind(records, "train")
+    assert [r["overflow"] for r in told] == [1.0, 1.0, 0.0, 0.0]
+    assert [r["ratio"] == 1.0 for r in told] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("how", ["recorded", "recomputed"])
@@ -424,7 +456,30 @@ def test_time_limit_is_a_clean_stop(config: Config) -> None:
         recipe("grpo")(run)
     run.close()
     assert stopped.value.code == 0
-    assert run.checkpoints.newest() is not None
+    newest = run.checkpoints.newest()
+    assert newest is not None and not is_pinned(newest)  # or a run in many legs would keep one of each
+
+
+def test_an_outage_in_the_first_evaluation_stops_the_run_as_any_other(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals are handled as before the run again, and the evaluation is made up for."""
+
+    def outage(*_: Any, **__: Any) -> None:
+        raise RewardOutage("rewards stayed unavailable")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as away:
+        away.setattr(evaluating, "draw_and_score", outage)
+        run = build(config(training__max_steps=1))
+        with pytest.raises(Stopped, match="rewards stayed unavailable") as stopped:
+            recipe("grpo")(run)
+        run.close()
+    assert stopped.value.code == 3 and signal.getsignal(signal.SIGTERM) is before
+    assert (run.dir.path / "checkpoints" / "step-000000" / "complete.json").is_file()
+    assert (run.dir.path / "report.html").is_file()
+    _, records = train(config(training__max_steps=1, resume="auto"))
+    assert [r["moment"] for r in of_kind(records, "eval")] == ["start", "end"]
 
 
 def test_a_signal_that_another_process_got_stops_this_one_resumable(

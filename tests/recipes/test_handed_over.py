@@ -12,7 +12,7 @@ from retouch.config import RunConfig
 from retouch.core.schedule import shift_sigma
 from retouch.models.flux_fill import FluxFill
 from retouch.models.sd_inpaint import SdInpaint
-from retouch.recipes import grpo, nft, session, sft
+from retouch.recipes import evaluating, grpo, nft, sft
 from retouch.rollout import objective_region, sampler
 
 from .runs import Config, Use, brightness, of_kind, train, weights
@@ -213,14 +213,14 @@ def test_the_evaluation_takes_the_weights_that_are_named(
 ) -> None:
     scripted(brightness)
     seen: list[float] = []
-    real = session.draw_and_score
+    real = evaluating.draw_and_score
     total = lambda tensors: sum(float(t.double().sum()) for t in tensors)  # noqa: E731
 
     def watch(model: Any, network: nn.Module, *rest: Any) -> Any:
         seen.append(total(network.parameters()))
         return real(model, network, *rest)
 
-    monkeypatch.setattr(session, "draw_and_score", watch)
+    monkeypatch.setattr(evaluating, "draw_and_score", watch)
     run, _ = train(run_of("grpo", ema={"decay": 0.99}, optimizer__lr=1e-2, evaluation__weights=which))
     own, averaged = total(weights(run).values()), total(run.policy.state("ema").values())
     assert own != pytest.approx(averaged, abs=1e-2)

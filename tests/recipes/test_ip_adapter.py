@@ -17,13 +17,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from retouch import adapters as retouch_adapters
-from retouch.adapters.formats import read_adapter
-from retouch.adapters.train_ip_adapter import train_ip_adapter
+from retouch.adapters.formats import read_adapter, write_safetensors
+from retouch.adapters.train_ip_adapter import IpAdapterWeights, train_ip_adapter
 from retouch.build import Run, build
 from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
 from retouch.config.model_sections import TrainIpAdapter
 from retouch.data import load_dataset
 from retouch.data.synth import draw_words, write_signs
+from retouch.models import load_model
 from retouch.models.flux_fill import pack
 from retouch.models.loading import tiny_path
 from retouch.recipes import sft
@@ -427,6 +428,69 @@ def test_ten_lines_for_users(finished: Path, styled: Path) -> None:
     nameless = retouch_adapters.load(finished / "checkpoints/step-000006/ema/ip-adapter.bin").attach(pipe)
     with pytest.raises(ConfigError, match="does not say which encoder it is for"):
         nameless.condition([example.reference])  # type: ignore[list-item]
+
+
+def picture_of(model: Any, network: Any, example: Example, guidance: float) -> torch.Tensor:
+    condition = model.encode([example], guidance)
+    plan = ode_plan(model.schedule(3, (32, 64)))
+    return model.decode(sample(model, network, plan, condition, [11]).final)
+
+
+@pytest.mark.parametrize(
+    ("family", "to", "name"),
+    [
+        ("flux_fill", "comfyui", "ip-adapter.bin"),
+        ("sd_inpaint", "diffusers-ip-adapter", "ip-adapter.safetensors"),
+        ("qwen_image", "ip-adapter", "ip-adapter.bin"),
+    ],
+)
+def test_every_file_draws_and_goes_on_at_the_scale_of_training(
+    family: str, to: str, name: str, config: Config, styled: Path, tmp_path: Path
+) -> None:
+    """What `retouch sample --run` draws, every file draws that is attached as it is, and training from it starts with:
+    the checkpoint's, which says the scale, and other programs', which hold it in their values."""
+    own: dict[str, Any] = {"model__family": family, "model__path": tiny_model(family), "training__max_steps": 2}
+    own |= {"evaluation__num_examples": 1, "evaluation__num_steps": 1}
+    adapter = {"scale": 0.25, "tokens": 128 if to == "comfyui" else 4}
+    run, _ = train(run_of(config, styled, "sft", adapter, name="quarter", **own))
+    folder = run.dir.path / "checkpoints/step-000002"
+    loaded = Loaded(run.config)
+    loaded.load(folder / "ema")
+    example, guidance = load_dataset(run.config.evaluation.data)[0], loaded.guidance_scale  # type: ignore[arg-type]
+    expected = picture_of(loaded.model, loaded.network, example, guidance)
+    assert retouch("export", folder, "--to", to, "--out", tmp_path / "out").code == 0
+    stock = load_model(run.config.model, torch.device("cpu"))
+    for file, says in ((folder / "ema", True), (tmp_path / "out" / name, False)):
+        attached = retouch_adapters.load(file).attach(stock.network)
+        drawn = picture_of(stock, stock.network, example, guidance)
+        torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
+        attached.set_scale(1.0)
+        full = picture_of(stock, stock.network, example, guidance)
+        assert (float((full - expected).abs().max()) > 1e-3) == says
+        attached.detach()
+        again = {**adapter, "scale": None, "initial_adapter": str(file)}
+        made = build(run_of(config, styled, "sft", again, name=f"says-{says}", **own))
+        made.close()
+        drawn = picture_of(made.model, made.network, example, guidance)
+        torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
+
+
+def test_another_scale_than_that_of_training_is_refused(tmp_path: Path) -> None:
+    """It would fit, and draw something else. A file that says none may be of any."""
+    spec: Any = SimpleNamespace(family="flux_fill", reference_width=16)
+
+    def trainee(scale: float | list[float]) -> IpAdapterWeights:
+        network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
+        return train_ip_adapter(network, TrainIpAdapter(scale=scale, tokens=4), spec, 0)
+
+    trained = trainee(0.25)
+    trained.save({}, tmp_path)
+    trainee([0.25] * 6).load(tmp_path)
+    with pytest.raises(ValueError, match=r"^trained at scale 0\.25, but model\.train says \[1, 1, 1, 1, 1, 0\]$"):
+        trainee([1.0] * 5 + [0.0]).load(tmp_path)
+    tensors = read_adapter(tmp_path).tensors
+    write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, {"family": "flux_fill"})
+    trainee(1.0).load(tmp_path)
 
 
 def test_a_factor_for_each_block_of_a_run_file_reaches_its_block() -> None:

@@ -131,3 +131,21 @@ def test_sigterm_stops_cleanly_and_resumes_bitwise(long_run: Path, uninterrupted
         for d in (uninterrupted, folder.parents[1])
     )
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_run_stopped_in_its_last_step_can_still_be_extended_bitwise(long_run: Path) -> None:
+    """Its end lies inside an epoch: the rollouts that are left are in its checkpoint, also when a signal came in that
+    step and the run was only finished when it was resumed."""
+    short, extended = f"training.max_steps={STEPS - 2}", long_run.parent / "runs"
+    for name, where, code in (("ended", "nowhere", 0), ("stopped", "backward", 3)):
+        first = run_child(where, 7, [str(long_run), f"name={name}", short], HOW="SIGTERM")
+        assert first.returncode == code, first.stderr
+    finished = run_child("nowhere", 0, [str(long_run), "name=stopped", short])
+    assert finished.returncode == 0, finished.stderr
+    assert (extended / "stopped" / "checkpoints" / "step-000004" / "rollouts.safetensors").is_file()
+    for name in ("ended", "stopped"):
+        whole = run_child("nowhere", 0, [str(long_run), f"name={name}"])
+        assert whole.returncode == 0, whole.stderr
+    file = "checkpoints/step-000006/weights/diffusion_pytorch_model.safetensors"
+    ended, stopped = (load_file(extended / name / file) for name in ("ended", "stopped"))
+    assert all(torch.equal(ended[n], stopped[n]) for n in ended)

@@ -246,13 +246,27 @@ def test_retry_after_holds_back_every_request_to_that_server() -> None:
 
 
 def test_retries_are_a_share_of_the_requests() -> None:
-    budget = RetryBudget(share=0.25, reserve=3.0, per_second=1.0)
+    budget = RetryBudget(60.0, share=0.25, reserve=3.0, per_second=1.0)
     assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
     for _ in range(8):
-        budget.request()
+        budget.request(0.0)
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
     assert budget.take(1.0) and not budget.take(1.0)
     assert [budget.take(100.0) for _ in range(4)] == [True, True, True, False]  # time refills the reserve, no more
+
+
+def test_retries_are_not_saved_up() -> None:
+    """10,000 requests that needed none, ten a second, then nothing but failures: as many as the last minute's pay for,
+    and the reserve; in the minute after it, what time adds to that."""
+    budget = RetryBudget(60.0)
+    for number in range(10_000):
+        budget.request(number / 10)
+    assert sum(budget.take(999.95) for _ in range(10_000)) == 0.15 * 600 + 15
+    taken = 0
+    for tick in range(600):  # each fails, and would be tried again at once
+        budget.request(1000 + tick / 10)
+        taken += budget.take(1000 + tick / 10)
+    assert taken == pytest.approx(0.5 * 60, abs=1)
 
 
 def test_a_server_that_only_fails_is_not_stormed() -> None:

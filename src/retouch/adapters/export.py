@@ -12,7 +12,7 @@ import diffusers
 import torch
 from safetensors.torch import load_file, save_file
 
-from retouch.adapters.formats import NAME, read_adapter, write_bin, write_safetensors
+from retouch.adapters.formats import NAME, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.lora import FILE as LORA_FILE
 from retouch.config.errors import ConfigError
 
@@ -103,10 +103,12 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
             f"{shape.tokens}; use --to ip-adapter"
         )
     out.mkdir(parents=True, exist_ok=True)
+    foreign = folded(file)
     if to != "comfyui":
-        write_safetensors(out / f"{NAME}.safetensors", file.tensors, file.metadata)
+        written = foreign if to == "diffusers-ip-adapter" else file
+        write_safetensors(out / f"{NAME}.safetensors", written.tensors, written.metadata)
     if to in ("comfyui", "ip-adapter"):
-        write_bin(out / f"{NAME}.bin", file.tensors)
+        write_bin(out / f"{NAME}.bin", foreign.tensors)
     return out / f"{NAME}.{'bin' if to == 'comfyui' else 'safetensors'}"
 
 

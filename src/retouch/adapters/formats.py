@@ -6,7 +6,8 @@
     Tencent    image_proj (one Linear), ip_adapter with odd numbers   SD1.5, what diffusers' load_ip_adapter takes
 
 Inside, keys are flat and those of the standard file: `image_proj.proj.0.weight`, `image_proj_qformer.norm.bias`,
-`ip_adapter.0.to_k_ip.weight`. A safetensors file has the same keys and metadata. `.bin` files are pickles: read with
+`ip_adapter.0.to_k_ip.weight`. A safetensors file has the same keys and metadata, with them the factors that the adapter
+was trained at; every other file has these in its values (`folded`). `.bin` files are pickles: read with
 weights_only=True alone.
 """
 
@@ -120,12 +121,17 @@ class AdapterFile:
 
     Attributes:
         tensors: by key, complete.
-        metadata: of a safetensors file: `family`, `image_encoder`, ...; {} for a .bin.
+        metadata: of a safetensors file: `family`, `image_encoder`, `scale`, ...; {} for a .bin.
     """
 
     tensors: Mapping[str, Tensor]
     shape: AdapterShape
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def scale(self) -> list[float]:
+        """How much the reference counts in each block: 1 where the file does not say."""
+        return self.metadata.get("scale", [1.0] * len(self.shape.inner))
 
 
 def read_adapter(path: Path) -> AdapterFile:
@@ -157,7 +163,24 @@ def read_adapter(path: Path) -> AdapterFile:
     shape = _shape_of(tensors, path)
     expected = shape.tensors()
     _same_keys(tensors, expected, path)
-    return AdapterFile({key: tensors[key] for key in expected}, shape, metadata)
+    file = AdapterFile({key: tensors[key] for key in expected}, shape, metadata)
+    blocks, scale = len(shape.inner), cast(Any, file.scale)
+    if (
+        type(scale) is not list
+        or len(scale) != blocks
+        or not all(type(s) is float and 0 <= s < math.inf for s in scale)
+    ):
+        raise AdapterFileError(f"{path}: its scale is {scale!r}, and not a factor for each of {blocks} blocks")
+    return file
+
+
+def folded(file: AdapterFile) -> AdapterFile:
+    """The same adapter at scale 1, for programs that know no other: what a block adds is linear in its values, and
+    these have no bias, so that they take its factor."""
+    values = [f"ip_adapter.{number}.to_v_ip.weight" for number in file.shape.numbers()]
+    scaled = {key: file.tensors[key] * scale for key, scale in zip(values, file.scale, strict=True)}
+    about = {name: value for name, value in file.metadata.items() if name != "scale"}
+    return AdapterFile({**file.tensors, **scaled}, file.shape, about)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ class IpAdapter:
 
     Attributes:
         names: key of the file -> parameter name in the network.
+        scale: how much the picture counts in each block.
     """
 
     def __init__(self, network: Any, shape: AdapterShape, where: str) -> None:
@@ -46,6 +47,7 @@ class IpAdapter:
         _fits(self.host, shape, where, type(network).__name__)
         self.host.place(shape)
         self.names = self.host.names(shape)
+        self.scale = [1.0] * len(shape.inner)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every weight by the key of the file; under LoRA, what is below it."""
@@ -82,6 +84,7 @@ class IpAdapter:
         if len(scales) != blocks:
             raise ConfigError(f"scale: given {len(scales)} factors; the network has {blocks} blocks: give one for each")
         self.host.set_scales(scales)
+        self.scale = scales
 
     def detach(self) -> None:
         """Leave the network as it was before."""
@@ -110,8 +113,11 @@ class StyleAdapter:
         self._inside: IpAdapter | None = None
         self._encoder: ImageEncoder | None = None
 
-    def attach(self, pipe: Any, scale: float | Sequence[float] = 1.0) -> StyleAdapter:
+    def attach(self, pipe: Any, scale: float | Sequence[float] | None = None) -> StyleAdapter:
         """Put it into a diffusers pipeline (or its network), in the network's precision.
+
+        Args:
+            scale: how much the reference counts, in all blocks or in each; None: as in training.
 
         Raises:
             ConfigError: a network of other sizes, or one that has an adapter, or not a factor for each of its blocks;
@@ -124,7 +130,7 @@ class StyleAdapter:
             parameter.requires_grad_(False)
         inside.load(self.file.tensors)
         try:
-            inside.set_scale(scale)
+            inside.set_scale(self.file.scale if scale is None else scale)
         except ConfigError:
             inside.detach()
             raise

@@ -7,7 +7,7 @@ so that its files work everywhere. LoRA is merged into them; its factors, which 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from retouch.adapters.formats import (
     AdapterFileError,
     AdapterShape,
     Head,
+    folded,
     read_adapter,
     write_bin,
     write_safetensors,
@@ -58,7 +59,8 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
     adapter = new_adapter(network, wanted.head, wanted.width, wanted.tokens, seed)
     if given is not None:
         adapter.load(given.tensors)
-    adapter.set_scale(train.scale)
+    scale = train.scale if train.scale is not None else given.scale if given is not None else 1.0
+    adapter.set_scale(scale)
     for key, parameter in adapter.parameters().items():
         parameter.requires_grad_(is_trained(key, train.weights))
         if not parameter.requires_grad:
@@ -67,7 +69,11 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
     if train.weights == "kv_lora":
         add_lora(network, train.rank, train.alpha, tuple(sorted({_module_suffix(n) for n in _kv(adapter.names)})))
         factor = train.alpha / train.rank
-    about = {"family": spec.family, "image_encoder": train.image_encoder or ADAPTERS[spec.family].image_encoder}
+    about = {
+        "family": spec.family,
+        "image_encoder": train.image_encoder or ADAPTERS[spec.family].image_encoder,
+        "scale": adapter.scale,
+    }
     return IpAdapterWeights(adapter, train.weights, factor, about)
 
 
@@ -132,7 +138,7 @@ class IpAdapterWeights:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = self._whole(state)
         write_safetensors(folder / f"{NAME}.safetensors", tensors, self.about)
-        write_bin(folder / f"{NAME}.bin", tensors)
+        write_bin(folder / f"{NAME}.bin", folded(AdapterFile(tensors, self.adapter.shape, self.about)).tensors)
         if self._factor is not None:
             factors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
             write_tensors(factors, folder / FACTORS, {"format": "pt", "factor": json.dumps(self._factor)})
@@ -143,6 +149,8 @@ class IpAdapterWeights:
         file = read_adapter(folder / f"{NAME}.safetensors")
         if file.shape != self.adapter.shape:
             raise ValueError(f"an adapter of {describe(file)}, but model.train says {describe(self.adapter)}")
+        if file.metadata.get("scale", self.adapter.scale) != self.adapter.scale:  # would fit, and draw something else
+            raise ValueError(f"trained at scale {_one(file.scale)}, but model.train says {_one(self.adapter.scale)}")
         state = {name: file.tensors[key] for key, name in self._trained.items()}
         if self._factor is not None:
             state = self._load_factors(folder / FACTORS)
@@ -190,6 +198,11 @@ def describe(adapter: AdapterFile | IpAdapter) -> str:
     """Its sizes in words."""
     shape = adapter.shape
     return f"{shape.tokens} tokens by {shape.head} from vectors of width {shape.width} for {len(shape.inner)} blocks"
+
+
+def _one(scale: Sequence[float]) -> str:
+    """Factors of blocks as they are written in a run file."""
+    return f"{scale[0]:g}" if len(set(scale)) == 1 else f"[{', '.join(f'{s:g}' for s in scale)}]"
 
 
 def _kv(names: Mapping[str, str]) -> list[str]:

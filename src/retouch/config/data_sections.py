@@ -108,6 +108,16 @@ class ManifestData(PictureSection):
     """Folder that relative paths start from; null is the manifest's own."""
 
 
+class BrushBenchData(PictureSection):
+    """BrushBench (arXiv 2403.06976): a folder with `mapping_file.json`, which has the pictures' captions and two masks
+    of each, and the pictures."""
+
+    format: Literal["brushbench"] = "brushbench"
+    region: Literal["inside", "outside"] = "inside"
+    """What is repainted: "inside", what the caption names (`inpainting_mask`); "outside", all around it
+    (`outpainting_mask`)."""
+
+
 class PromptsData(DataSection):
     """Prompts of text to image, without pictures: a text file with one a line, or JSON or JSONL of
     `{"prompt", "text"?, "id"?, ...}`."""
@@ -221,6 +231,6 @@ class MmmgData(ProtocolData):
 
 
 Data = Annotated[
-    SelfBenchData | CrossBenchData | ManifestData | PromptsData | ComplexEditData | MmmgData,
+    SelfBenchData | CrossBenchData | ManifestData | BrushBenchData | PromptsData | ComplexEditData | MmmgData,
     Field(discriminator="format"),
 ]

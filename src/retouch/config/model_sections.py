@@ -54,8 +54,9 @@ class TrainIpAdapter(Section):
     """Columns of the factors of kv_lora."""
     alpha: Positive = 64
     """Updates of kv_lora are scaled by alpha / rank."""
-    scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] = 1.0
-    """How much the reference counts: in all blocks, or a factor for each."""
+    scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] | None = None
+    """How much the reference counts: in all blocks, or a factor for each; null takes that of `initial_adapter`, else 1.
+    Files keep it."""
     reference_dropout: Unit = 0.0
     """Share of the rows of supervised steps without their reference. Such a row attends to no token, so that on a
     frozen network it trains nothing; for sd_inpaint its vector is 0, as in the unconditional half of guidance."""

@@ -25,6 +25,7 @@ def check(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
     _model(run)
     _rewards(run)
+    _logging(run)
     if isinstance(run.algorithm, VlmGrpoConfig):
         check_vlm(run, run.algorithm)
         check_data(run)
@@ -83,6 +84,18 @@ def _adapter(run: RunConfig) -> None:
             f"model.train.reference_dropout: given {train.reference_dropout}, but the run has no supervised steps; "
             "leave it out, or set algorithm.warmup_steps"
         )
+
+
+def _logging(run: RunConfig) -> None:
+    if {"wandb", "trackio"} & {*run.logging.sinks}:
+        return
+    for key in ("project", "group"):
+        given = getattr(run.logging, key)
+        if given != type(run.logging).model_fields[key].default:
+            raise ValueError(
+                f"logging.{key}: given {given!r}, which wandb and trackio read, but logging.sinks is "
+                f"{run.logging.sinks}; add one of them, or leave {key} out"
+            )
 
 
 def _rewards(run: RunConfig) -> None:
@@ -168,7 +181,14 @@ def _sampling(run: RunConfig) -> None:
     if rule is None or not isinstance(algorithm, GrpoConfig):
         _deterministic(run)
         return
-    prediction = FACTS[run.model.family].prediction
+    _noise(run, rule)
+    _window(run, rule, algorithm)
+    _published_modes(run, rule, algorithm)
+
+
+def _noise(run: RunConfig, rule: str) -> None:
+    """The step rule is one of the family's, and so are its options."""
+    rollout, prediction = run.rollout, FACTS[run.model.family].prediction
     if rule not in RULES_OF[prediction]:
         raise ValueError(
             f"rollout.step_rule: given {rule!r}, but {run.model.family} predicts "
@@ -190,6 +210,11 @@ def _sampling(run: RunConfig) -> None:
         raise ValueError(
             f"rollout.eta: given {rollout.eta}, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published"
         )
+
+
+def _window(run: RunConfig, rule: str, algorithm: GrpoConfig) -> None:
+    """There are stochastic steps, and as many as the window asks for."""
+    rollout = run.rollout
     last = rollout.num_steps - (1 if rule in ENDS_WITHOUT_NOISE else 0)
     if last < 1:
         raise ValueError(
@@ -223,12 +248,16 @@ def _sampling(run: RunConfig) -> None:
             f"rollout.solver: given {rollout.solver!r}, but without a window no two steps on the ODE follow each "
             "other; set rollout.window, or leave solver out"
         )
+
+
+def _published_modes(run: RunConfig, rule: str, algorithm: GrpoConfig) -> None:
+    """What reproduces a published code is asked for beside what that code has."""
     if algorithm.kl_mode == "published" and not algorithm.kl_weight:
         raise ValueError(
             "algorithm.kl_mode: given 'published', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
             "(Flow-GRPO: 0.04), or leave kl_mode out"
         )
-    if algorithm.kl_mode == "published" and prediction != "flow":
+    if algorithm.kl_mode == "published" and FACTS[run.model.family].prediction != "flow":
         raise ValueError(
             f"algorithm.kl_mode: given 'published', which is Flow-GRPO's; {run.model.family} is no flow model; set "
             "kl_mode=exact"

@@ -16,7 +16,7 @@ from retouch.config.families import DEFAULT_FAMILY
 from retouch.config.model_sections import Model
 from retouch.config.presets import Preset, fill_in
 from retouch.config.reward_sections import Reward, RewardClientConfig
-from retouch.config.section import Decay, NonNegative, Positive, Section, Unit
+from retouch.config.section import Decay, Name, NonNegative, Positive, Section, Unit
 from retouch.config.trl_fields import moved
 
 
@@ -166,7 +166,7 @@ class EvaluationConfig(Section):
     num_steps: PositiveInt | None = None
     """Null is rollout.num_steps."""
     weights: Literal["ema", "raw"] = "raw"
-    """Which weights are evaluated, everywhere in the run; "ema" needs the ema section."""
+    """Which weights are evaluated, in the run and by `retouch eval` and `sample`; "ema" needs the ema section."""
     on_gold_fall: Literal["warn", "stop"] = "warn"
     """What follows where rewards that are trained on rise while one of role gold falls: a line in the log, or the end
     of the run, resumable (exit 3)."""
@@ -177,8 +177,15 @@ class EvaluationConfig(Section):
 class LoggingConfig(Section):
     dir: str = "runs"
     """Parent of the run directory, which is named after the run."""
-    sinks: list[Literal["tensorboard"]] = Field(default=["tensorboard"])
-    """Besides metrics.jsonl, which is always written."""
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
+    """Besides metrics.jsonl, which is always written; all get the same numbers and grids. wandb and trackio are extras
+    of the package, and take the run file as well; where they send it, their own environment variables say (WANDB_MODE,
+    WANDB_ENTITY, TRACKIO_SPACE_ID). A resumed run goes on in the same run there, and what it takes again of the steps
+    after its checkpoint is there twice. If they are slow or away, training goes on all the same."""
+    project: Name = "retouch"
+    """What wandb and trackio file the run under."""
+    group: Name | None = None
+    """What they show it with; null is no group."""
     rollout_images_every: Annotated[int, Field(ge=0)] = 0
     """Epochs between grids of sampled groups with their rewards; 0 writes none."""
 
@@ -186,7 +193,7 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Name
     """Names the run directory; letters, digits, '.', '_' and '-'."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random derives from it."""

@@ -5,17 +5,20 @@ A format (`retouch.data.formats`) only lists items; opening, checking, resizing 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
 from retouch.config.data_sections import ComplexEditData, PictureSection, ProtocolData
+from retouch.data.checking import Alone, Processes, find_problems, memory_of, names_files
 from retouch.imaging import (
     ImageProblem,
     PackedPicture,
@@ -39,6 +42,7 @@ FORMATS = {
     "self_bench": "retouch.data.formats.self_bench",
     "cross_bench": "retouch.data.formats.cross_bench",
     "manifest": "retouch.data.formats.manifest",
+    "brushbench": "retouch.data.formats.brushbench",
     "prompts": "retouch.data.formats.prompts",
     "complex_edit": "retouch.data.formats.complex_edit",
     "mmmg": "retouch.data.formats.mmmg",
@@ -69,7 +73,7 @@ class ItemFiles:
     id: int
     prompt: str
     source_path: Path | PackedPicture | None = None
-    mask_path: Path | None = None
+    mask_path: Path | PackedPicture | None = None
     reference_path: Path | None = None
     target_path: Path | None = None
     win_path: Path | None = None
@@ -130,26 +134,30 @@ class Dataset(Sequence[Example]):
         return self.config.curriculum if isinstance(self.config, ProtocolData) else 1
 
 
-def load_dataset(config: Data, purpose: str = "data", needs: Collection[str] = ()) -> Dataset:
+def load_dataset(
+    config: Data, purpose: str = "data", needs: Collection[str] = (), processes: Processes | None = None
+) -> Dataset:
     """List and check every item; skip up to `max_bad_items` broken ones, each with a warning.
 
     Args:
         purpose: names the section in messages.
         needs: pictures that every item must have: of source, mask, win, lose.
+        processes: all of which load the same section at once, and check a share each; None: this one alone.
 
     Raises:
         DataError: nothing there, too many broken items, or two items with one id.
     """
+    processes = processes or Alone()
     listed = list_items(config)
-    good: list[ItemFiles] = []
-    bad: list[ItemError] = []
-    for item in listed:
-        problem = item if isinstance(item, ItemError) else check_item(item, config, needs)
-        if problem is None:
-            assert isinstance(item, ItemFiles)
-            good.append(item)
-        else:
-            bad.append(problem)
+    names = repr([item.id if isinstance(item, ItemFiles) else str(item) for item in listed])
+    if len(set(processes.gather_list([hashlib.sha256(names.encode()).digest()]))) > 1:
+        raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")
+    files = [item for item in listed if isinstance(item, ItemFiles)]
+    memory = memory_of(config, needs) if any(map(names_files, files)) else None
+    problems = iter(find_problems(files, partial(check_item, config=config, needs=needs), purpose, processes, memory))
+    outcomes = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
+    good = [outcome for outcome in outcomes if isinstance(outcome, ItemFiles)]
+    bad = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
     if len(bad) > config.max_bad_items:
         raise DataError(
             f"{purpose}: {len(bad)} of {len(listed)} items are broken, more than max_bad_items {config.max_bad_items}; "
@@ -157,9 +165,9 @@ def load_dataset(config: Data, purpose: str = "data", needs: Collection[str] = (
         )
     if not good:
         raise DataError(f"{purpose}: {config.path} holds no usable item" + (f"; {bad[0]}" if bad else ""))
-    for problem in bad:
-        logger.warning("%s: skipped %s", purpose, problem)
-    if bad:
+    if bad and processes.rank == 0:
+        for problem in bad:
+            logger.warning("%s: skipped %s", purpose, problem)
         logger.warning(
             "%s: skipped %d of %d items (max_bad_items %d)", purpose, len(bad), len(listed), config.max_bad_items
         )
@@ -187,6 +195,14 @@ def repeated_ids(items: Sequence[ItemFiles]) -> list[int]:
 
 def check_item(item: ItemFiles, config: DataSection, needs: Collection[str] = ()) -> ItemError | None:
     """Open everything the item names; None where all of it is usable and there."""
+    found = examine(item, config, needs)
+    return found if isinstance(found, ItemError) else None
+
+
+def examine(
+    item: ItemFiles, config: DataSection, needs: Collection[str] = ()
+) -> tuple[Example, dict[str, Any]] | ItemError:
+    """What `read_item` gives, or why the item cannot be used."""
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
     keys = {"source": "image_path"}  # of a manifest
@@ -196,10 +212,9 @@ def check_item(item: ItemFiles, config: DataSection, needs: Collection[str] = ()
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
     try:
-        read_item(item, config)
+        return read_item(item, config)
     except (ImageProblem, DataError) as error:
         return ItemError(f"item {item.id}", str(error))
-    return None
 
 
 def read_item(item: ItemFiles, config: DataSection) -> tuple[Example, dict[str, Any]]:

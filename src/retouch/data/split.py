@@ -95,7 +95,7 @@ def _listed(path: Path) -> tuple[Path, list[str], list[ItemFiles]]:
     elif isinstance(section, ManifestData | PromptsData):
         listing = path
     else:
-        raise DataError(f"{path}: a cross benchmark is for evaluation; divide a self_bench folder or a manifest")
+        raise DataError(f"{path}: {section.format} is for evaluation; divide a self_bench folder or a manifest")
     listed = list_items(section)
     items = [item for item in listed if isinstance(item, ItemFiles)]
     broken = [str(item) for item in listed if isinstance(item, ItemError)]

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from retouch.config import load_run
-from retouch.config.data_sections import CrossBenchData, ManifestData, PromptsData, SelfBenchData
+from retouch.config.data_sections import BrushBenchData, CrossBenchData, ManifestData, PromptsData, SelfBenchData
 from retouch.config.needs import data_sections, needed_pictures
-from retouch.data.dataset import DataError, ItemError, ItemFiles, check_item, list_items, read_item, repeated_ids
+from retouch.data.checking import in_threads, progress
+from retouch.data.dataset import DataError, ItemError, ItemFiles, examine, list_items, repeated_ids
+from retouch.data.formats.brushbench import MAPPING
 from retouch.data.formats.manifest import json_entries
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class Finding:
 
 
 def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
-    """Check a self_bench folder, a manifest, or every data section of a run file (at the sizes it names).
+    """Check a folder of self_bench or BrushBench, a manifest, or every data section of a run file (at its own sizes).
 
     Raises:
         DataError, ConfigError: the path is none of them, or cannot be listed.
@@ -47,6 +49,8 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
     Raises:
         DataError: neither a folder nor a manifest.
     """
+    if path.is_dir() and (path / MAPPING).is_file():
+        return BrushBenchData(path=str(path), resolution=size)
     if path.is_dir():
         crosses = (path / "cross_bench.txt").is_file() and not (path / "self_bench.txt").is_file()
         return (CrossBenchData if crosses else SelfBenchData)(path=str(path), resolution=size)
@@ -54,7 +58,9 @@ def data_at(path: Path, size: tuple[int, int]) -> Data:
         return (PromptsData if _has_no_pictures(path) else ManifestData)(path=str(path), resolution=size)
     if path.suffix == ".txt":
         return PromptsData(path=str(path), resolution=size)
-    raise DataError(f"{path}: give a self_bench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file")
+    raise DataError(
+        f"{path}: give a self_bench or BrushBench folder, a .json or .jsonl manifest, a .txt of prompts, or a run file"
+    )
 
 
 def _has_no_pictures(path: Path) -> bool:
@@ -65,11 +71,12 @@ def _has_no_pictures(path: Path) -> bool:
 
 
 def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> list[Finding]:
-    """Check every item of one section."""
+    """Read every item of one section, whatever was read before."""
     listed = list_items(data)
     repeated = repeated_ids([item for item in listed if isinstance(item, ItemFiles)])
     twins = [isinstance(item, ItemFiles) and item.id in repeated for item in listed]  # none of them can be used
-    found = [_finding(section, item, data, needs) for item in listed]
+    findings_of = in_threads(lambda item: _finding(section, item, data, needs), listed)
+    found = list(progress(findings_of, len(listed), section))
     findings = [finding for finding, twin in zip(found, twins, strict=True) if finding.problem or not twin]
     for twice in repeated:
         findings.append(Finding(section, f"item {twice}", "the id appears more than once; ids must differ"))
@@ -79,11 +86,11 @@ def validate_section(section: str, data: Data, needs: Collection[str] = ()) -> l
 
 
 def _finding(section: str, item: ItemFiles | ItemError, data: Data, needs: Collection[str]) -> Finding:
-    problem = item if isinstance(item, ItemError) else check_item(item, data, needs)
-    if isinstance(problem, ItemError):
-        return Finding(section, problem.where, problem.problem)
+    read = item if isinstance(item, ItemError) else examine(item, data, needs)
+    if isinstance(read, ItemError):
+        return Finding(section, read.where, read.problem)
     assert isinstance(item, ItemFiles)
-    example, notes = read_item(item, data)
+    example, notes = read
     pictures = ("source", "mask", "target", "reference", "win", "lose")
     roles = [name for name in pictures if getattr(example, name) is not None]
     channel = [f"mask in {notes['mask_channel']}"] if notes["mask_channel"] else []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from retouch.config.schema import RunConfig
 from retouch.doctor.adapter import adapter_lines
-from retouch.doctor.data import data_lines, start_lines
+from retouch.doctor.data import data_lines, login_lines, start_lines
 from retouch.doctor.line import Line
 from retouch.doctor.machine import disk_here, extra_lines, find_gpus, gpu_lines, machine_line
 from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
@@ -38,6 +38,7 @@ def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
         checkpoint_line(run, networks),
         *data_lines(run, world_size),
         *start_lines(run),
+        *login_lines(run),
         *reward_lines(run),
     ]
 

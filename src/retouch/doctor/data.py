@@ -47,7 +47,7 @@ def _readable(name: str, section: Data, data: Dataset) -> Line:
         return Line(
             "warning", name, f"{items}, {skipped} more are broken and left out; `retouch data validate` lists them"
         )
-    return Line("ok", name, f"{items}, every picture opened")
+    return Line("ok", name, f"{items}, every one of them checked")
 
 
 def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> Iterator[Line]:
@@ -90,6 +90,22 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
         yield Line("fix", "run directory", str(error))
     else:
         yield Line("ok", "run directory", f"{directory.path}: {_beginning(run, directory)}")
+
+
+def login_lines(run: RunConfig) -> Iterator[Line]:
+    """Whether wandb knows who writes to it; that it is not installed, the line of its extra says."""
+    if "wandb" not in run.logging.sinks:
+        return
+    try:
+        from retouch.observe.sinks import require_login
+
+        require_login()
+    except ImportError:
+        return
+    except ConfigError as error:
+        yield Line("fix", "wandb", str(error))
+    else:
+        yield Line("ok", "wandb", "may be written to, or is offline")
 
 
 def _beginning(run: RunConfig, directory: RunDir) -> str:

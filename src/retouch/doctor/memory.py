@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.algorithm_sections import VlmGrpoConfig
 from retouch.config.derived import moment_bytes, snapshots
 from retouch.config.errors import ConfigError
-from retouch.config.model_sections import TrainFull, TrainIpAdapter, TrainLora
+from retouch.config.model_sections import Model, TrainFull, TrainIpAdapter, TrainLora
 from retouch.config.schema import RunConfig
+from retouch.doctor.launch import Launch
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
-from retouch.doctor.model import PIPELINES, Shapes, find_model
+from retouch.doctor.model import PIPELINES, Found, Shapes, find_model
 from retouch.doctor.networks import Networks, asked_adapter, build_networks, encoder_name
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _TIGHT = 0.9
 """Share of the memory that the counted part may take before the rest, which is not counted, is unlikely to fit."""
@@ -153,7 +154,7 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
     """What a process holds before any activation: state of what is trained (on several processes with the buckets in
     which gradients travel) in fp32, and frozen weights in the precision of the run file. Of a sharded network its
     share; of gradients that are not sharded all."""
-    trained, small = weights.trained, _BYTES[run.model.dtype]
+    trained, small = weights.trained, BYTES[run.model.dtype]
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
     state = {f"{what}, trained": 4, "gradients": 4, "optimizer": moment_bytes(run)}
     state |= {f"snapshot {name}" if name != "ema" else "ema": 4 for name in sorted(snapshots(run))}
@@ -198,21 +199,34 @@ def checkpoint_bytes(run: RunConfig, weights: Counted) -> int:
     one = 4 * weights.trained
     if run.model.train.kind == "ip_adapter":
         factors = one if run.model.train.weights == "kv_lora" else 0
-        one = factors + 2 * (4 * weights.saved + _BYTES[run.model.dtype] * weights.saved_frozen)
+        one = factors + 2 * (4 * weights.saved + BYTES[run.model.dtype] * weights.saved_frozen)
     moments = moment_bytes(run) + 4 * len(kept - {"ema"})
     return moments * weights.trained + weights_and_ema * one
 
 
-def report_memory(run: RunConfig, world_size: int = 1) -> dict[str, Any]:
-    """What `retouch check --memory` adds: `device_bytes`, `host_bytes`, and the `parts` they are made of.
+def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = None) -> dict[str, Any]:
+    """What `retouch check --memory` adds: `device_bytes`, `host_bytes`, and the `parts` they are made of; of vlm_grpo
+    also the `phases` beside them.
+
+    Args:
+        launch: how TRL's trainer is sharded, of vlm_grpo.
 
     Raises:
-        ConfigError: no such model, or one whose configs cannot be had.
+        ConfigError: no such model, one whose configs cannot be had, or a `launch` of another algorithm.
     """
+    if launch is not None and not isinstance(run.algorithm, VlmGrpoConfig):
+        raise ConfigError(
+            f"--accelerate: given, but {run.algorithm.name} is not sharded by accelerate; leave it out, and set "
+            "training.sharding"
+        )
     found = find_model(run.model)
     if found.folder is None and found.problems:
         raise ConfigError(found.problems[0])
     networks = build_networks(run.model, found, download=True)
+    if isinstance(run.algorithm, VlmGrpoConfig):
+        from retouch.doctor.vlm_memory import report_vlm
+
+        return report_vlm(run, networks.parts, dropped_tokens(run.model, found), launch or Launch(), world_size)
     weights = count_weights(run, networks)
     if weights is None:
         raise ConfigError(
@@ -227,6 +241,19 @@ def report_memory(run: RunConfig, world_size: int = 1) -> dict[str, Any]:
     }
 
 
+def dropped_tokens(model: Model, found: Found) -> int:
+    """Of the chat of a Qwen family, those before the user's; as released where its tokenizer is not here."""
+    from transformers import AutoTokenizer
+
+    from retouch.models.loading import load_component
+    from retouch.models.qwen_text import PREFIX, Task, prefix_length
+
+    task: Task = getattr(model, "variant", "draw")
+    if found.folder is None or not (found.folder / "tokenizer/tokenizer_config.json").is_file():
+        return PREFIX[task]
+    return prefix_length(load_component(AutoTokenizer, str(found.folder), "tokenizer", None), task)
+
+
 def memory_table(report: Mapping[str, Any]) -> list[str]:
     """The report in lines."""
     lines = [f"  {'memory of a process, counted':32} {'weights':>16} {'bytes':>10}"]
@@ -234,13 +261,19 @@ def memory_table(report: Mapping[str, Any]) -> list[str]:
         waits = "  on the CPU while it waits" if part["waits"] else ""
         lines.append(f"    {part['what'].replace('_', ' '):30} {part['weights']:16,} {size(part['bytes']):>10}{waits}")
     unknown = "" if report["complete"] else "; text encoders, VAE or image encoder are not here to be counted"
-    lines.append(f"    {'on the device':47} {size(report['device_bytes']):>10}  activations come on top{unknown}")
-    return lines
+    on_top = "" if "phases" in report else f"  activations come on top{unknown}"
+    lines.append(f"    {'on the device':47} {size(report['device_bytes']):>10}{on_top}")
+    if "phases" not in report:
+        return lines
+    lines += [f"    {'+ while it ' + phase['what']:47} {size(phase['bytes']):>10}" for phase in report["phases"]]
+    largest = max(report["phases"], key=lambda phase: phase["bytes"])
+    lines.append(f"    {'at most':47} {size(report['peak_bytes']):>10}  while it {largest['what']}")
+    return lines + [f"    not counted: {note}" for note in report["notes"]]
 
 
 def _unknown(run: RunConfig, networks: Networks) -> str:
     if isinstance(run.algorithm, VlmGrpoConfig):
-        return "the weights that TRL trains in the text encoder, and its engine's share of them, are not known"
+        return "retouch check --memory counts what TRL trains, with --accelerate FILE as DeepSpeed shards it"
     if run.model.train.kind == "ip_adapter" and networks.reference_width is None:
         return f"the config of the image encoder {encoder_name(run.model)} is not known"
     return "the shapes of the network's weights are not known"

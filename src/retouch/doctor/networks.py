@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.config.errors import ConfigError
 from retouch.config.families import ADAPTERS
-from retouch.config.model_sections import Model, TrainIpAdapter
+from retouch.config.model_sections import RELEASED_EDIT, Model, TrainIpAdapter
 from retouch.doctor.model import PIPELINES, Found, loaded
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class Networks:
 
 
 def build_networks(model: Model, found: Found, *, download: bool = False) -> Networks:
-    """Build what configs tell of; the trained network of a hub id that is not here at its released size.
+    """Build what configs tell of; of a hub id that is not here what its family knows the released size of: the trained
+    network, and beside that of the Qwen families all others.
 
     Args:
         download: get the configs (and nothing else) of a hub id that is not on this machine.
@@ -65,7 +66,10 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
                 raise
     network = next(iter(kinds))
     if folder is None and found.missing:
-        parts[network] = on_meta(family_class(model.family).released_network)
+        family = family_class(model.family)
+        parts[network] = on_meta(family.released_network)
+        beside = on_meta(getattr(family, "released_beside", dict))
+        parts |= {name: made for name, made in beside.items() if name in kinds}
     # where one cannot be had, waiting for the other is in vain
     encoder, width = _encoder(model, download=download and folder is not None)
     encoder = None if model.embeddings is not None else encoder  # its vectors are there already
@@ -168,7 +172,7 @@ def _fetch(model: Model, names: Sequence[str]) -> Path | None:
     Raises:
         ConfigError: they cannot be had.
     """
-    known = model.path == type(model).model_fields["path"].default
+    known = model.path in {type(model).model_fields["path"].default, *RELEASED_EDIT.values()}
     top = None
     for name in names:
         top = _fetched(model.path, f"{name}/config.json", known)

@@ -29,6 +29,7 @@ def needed_extras(run: RunConfig) -> set[str]:
     extras = {"train"} | ({"ocr"} if any(_reads(entry) for entry in here) else set())
     extras |= {"vlm"} if run.algorithm.name == "vlm_grpo" else set()
     extras |= {"deepspeed"} if run.training.sharding.startswith("zero") else set()
+    extras |= {"wandb", "trackio"} & {*run.logging.sinks}
     return extras | ({"serve"} if any(entry.url == "auto" for entry in here) else set())
 
 

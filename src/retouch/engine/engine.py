@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
 """What accelerate would wrap the network in by itself, and save in files of its own."""
 
+OVERFLOWS = 20
+"""Steps in a row without a finite gradient under fp16 that end a run. Each halves the scale of the loss, which begins
+at 65536: after 16 of them it is not the scale."""
+
 
 class Engine:
     """Precision, gradients, collectives.
@@ -77,6 +81,7 @@ class Engine:
         set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
         self.training = training
         self.config = optimizer
+        self._overflows = 0
         self._parallel: Parallel
 
     # --- where and who ---
@@ -164,11 +169,17 @@ class Engine:
         """Clip, check, step, zero -> `grad_norm` before clipping, and `overflow` (fp16: 1 where the scaler skipped).
 
         Raises:
-            Diverged: a gradient norm that is not finite, outside fp16.
+            Diverged: a gradient norm that is not finite; under fp16, in OVERFLOWS steps in a row.
         """
         norm, skipped = self._parallel.step(lr)
+        self._overflows = self._overflows + 1 if skipped else 0
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or look at the rewards of the last batch")
+        if self._overflows >= OVERFLOWS:
+            raise Diverged(
+                f"no finite gradient in {OVERFLOWS} steps in a row under fp16, whatever the loss was scaled by; set "
+                "training.mixed_precision=bf16, or lower optimizer.lr"
+            )
         return {"grad_norm": norm, "overflow": float(skipped)}
 
     def drop_gradients(self) -> None:
@@ -213,6 +224,21 @@ class Engine:
         self._parallel.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+class Launched:
+    """The processes of a run, whoever set them up."""
+
+    @property
+    def rank(self) -> int:
+        return PartialState().process_index
+
+    @property
+    def world_size(self) -> int:
+        return PartialState().num_processes
+
+    def gather_list(self, values: Sequence[Any]) -> list[Any]:
+        return gather_list(values)
 
 
 def gather_list(values: Sequence[Any]) -> list[Any]:

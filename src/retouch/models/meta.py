@@ -10,6 +10,8 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from retouch.models.loading import ModelFilesError
 
@@ -18,6 +20,28 @@ def on_meta(make: Callable[[], Any]) -> Any:
     """What `make` gives, with shapes alone."""
     with torch.device("meta"):
         return make()
+
+
+def without_data() -> FakeTensorMode:
+    """Inside, operations give tensors of the right shapes on the CPU, as kernels there would, and compute nothing."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_run_without_data(network: nn.Module, mode: FakeTensorMode, dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
+    """A network on the meta device as one that runs inside `mode`; in place.
+
+    Args:
+        dtype: of each weight.
+    """
+    with mode:
+        for module in network.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    made = torch.empty(weight.shape, dtype=dtype(weight))
+                    module._parameters[name] = nn.Parameter(made, weight.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def component_on_meta(folder: Path, kind: str) -> Any:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL.Image import Image
 from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from retouch.core.schedule import FlowSchedule, flux_shift
 from retouch.models.flux_fill import pack, unpack
@@ -56,6 +57,26 @@ RELEASED_TRANSFORMER: dict[str, Any] = {
     "axes_dims_rope": (16, 56, 56),
 }
 """Config of the released transformers: 20.4 B parameters."""
+
+
+RELEASED_TEXT: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+RELEASED_VISION: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+"""Config of the released text encoders, Qwen2.5-VL-7B: what speaks, and what sees; 8.3 B parameters."""
 
 
 class QwenModel(ABC):
@@ -116,6 +137,12 @@ class QwenModel(ABC):
     def released_network() -> nn.Module:
         """The network at its released size; build it under `torch.device("meta")`."""
         return QwenImageTransformer2DModel(**RELEASED_TRANSFORMER)
+
+    @staticmethod
+    def released_beside() -> dict[str, nn.Module]:
+        """The networks beside it at their released sizes, by component; likewise."""
+        config = Qwen2_5_VLConfig(text_config=RELEASED_TEXT, vision_config=RELEASED_VISION)  # type: ignore[arg-type]
+        return {"vae": AutoencoderKLQwenImage(), "text_encoder": Qwen2_5_VLForConditionalGeneration(config)}
 
     @abstractmethod
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:

@@ -1,7 +1,7 @@
 """The directory of a run and the files that are appended to while it runs.
 
     RUN/config.yaml  [config-000040.yaml]  [attempt-1/]  .lock
-    RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  images/step-000040/  checkpoints/
+    RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  [wandb/]  [run_id]  images/step-000040/  checkpoints/
 
 metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings, and
 what else a step cost the first process, stand under "time" and in no other key, so that two runs can be compared with
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.config import ConfigError, RunConfig, dump_run
 from retouch.observe.run_lock import RunLock
+from retouch.observe.sinks import Sink, open_sinks, require_sinks
 from retouch.observe.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -45,8 +46,12 @@ PACKAGES = (
 )
 
 
-_OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "metrics.jsonl")
+_OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
 """What a run that begins anew would mix its own with; the last is what a directory is taken for a run by."""
+
+
+_ENDS = ("finished", "stopped")
+"""Events that a run ends with, unless it fails."""
 
 
 class RunDir:
@@ -58,7 +63,8 @@ class RunDir:
         self.main = main
         self.step_log = StepLog(config.training.max_steps)
         self._metrics: Any = None
-        self._tensorboard: Any = None
+        self._sinks: list[Sink] = []
+        self._ended = False
         self._handler: logging.Handler | None = None
         self._lock = RunLock(self.path)
 
@@ -95,11 +101,7 @@ class RunDir:
         logging.getLogger("retouch").addHandler(self._handler)
         if aside is not None:
             logger.warning("no checkpoint to go on from: the run begins anew, and what there was is in %s", aside)
-        if "tensorboard" in self.config.logging.sinks:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+        self._sinks = open_sinks(self.config, self.path, resume_step)
 
     def lock(self) -> None:
         """Let no other process write here until this run is closed, or dead; from before the choice of a checkpoint.
@@ -119,6 +121,15 @@ class RunDir:
         if self.main:
             self._lock.require_free()
 
+    def require_sinks(self) -> None:
+        """Refuse services that cannot be written to.
+
+        Raises:
+            ConfigError: one cannot.
+        """
+        if self.main:
+            require_sinks(self.config)
+
     def require_new(self) -> None:
         """Refuse to start where a run already is.
 
@@ -136,8 +147,8 @@ class RunDir:
         return metrics.exists() and metrics.stat().st_size > 0
 
     def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
-        """Append one line, and its numbers to TensorBoard under `kind/`. NaN and infinity (the gradient norm of an fp16
-        overflow) are null: JSON has no word for them."""
+        """Append one line, and send its numbers to the sinks under `kind/`. In the line NaN and infinity (the gradient
+        norm of an fp16 overflow) are null: JSON has no word for them."""
         if not self.main:
             return
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
@@ -147,12 +158,11 @@ class RunDir:
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
         self._metrics.flush()
         self.step_log.see(record)
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
-            for name, value in (seconds or {}).items():
-                self._tensorboard.add_scalar(f"time/{name}", value, step)
+        self._ended = self._ended or values.get("event") in _ENDS
+        numbers = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, int | float) and type(v) is not bool}
+        numbers |= {f"time/{name}": value for name, value in (seconds or {}).items()}
+        for sink in self._sinks if numbers else ():
+            sink.numbers(numbers, step)
 
     def alarm(self, step: int, text: str) -> None:
         """A warning that stays with the run."""
@@ -160,22 +170,23 @@ class RunDir:
         self.log("event", step, {"event": "alarm", "alarm": text})
 
     def save_image(self, step: int, name: str, image: Image) -> None:
-        """Write images/step-000040/NAME.png, and to TensorBoard."""
+        """Write images/step-000040/NAME.png, and send it to the sinks."""
         if not self.main:
             return
         folder = self.path / "images" / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         image.save(folder / f"{name}.png")
-        if self._tensorboard is not None:
-            import numpy as np
-
-            self._tensorboard.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        for sink in self._sinks:
+            sink.picture(name, image, step)
 
     def close(self) -> None:
-        for stream in (self._metrics, self._tensorboard):
-            if stream is not None:
-                stream.close()
-        self._metrics = self._tensorboard = None
+        """End what is written to. A run that neither finished nor stopped on purpose has failed."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = None
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(failed=not self._ended)
         if self._handler:
             logging.getLogger("retouch").removeHandler(self._handler)
             self._handler.close()

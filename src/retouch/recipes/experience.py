@@ -74,10 +74,6 @@ class Experience:
         """
         return restored(cls, tensors)
 
-    def select(self, rows: Tensor) -> Experience:
-        kept = {name: t[rows] if len(t) else t for name, t in self.tensors().items()}
-        return Experience(**kept)
-
     def transitions(self, rows: Tensor, span: range) -> tuple[Tensor, Tensor, Tensor]:
         """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major."""
         states = self.latents[rows]
@@ -262,10 +258,11 @@ def train_epoch(
         values, updated = train_step(batch)
         epoch = progress.epoch
         progress.position += 1
+        progress.updates_in_epoch += updated
         finished = progress.position == len(batches)
         if finished:
             after()
-            progress.epoch, progress.position = progress.epoch + 1, 0
+            progress.epoch, progress.position, progress.updates_in_epoch = progress.epoch + 1, 0, 0
         session.end_step(values, updated=updated, rollouts=None if finished else tensors(), epoch=epoch)
 
 

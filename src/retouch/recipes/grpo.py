@@ -82,7 +82,7 @@ def train_step(
     if float(total) == 0:  # no row with a signal on any rank
         return {"skipped": 1.0}, False
     spans = step_spans(experience.steps, optimizer.steps_per_forward)
-    fresh = session.progress.position == 0
+    fresh = session.progress.updates_in_epoch == 0
 
     def losses_of(size: int) -> list[MicroLoss]:
         chunks = rows.split(size)

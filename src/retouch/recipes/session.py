@@ -11,9 +11,8 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import add
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -25,29 +24,18 @@ from torch import Tensor
 from retouch.build import Run, supervised_steps
 from retouch.config import dump_run
 from retouch.config.presets import preset_lines
-from retouch.data.sampler import own_share
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
-from retouch.evaluate import (
-    Evaluation,
-    Scored,
-    draw_and_score,
-    evaluation_grid,
-    load_evaluation,
-    measured,
-    save_evaluation,
-    work_of,
-)
 from retouch.models.embeddings import base_files
-from retouch.observe import Stopwatch
-from retouch.observe.guards import StepWatch, evaluation_alarms, score_drifts
+from retouch.observe.guards import StepWatch, score_drifts
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
+from retouch.recipes.evaluating import Moment, evaluated, keep_evaluation
 from retouch.recipes.readiness import wait_for_rewards
 from retouch.recipes.resume import may_go_on, with_keys, without_keys
 from retouch.rewards.compose import of_all
 from retouch.rollout import FailureRateExceeded, RewardOutage
-from retouch.types import Example, Stopped
+from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +53,7 @@ class Progress:
         epoch: rollout epoch under way or next.
         position: optimizer steps taken within it.
         updates: optimizer steps that changed the weights (EMA counts these).
+        updates_in_epoch: those of `position` that did; 0: the weights are those that sampled its rollouts.
     """
 
     step: int = 0
@@ -72,6 +61,7 @@ class Progress:
     epoch: int = 0
     position: int = 0
     updates: int = 0
+    updates_in_epoch: int = 0
 
 
 class Session:
@@ -120,13 +110,16 @@ class Session:
             run.rewards.start()
             wait_for_rewards(run.rewards, self.config.reward_client)
         self._log_header(folder)
-        self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        self._bar.start()
-        self._bar.update(self._task, completed=self.progress.step)
-        if self.progress.step == 0 and self._evaluated_at is None:
-            self.evaluate("start")
-        elif self._owes_evaluation:
-            self.evaluate("step")  # servers were away when it was due
+        with ExitStack() as failed:
+            failed.push(self)  # an evaluation that fails here ends as one within the run
+            self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._bar.start()
+            self._bar.update(self._task, completed=self.progress.step)
+            if self.progress.step == 0 and self._evaluated_at is None:
+                self.evaluate("start")
+            elif self._owes_evaluation:
+                self.evaluate("step")  # servers were away when it was due
+            failed.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -233,38 +226,15 @@ class Session:
 
     # --- evaluation and checkpoints ---
 
-    def evaluate(self, moment: Literal["start", "warmup", "step", "end"]) -> None:
+    def evaluate(self, moment: Moment) -> None:
         """Evaluate the weights that the run file names on fixed seeds, once a step; processes share the pictures."""
         if self._evaluated_at == self.progress.step and moment == "step":
             return
-        run, c = self.run, self.config.evaluation
-        work = work_of(run.eval_data[: c.num_examples], c.images_per_example)
-        own, padding = own_share(work, run.engine.rank, run.engine.world_size)
-        scored: Scored | None = None
-        stopped: RewardOutage | None = None
-        with run.clock.part("eval"), run.policy.use("ema" if c.weights == "ema" else None):
-            try:
-                scored = draw_and_score(
-                    run.model,
-                    run.network,
-                    own + work[:1] * padding,
-                    c.num_steps or self.config.rollout.num_steps,
-                    run.guidance_scale,
-                    self.config.rollout.batch_size_per_device,
-                    run.rewards,
-                    Stopwatch(),  # all of it counts as "eval"
-                    padding,
-                )
-            except RewardOutage as error:
-                stopped = error
-            away = run.engine.any(scored is None)  # all ranks stop together, or the others would wait for ever
-            if away or scored is None:
-                raise stopped or RewardOutage("rewards failed on another process; see its log")
-            self._evaluated_at = self.progress.step
-            parts = run.engine.gather_list([scored])
-            if run.engine.is_main:
-                result = measured(work, reduce(add, parts))
-                self._log_evaluation(moment, run.eval_data[: c.num_examples], result)
+        result = evaluated(self.run)
+        self._evaluated_at = self.progress.step
+        if result is not None:
+            for alarm in keep_evaluation(self.run, self.progress.step, self.progress.phase == "rl", moment, result):
+                self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
 
     def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
         """Write a checkpoint of this step."""
@@ -275,26 +245,6 @@ class Session:
             run.checkpoints.save(self.progress.step, run.engine, run.policy, state, rollouts, pinned=pinned)
         self._saved_at = self.progress.step
 
-    def _log_evaluation(self, moment: str, examples: list[Example], result: Evaluation) -> None:
-        run, step, count = self.run, self.progress.step, self.config.evaluation.grid_examples
-        held_out = "held_out" if run.eval_is_held_out else "train"
-        run.dir.log(
-            "eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **result.means()}
-        )
-        means = ", ".join(f"{name} {value:.3f}" for name, value in result.means().items())
-        logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means)
-        folder = run.dir.path / "evaluations"
-        self._judge(folder, result)
-        save_evaluation(result, folder / f"step-{step:06d}", count * self.config.evaluation.images_per_example)
-        if not count:
-            return
-        milestones = {"before": 0, "after warm-up": supervised_steps(self.config) if self.progress.phase == "rl" else 0}
-        earlier = {name: folder / f"step-{at:06d}" for name, at in milestones.items() if at < step}
-        columns = {name: load_evaluation(path) for name, path in earlier.items() if path.is_dir()}
-        if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0
-            columns.pop("after warm-up", None)
-        run.dir.save_image(step, "evaluation", evaluation_grid(examples, {**columns, f"step {step}": result}, count))
-
     # --- inside ---
 
     def _is_due(self) -> bool:
@@ -303,18 +253,6 @@ class Session:
         warmed_up = progress.phase == "warmup" and progress.step == supervised_steps(self.config)
         last = progress.step >= training.max_steps
         return bool(training.eval_every) and progress.step % training.eval_every == 0 and not (warmed_up or last)
-
-    def _judge(self, folder: Path, result: Evaluation) -> None:
-        """Alarms on an evaluation, beside those before it in the same phase: a warm-up changes pictures on purpose."""
-        if self.progress.phase != "rl":
-            return
-        rewards, first = self.run.rewards, supervised_steps(self.config)
-        weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
-        gold = [name for name in rewards.entries if name not in rewards.trained]
-        past = [path for path in sorted(folder.glob("step-*")) if first <= int(path.name[5:]) < self.progress.step]
-        earlier = [read_metrics(path / "rows.jsonl") for path in past]
-        for alarm in evaluation_alarms(earlier, result.rows, weights, gold):
-            self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
 
     def _alert(self, alarm: str, *, stop: bool) -> None:
         self.run.dir.alarm(self.progress.step, alarm)
@@ -329,12 +267,14 @@ class Session:
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
-        self.progress = Progress(**state["progress"])
+        taken = state["progress"]
+        self.progress = Progress(**{"updates_in_epoch": taken["position"], **taken})  # older ones did not count them
         may_go_on(folder, state, self.config, self._base)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
         self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
+        self._left = self._rollouts
         self.run.dir.open(self.progress.step)
         self._saved_at = self.progress.step
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
@@ -374,7 +314,7 @@ class Session:
         if not signalled and not late and not alarmed:
             return
         if self._saved_at != self.progress.step:
-            self.save(None if between_epochs else rollouts, pinned=late)
+            self.save(None if between_epochs else rollouts)
         reason = f"training.max_minutes = {limit} reached"
         if signalled:
             reason = f"received {self._stop or 'a signal on another process'}"

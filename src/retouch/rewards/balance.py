@@ -7,6 +7,7 @@ it is used from the client's event loop alone.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -153,31 +154,47 @@ class Balancer:
 
 
 class RetryBudget:
-    """Attempts beyond the first: a share of the requests, and a few on top for small numbers of them.
+    """Attempts beyond the first: a share of the requests of late, and a few on top for small numbers of them.
+
+    What a request did not need is gone with it: saved up over a quiet day, it would be a storm.
 
     Args:
+        window_s: how long a request counts: what it has to be done in, retries included.
         share: of retries to requests.
         reserve: retries that are there from the start.
         per_second: retries that time adds, so that a lone request may wait for its server.
     """
 
-    def __init__(self, share: float = 0.15, reserve: float = 15.0, per_second: float = 0.5) -> None:
+    def __init__(self, window_s: float, share: float = 0.15, reserve: float = 15.0, per_second: float = 0.5) -> None:
+        self.window_s = window_s
         self.share = share
         self.reserve = reserve
         self.per_second = per_second
         self._left = reserve
         self._at: float | None = None
+        self._requests = deque[float]()
+        self._shared = deque[float]()  # retries that requests paid for
 
-    def request(self) -> None:
+    def request(self, now: float) -> None:
         """A first attempt."""
-        self._left += self.share
+        self._forget(now)
+        self._requests.append(now)
 
     def take(self, now: float) -> bool:
         """Whether one more attempt is allowed; if so, it is paid for."""
-        if self._at is not None and self._left < self.reserve:
+        self._forget(now)
+        if self._at is not None:
             self._left = min(self.reserve, self._left + (now - self._at) * self.per_second)
         self._at = now
+        if len(self._shared) + 1 <= self.share * len(self._requests):
+            self._shared.append(now)
+            return True
         if self._left < 1:
             return False
         self._left -= 1
         return True
+
+    def _forget(self, now: float) -> None:
+        for times in (self._requests, self._shared):
+            while times and times[0] <= now - self.window_s:
+                times.popleft()

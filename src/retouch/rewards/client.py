@@ -171,7 +171,7 @@ class RewardClient:
         self._loop = asyncio.new_event_loop()
         self._exchange = Exchange(self.rewards, self._token, self.revisions.note)
         self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
-        self._budget = RetryBudget()
+        self._budget = RetryBudget(self.options.timeout_s)
         self._freed = asyncio.Event()
         # whoever waits for a server is woken by every answer: thousands of them would do nothing else
         self._turns = asyncio.Semaphore(2 * self.options.most * len(self.urls))
@@ -275,13 +275,14 @@ class RewardClient:
         request_id, failed = uuid.uuid4().hex, list[Server]()
         problem = Failure("unavailable", "no server answered", retryable=True)
         self.statistics.requests += 1
-        self._budget.request()
         for attempt in itertools.count():
             server = await self._server(failed, deadline, asked)
             if server is None:
                 break
             now = time.monotonic()
-            deadline = deadline or now + self.options.timeout_s
+            if deadline is None:
+                deadline = now + self.options.timeout_s
+                self._budget.request(now)
             reply = await self._attempt_or_hedge(server, numbered, request_id, deadline)
             if not isinstance(reply, Refusal):
                 self.statistics.latencies.append(time.monotonic() - asked)

@@ -197,41 +197,51 @@ def create_app(
 
 def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits | None = None) -> FastAPI:
     """The ASGI app over a worker that is not started yet."""
-    limits = limits or Limits()
-    telemetry, admission, replies = Telemetry(), Admission(limits), Replies()
-    batcher: Batcher | None = None
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        nonlocal batcher
-        batcher = Batcher(worker, limits.max_batch, limits.max_wait_ms / 1000, telemetry.batch)
-        await worker.start()
-        batcher.start()
-        yield
-        await batcher.stop()
-        await worker.stop()
-
-    app = FastAPI(title="retouch rewards", lifespan=lifespan, docs_url=None, redoc_url=None)
+    front = _Front(worker, device, limits or Limits())
+    app = FastAPI(title="retouch rewards", lifespan=front.lifespan, docs_url=None, redoc_url=None)
     if token is not None:
         app.add_middleware(Authorize, token=token)  # pyright: ignore[reportArgumentType]
+    for ask in (front.livez, front.readyz, front.info, front.metrics):
+        app.get(f"/{ask.__name__}", response_model=None)(ask)
+    app.post("/score")(front.score)
+    return app
 
-    @app.get("/livez")
-    async def livez() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
+
+class _Front:
+    """What the routes of one app share, and the routes."""
+
+    def __init__(self, worker: Worker, device: str, limits: Limits) -> None:
+        self._worker = worker
+        self._device = device
+        self._limits = limits
+        self._telemetry = Telemetry()
+        self._admission = Admission(limits)
+        self._replies = Replies()
+        self._batcher = Batcher(worker, limits.max_batch, limits.max_wait_ms / 1000, self._telemetry.batch)
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        await self._worker.start()
+        self._batcher.start()
+        yield
+        await self._batcher.stop()
+        await self._worker.stop()
+
+    async def livez(self) -> dict[str, str]:
         return {"status": "alive"}
 
-    @app.get("/readyz")
-    async def readyz() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def readyz(self) -> Response:
+        worker = self._worker
         if worker.ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "failed" if worker.problem else "loading", "problem": worker.problem}, 503)
 
-    @app.get("/info")
-    async def info() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+    async def info(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL_VERSION,
-            "device": device,
+            "device": self._device,
             "pid": os.getpid(),
-            "worker_pid": worker.pid,
+            "worker_pid": self._worker.pid,
             "scorers": {
                 name: {
                     "range": spec.range,
@@ -239,44 +249,40 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
                     "revision": spec.revision,
                     "licence": spec.licence,
                 }
-                for name, spec in worker.specs.items()
+                for name, spec in self._worker.specs.items()
             },
         }
 
-    @app.get("/metrics")
-    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def metrics(self) -> Response:
         gauges = {
-            "requests_waiting": admission.requests,
-            "request_bytes": admission.bytes,
-            "items_quarantined": batcher.quarantined if batcher else 0,
-            "items_waiting": batcher.waiting if batcher else 0,
-            "ready": int(worker.ready),
-            "worker_restarts": worker.restarts,
-            "repeated_requests": replies.repeats,
+            "requests_waiting": self._admission.requests,
+            "request_bytes": self._admission.bytes,
+            "items_quarantined": self._batcher.quarantined,
+            "items_waiting": self._batcher.waiting,
+            "ready": int(self._worker.ready),
+            "worker_restarts": self._worker.restarts,
+            "repeated_requests": self._replies.repeats,
         }
-        return Response(telemetry.text(gauges), media_type="text/plain; version=0.0.4")
+        return Response(self._telemetry.text(gauges), media_type="text/plain; version=0.0.4")
 
-    @app.post("/score")
-    async def score(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def score(self, request: Request) -> Response:
         received = time.monotonic()
-        response = await answer(request, received)
-        telemetry.request(response.status_code, time.monotonic() - received)
+        response = await self._answer(request, received)
+        self._telemetry.request(response.status_code, time.monotonic() - received)
         return response
 
-    async def answer(request: Request, received: float) -> Response:
-        if not worker.ready:
-            return _error(503, worker.problem or "the scorers are loading", retry_after=1)
-        assert batcher is not None
-        line = batcher
+    async def _answer(self, request: Request, received: float) -> Response:
+        if not self._worker.ready:
+            return _error(503, self._worker.problem or "the scorers are loading", retry_after=1)
         try:
-            async with admission.admit(request) as body:
+            async with self._admission.admit(request) as body:
                 content_type = request.headers.get("content-type", "")
-                message, parts, key = await _aside(len(body), _parse, body, content_type, limits)
+                message, parts, key = await _aside(len(body), _parse, body, content_type, self._limits)
                 size = len(body)
                 del body
                 deadline = received + message.deadline_ms / 1000
-                asked = _Asked(message, parts, deadline, limits.pixels, size)
-                reply = await replies.once(key, lambda: _answer(asked, line, worker, telemetry))
+                asked = _Asked(message, parts, deadline, self._limits.pixels, size)
+                reply = await self._replies.once(key, lambda: self._scored(asked))
         except Busy as busy:
             return _error(429, str(busy), retry_after=1)
         except TooLarge as large:
@@ -285,7 +291,19 @@ def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits
             return _error(422, problem_of(broken)[:2000])
         return Response(reply, media_type="application/json")
 
-    return app
+    async def _scored(self, asked: _Asked) -> tuple[str, bool]:
+        """The JSON of the reply, and whether asking again would give the same."""
+        message = asked.message
+        raw = asked.parts is not None and all(kind.startswith("image/x-raw") for _, kind in asked.parts.values())
+        size = asked.size if raw else _SMALL + 1  # a small file may hold many pixels
+        decoded = await _aside(size, decode_items, message, asked.parts, asked.pixels)
+        items = [item for item in decoded if isinstance(item, RewardItem)]
+        outcomes = await self._batcher.score(message.rewards, items, asked.deadline)
+        broken = [Failure("bad_item", one) for one in decoded if isinstance(one, str)]
+        for name, column in outcomes.items():
+            self._telemetry.outcomes(name, [*column, *broken])
+        final = not any(isinstance(o, Failure) and o.retryable for column in outcomes.values() for o in column)
+        return _reply(message, decoded, outcomes, self._worker.specs).model_dump_json(), final
 
 
 @dataclass(frozen=True)
@@ -330,21 +348,6 @@ def _parse(
         for field in (name.encode(), kind.encode(), content):
             digest.update(len(field).to_bytes(8, "big") + field)
     return message, parts, digest.digest()
-
-
-async def _answer(asked: _Asked, batcher: Batcher, worker: Worker, telemetry: Telemetry) -> tuple[str, bool]:
-    """The JSON of the reply, and whether asking again would give the same."""
-    message = asked.message
-    raw = asked.parts is not None and all(kind.startswith("image/x-raw") for _, kind in asked.parts.values())
-    size = asked.size if raw else _SMALL + 1  # a small file may hold many pixels
-    decoded = await _aside(size, decode_items, message, asked.parts, asked.pixels)
-    items = [item for item in decoded if isinstance(item, RewardItem)]
-    outcomes = await batcher.score(message.rewards, items, asked.deadline)
-    broken = [Failure("bad_item", one) for one in decoded if isinstance(one, str)]
-    for name, column in outcomes.items():
-        telemetry.outcomes(name, [*column, *broken])
-    final = not any(isinstance(o, Failure) and o.retryable for column in outcomes.values() for o in column)
-    return _reply(message, decoded, outcomes, worker.specs).model_dump_json(), final
 
 
 def _reply(

@@ -31,34 +31,43 @@ class Trained:
         return next(reversed(list(self.weights.values())), None)
 
     @classmethod
-    def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool) -> Trained:
+    def find(cls, run: Path | None, config: Path | None, weights: Path | None, raw: bool | None) -> Trained:
         """From a run directory (its warmed-up and newest checkpoints), or a run file and a weights folder.
+
+        Args:
+            raw: of a checkpoint the raw weights, or the averaged ones; None: those that the run evaluates
+                (`evaluation.weights`), so that its curves can be gone on with.
 
         Raises:
             ConfigError, CheckpointError: nothing there.
         """
         if config is not None:
-            found = {} if weights is None else {"trained": weights_folder(weights, raw=raw)}
-            return cls(load_run(config), found)
+            loaded = load_run(config)
+            return cls(loaded, {} if weights is None else {"trained": _evaluated(weights, loaded, raw)})
         assert run is not None
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"--run: {run} is not a run directory (no config.yaml)")
         loaded = load_run(run / "config.yaml")
         folders = complete_checkpoints(run / "checkpoints")
         if weights is not None:
-            return cls(loaded, {"trained": weights_folder(weights, raw=raw)})
+            return cls(loaded, {"trained": _evaluated(weights, loaded, raw)})
         if not folders:
             raise CheckpointError(f"{run} has no complete checkpoint yet")
         named = {_stage(f, loaded): f for f in folders[:-1]}  # of each stage the newest
         chosen = {"warmed up": named["warmed up"]} if "warmed up" in named else {}
         chosen[_stage(folders[-1], loaded)] = folders[-1]
-        return cls(loaded, {name: weights_folder(folder, raw=raw) for name, folder in chosen.items()})
+        return cls(loaded, {name: _evaluated(folder, loaded, raw) for name, folder in chosen.items()})
 
 
 class Loaded:
-    """A model ready to sample with any of several weights."""
+    """A model ready to sample: as the base that was loaded, then with any of several weights."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, keep_base: bool = False) -> None:
+        """Load the base.
+
+        Args:
+            keep_base: keep a copy of its weights on the CPU, to come back to it after others.
+        """
         self.config = config
         self.engine = Engine(config.training, config.optimizer, config.seed)
         initial_adapter(config.model.train, config.model.family)
@@ -66,7 +75,9 @@ class Loaded:
         self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
         self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
         self.policy = Policy(self.model.network)
-        self.base: dict[str, Tensor] = {n: t.clone() for n, t in self.policy.state().items()}
+        state = self.policy.state() if keep_base else {}
+        self._base: dict[str, Tensor] = {n: t.detach().to("cpu", copy=True) for n, t in state.items()}
+        self._is_base = True
 
     @property
     def guidance_scale(self) -> float:
@@ -78,11 +89,20 @@ class Loaded:
 
         Raises:
             CheckpointError: weights of another model.
+            RuntimeError: the base after others, and no copy of it.
         """
+        if weights is None:
+            if not self._is_base and not self._base:
+                raise RuntimeError("other weights took the place of the base; Loaded(config, keep_base=True) keeps it")
+            if not self._is_base:
+                self.policy.load(self._base)
+            self._is_base = True
+            return
         try:
-            self.policy.load(self.base if weights is None else self.trainee.load(weights))
+            self.policy.load(self.trainee.load(weights))
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{weights}: {error}") from None
+        self._is_base = False
 
 
 def weights_folder(path: Path, *, raw: bool) -> Path:
@@ -100,6 +120,13 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
     if not list(path.glob("*.safetensors")):
         raise CheckpointError(f"{path}: holds neither a checkpoint nor weights")
     return path
+
+
+def _evaluated(path: Path, config: RunConfig, raw: bool | None) -> Path:
+    folder = weights_folder(path, raw=config.evaluation.weights == "raw" if raw is None else raw)
+    if raw is False and folder.name == "weights":
+        raise CheckpointError(f"{path} has no averaged weights; leave --ema out")
+    return folder
 
 
 def _stage(folder: Path, config: RunConfig) -> str:

@@ -24,6 +24,7 @@ from retouch.config.needs import needed_pictures
 from retouch.config.vlm import VlmDerived, derive_vlm
 from retouch.data import Dataset, load_dataset
 from retouch.data.overlap import trained_on
+from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
 from retouch.models import family_class
 from retouch.models.loading import DTYPES, component_path, load_component
@@ -100,11 +101,13 @@ def build_parts(config: RunConfig, device: Any, world_size: int, *, main: bool) 
     assert isinstance(algorithm, VlmGrpoConfig)
     derived = derive_vlm(config, algorithm, world_size)
     needs = needed_pictures(config, training=False)
-    data = load_dataset(config.data, "data", needs)
-    held_out = load_dataset(config.evaluation.data, "evaluation.data", needs) if config.evaluation.data else None
+    data = load_dataset(config.data, "data", needs, Launched())
+    section = config.evaluation.data
+    held_out = load_dataset(section, "evaluation.data", needs, Launched()) if section else None
     _draws_from_text(config, data, held_out)
     run_dir = RunDir(config, main=main)
     can_begin(config, run_dir)
+    run_dir.require_sinks()
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path)
     asked = {item.prompt for item in data.items}  # of an edit it is picture and instruction that are learnt together
     seen = held_out is not None and any(item.prompt in asked for item in trained_on(held_out, data))
