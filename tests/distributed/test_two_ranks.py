@@ -31,7 +31,7 @@ import retouch.recipes.session as session
 from retouch.data import dataset, epoch_examples
 from retouch.engine import Engine
 from retouch.rewards.scorers.preservation import PreservationScorer
-from retouch.types import Score
+from retouch.types import Failure, Score
 finish, backward, score = session.Session.finish, Engine.backward, PreservationScorer.score
 examine = dataset.examine
 backwards, examined = 0, []
@@ -55,15 +55,22 @@ def flat_in_the_first_half(self, items):
     flat = {100 + position for position in epoch_examples(8, 4, 5, 0)[:2]}
     return [Score(0.5) if item.group in flat else one for item, one in zip(items, score(self, items))]
 
+def bad(self, items):
+    which, last = os.environ["BAD"], os.environ.get("RANK", "0") == os.environ.get("LAST", "0")
+    fails = [i.group < 200 and (which == "all" or last and i.id == int(which)) for i in items]
+    return [Failure("bad_item", "no") if no else one for no, one in zip(fails, score(self, items))]
+
 session.Session.finish, Engine.backward, dataset.examine = finish_and_save, counted, noted
 if os.environ.get("FLAT"):
     PreservationScorer.score = flat_in_the_first_half
+if os.environ.get("BAD"):
+    PreservationScorer.score = bad
 from retouch.cli import main
 main()
 """
 """`retouch`, and at the end the weights of every rank, not only those that the first one saves, how many backwards it
 took, and which items it examined at its start, where nothing is remembered of any. With FLAT, all images of the first
-half of four groups score the same."""
+half of four groups score the same; with BAD, the image of that number in each batch of process LAST fails, or all."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -74,10 +81,18 @@ def on_two(run: Path, *overrides: str, **environment: str) -> Path:
 
 
 def in_child(run: Path, name: str, launcher: list[str], *overrides: str, **environment: str) -> Path:
+    done = child_of(run, name, launcher, *overrides, **environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run.parent / "runs" / name
+
+
+def child_of(
+    run: Path, name: str, launcher: list[str], *overrides: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     child = run.with_name("child.py")
     child.write_text(CHILD, encoding="utf-8")
     cache = str(run.with_name(f"cache-{name}"))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *launcher, str(child), "train", str(run), f"name={name}", *overrides],
         capture_output=True,
         text=True,
@@ -90,8 +105,6 @@ def in_child(run: Path, name: str, launcher: list[str], *overrides: str, **envir
         },
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return run.parent / "runs" / name
 
 
 def on_one(run: Path, *overrides: str) -> Path:
@@ -201,6 +214,26 @@ def test_pairs_whose_images_lie_on_two_ranks_train_as_on_one(run_yaml: Path) -> 
     ranks_agree_with(one, two, "step-000002")
     rows = [r["rows"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "train"]
     assert rows == [3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_failures_of_one_rank_are_a_share_of_all(run_yaml: Path) -> None:
+    """The last of eight images fails, a quarter of those of its rank: both go on, as one process does. Padding that
+    fails is nothing at all, and where all images fail both ranks stop, resumable."""
+    four = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
+    shape = ("optimizer.batch_size_per_device=1", "training.max_steps=1")
+    one = in_child(run_yaml, "one", [], *four, *shape, "optimizer.gradient_accumulation=8", BAD="7")
+    two = on_two(run_yaml, *four, *shape, "optimizer.gradient_accumulation=4", BAD="3", LAST="1")
+    ranks_agree_with(one, two, "step-000001")
+    assert [r["failed"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "rollout"] == [1.0]
+    nine = ("algorithm.warmup_steps=0", "optimizer.gradient_accumulation=5", "reward_client.max_failure_rate=0")
+    padded = in_child(run_yaml, "padded", TORCHRUN, *nine, *shape, BAD="4", LAST="1")
+    (rollout,) = [r for r in read_metrics(padded / "metrics.jsonl") if r["kind"] == "rollout"]
+    assert (rollout["images"], rollout["failed"]) == (9.0, 0.0)
+    dead = child_of(run_yaml, "dead", TORCHRUN, *four, *shape, "optimizer.gradient_accumulation=4", BAD="all")
+    assert dead.returncode != 0 and "exitcode  : 3" in dead.stderr
+    assert "8 of 8 images lack a reward" in " ".join(dead.stderr.split())
+    assert (run_yaml.parent / "runs/dead/checkpoints/step-000000").is_dir()
 
 
 @pytest.mark.slow

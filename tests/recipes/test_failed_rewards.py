@@ -27,6 +27,7 @@ from retouch.recipes import dpo, grpo, nft, rollouts
 from retouch.recipes.session import Session
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
+from retouch.rollout.scorer import Tally
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.rewards.fakes import closed_port, until
 from tests.rewards.test_launch import SERVE, START_S, TOKEN, ready
@@ -168,6 +169,26 @@ def test_a_run_whose_rewards_all_fail_stops_resumable_and_untrained(config: Conf
     assert all(torch.equal(first[n], second[n]) for n in first)
     start = base_weights(config(name="start"))
     assert any(not torch.equal(first[n], start[n]) for n in first)
+
+
+def test_images_of_other_processes_count_in_the_rate(
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four images fails here; of four on another process none does, or two do."""
+    real, elsewhere = Engine.gather_list, Tally(4, 0, [], (0, 0))
+
+    def both(self: Engine, values: Any) -> list[Any]:
+        told = real(self, values)
+        return [*told, elsewhere] if isinstance(told[0], Tally) else told
+
+    monkeypatch.setattr(Engine, "gather_list", both)
+    scripted(lambda item: Failure("bad_item", "no") if item.id == 3 and item.group < 200 else brightness(item))  # type: ignore[operator]
+    run, records = train(config(name="goes_on", training__max_steps=2))
+    assert [r["failed"] for r in of_kind(records, "rollout")] == [1.0]
+    assert (run.rewards.asked, run.rewards.failed) == (4, 1)
+    elsewhere = Tally(4, 2, [Failure("deadline", "late")] * 2, (0, 0))
+    with pytest.raises(Stopped, match=r"3 of 8 images lack a reward.*deadline x 2 \(late\); bad_item x 1"):
+        train(config(name="stops", training__max_steps=2))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo", "nft"])

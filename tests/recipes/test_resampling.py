@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from retouch.rewards.protocol import RewardItem
-from retouch.types import Failure, Score
+from retouch.types import Failure, Score, Stopped
 
 from .runs import Config, Use, brightness, of_kind, train
 
@@ -57,6 +57,40 @@ def test_groups_whose_rewards_failed_are_followed_by_new_ones(name: str, config:
     (rollout,), (step,) = of_kind(records, "rollout"), of_kind(records, "train")
     assert len(seen) == 4 and (rollout["images"], rollout["failed"]) == (8.0, 3.0)
     assert step["skipped"] == 0.0 and step["rows"] == 2.0
+
+
+def test_failures_count_against_all_rounds_of_the_epoch(config: Config, scripted: Use) -> None:
+    """One of the two images of the round after: half of that round, a sixth of the epoch. Or both, which is a third."""
+    for lost, stops in ((1, False), (2, True)):
+        seen: list[int] = []
+
+        def rule(item: RewardItem, lost: int = lost, seen: list[int] = seen) -> Any:
+            group = int(item.group or 0)
+            if group >= 200:  # an evaluation
+                return brightness(item)
+            if group not in seen:
+                seen.append(group)
+            turn = seen.index(group)
+            return (
+                Score(0.5)
+                if turn == 0
+                else Failure("bad_item", "no")
+                if turn == 2 and item.id < lost
+                else brightness(item)
+            )
+
+        scripted(rule)
+        run = config(name=f"l{lost}", algorithm={"name": "grpo", "resample_rounds": 1}, training__max_steps=1)
+        if stops:
+            with pytest.raises(
+                Stopped, match=r"2 of 6 images lack a reward, over reward_client\.max_failure_rate 0\.2"
+            ):
+                train(run)
+        else:
+            made, records = train(run)
+            (rollout,) = of_kind(records, "rollout")
+            assert (rollout["images"], rollout["failed"]) == (6.0, 1.0)
+            assert (made.rewards.asked, made.rewards.failed) == (6, 1)
 
 
 def test_it_ends_after_its_rounds_and_with_the_data(config: Config, scripted: Use) -> None:

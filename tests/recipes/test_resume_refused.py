@@ -267,7 +267,7 @@ def test_options_that_an_epoch_does_not_depend_on_are_options() -> None:
         known = {name for kind in kinds[section] for name in kind.model_fields}
         known |= {f"train.{name}" for kind in get_args(get_args(Train)[0]) for name in kind.model_fields}
         assert free <= known, section
-    assert not MAY_CHANGE["model"] & {"dtype", "max_sequence_length", "train.alpha", "train.scale"}
+    assert not MAY_CHANGE["model"] & {"dtype", "max_sequence_length", "train.alpha", "train.rank"}
     assert not MAY_CHANGE["data"] & {"resolution", "fit", "invert_mask", "reference", "reference_strip"}
 
 

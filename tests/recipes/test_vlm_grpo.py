@@ -25,7 +25,9 @@ from retouch.engine import CheckpointError
 from retouch.models.qwen_text import ChatStates
 from retouch.models.response import Responses
 from retouch.observe.run_dir import read_metrics
+from retouch.recipes import vlm_grpo
 from retouch.recipes.vlm_grpo import VlmTrainer
+from retouch.rollout.scorer import Tally
 from retouch.types import Failure, Score, Scores
 from retouch.vlm import judge as vlm_judge
 from retouch.vlm import parts as parts_module
@@ -267,6 +269,15 @@ def test_one_failed_reward_of_two_masks_the_row(parts_of: Any) -> None:
     [record] = records(parts.dir.path)
     assert record["failed/letters"] == 3 and record["failed/other"] == 0
     assert record["reward/other"] > 0
+
+
+def test_pictures_of_other_processes_count_in_the_rate(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of eight fail here, of eight on another process none: less than a fifth of both."""
+    monkeypatch.setattr(vlm_grpo, "gather_list", lambda own: [*own, Tally(8, 0, [], (0, 0))])
+    parts, arguments = parts_of({}, rewards={"letters": reward("fail_some")}, training__max_steps=1)
+    Watched(parts, arguments).train()
+    assert records(parts.dir.path)[0]["failed/letters"] == 3
+    assert (parts.rewards.asked, parts.rewards.failed) == (8, 3)
 
 
 def test_a_dead_judge_stops_resumable_and_the_run_goes_on_bit_for_bit(vlm_file: RunFile, tmp_path: Path) -> None:

@@ -17,7 +17,17 @@ from PIL import Image
 from retouch.config.reward_sections import PreservationReward, RewardClientConfig
 from retouch.rewards.compose import RewardTable, of_all
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout import FailureRateExceeded, PendingBatch, RewardOutage, items_of, scorer, settle
+from retouch.rollout import (
+    FailureRateExceeded,
+    PendingBatch,
+    RewardOutage,
+    items_of,
+    refuse_failures,
+    scorer,
+    settle,
+    tally_of,
+)
+from retouch.rollout.scorer import Tally
 from retouch.types import Example, Failure, Score, Scores
 from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, honest, items, reply
 
@@ -165,9 +175,10 @@ def test_more_failures_than_the_limit_stop_the_run(limit: float, stops: bool) ->
         pending.append(pend(made, eight[4:]))
         if stops:
             with pytest.raises(FailureRateExceeded, match=r"2 of 8 images lack a reward.*scorer_error x 2 \(no\)"):
-                settle(made, pending, limits(max_failure_rate=limit))
+                refuse_failures([tally_of(made, settle(made, pending, limits()))], limits(max_failure_rate=limit))
         else:
-            first, second = settle(made, pending, limits(max_failure_rate=limit))
+            first, second = settle(made, pending, limits())
+            refuse_failures([tally_of(made, [first, second])], limits(max_failure_rate=limit))
             assert first.combined() == [0.0, None, 2.0, None] and second.combined() == [4.0, 5.0, 6.0, 7.0]
 
 
@@ -180,8 +191,43 @@ def test_one_dead_reward_of_many_stops_the_run() -> None:
     made = RewardTable({}, limits())
     pending = PendingBatch(items(4), cast("Any", SimpleNamespace(result=lambda aside_s: scores)))
     with pytest.raises(FailureRateExceeded, match=r"4 of 4 images lack a reward.*scorer_error x 4 \(no\)"):
-        settle(made, [pending], limits(max_failure_rate=0.2))
-    assert (made.asked, made.failed) == (0, 0)
+        refuse_failures([tally_of(made, settle(made, [pending], limits()))], limits(max_failure_rate=0.2))
+
+
+def tally(asked: int, lost: int, before: tuple[int, int] = (0, 0)) -> Tally:
+    return Tally(asked, lost, [Failure("bad_item", "no")] * lost, before)
+
+
+def test_the_rate_is_that_of_all_processes_together() -> None:
+    """One image of two is half of a process, and a sixteenth of eight of them; an outage is one on all."""
+    fine = [tally(2, 0)] * 7
+    refuse_failures([tally(2, 1), *fine], limits(max_failure_rate=1 / 16))
+    with pytest.raises(FailureRateExceeded, match=r"2 of 16 images lack a reward.* 0\.1: bad_item x 2 \(no\)"):
+        refuse_failures([tally(2, 1), *fine[1:], tally(2, 1)], limits(max_failure_rate=0.1))
+    with pytest.raises(FailureRateExceeded, match="16 of 16 images"):
+        refuse_failures([tally(2, 2)] * 8, limits(max_failure_rate=0.2))
+    with pytest.raises(FailureRateExceeded, match="1 of 2 images"):
+        refuse_failures([tally(2, 1)], limits(max_failure_rate=0.2))
+
+
+def test_the_rate_of_the_run_is_that_of_all_processes_together() -> None:
+    """Of 200 images so far, 21 of them lost on one of two."""
+    run = [tally(10, 1, (90, 20)), tally(10, 0, (90, 0))]
+    refuse_failures(run, limits(max_run_failure_rate=0.105))
+    with pytest.raises(FailureRateExceeded, match=r"21 of the 200 images so far .*max_run_failure_rate 0\.1: bad_item"):
+        refuse_failures(run, limits(max_run_failure_rate=0.1))
+    refuse_failures([tally(10, 1, (89, 20)), tally(10, 0, (90, 0))], limits(max_run_failure_rate=0.1))  # 199 say little
+
+
+def test_padding_is_no_image_and_a_reward_of_weight_0_no_loss() -> None:
+    no = Failure("bad_item", "no")
+    first = Scores({"r": [Score(1.0), no], "logged": [no, no]}, {"r": 1.0, "logged": 0.0})
+    second = Scores({"r": [no, no], "logged": [Score(1.0), no]}, {"r": 1.0, "logged": 0.0})
+    made = RewardTable({}, limits())
+    made.count(30, 3)
+    assert tally_of(made, [first, second]) == Tally(4, 3, [no] * 3, (30, 3))
+    assert tally_of(made, [first, second], [False, False, False, True]) == Tally(3, 2, [no] * 2, (30, 3))
+    assert tally_of(made, []) == Tally(0, 0, [], (30, 3))
 
 
 def test_counts_are_of_all_processes_however_many_go_on() -> None:

@@ -419,11 +419,10 @@ class RewardClientConfig(Section):
     logged_wait_s: NonNegative = 5.0
     """How long rewards of weight 0, which are only logged, may take once the others of an epoch are in."""
     max_failure_rate: Unit = 0.2
-    """Where more than this share of an epoch's images lack a reward that has a weight, and so cannot be trained on,
-    the run stops, resumable (exit 3)."""
+    """Where more than this share of an epoch's images, on all processes together, lack a reward that has a weight, and
+    so cannot be trained on, the run stops, resumable (exit 3)."""
     max_run_failure_rate: Unit = 1.0
-    """The same over all images of this process so far, once there were 200: what fails a little all the time. A process
-    that goes on from a checkpoint has an even share of what was counted on all of them."""
+    """The same over all images so far, once there were 200: what fails a little all the time."""
     batch_size: PositiveInt = 16
     """Images of one request."""
     balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"

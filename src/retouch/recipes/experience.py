@@ -18,7 +18,7 @@ from retouch.config.algorithm_sections import AdvantageConfig, RlConfig
 from retouch.core.advantages import comparable_rows, group_advantages
 from retouch.data import curriculum_examples, curriculum_pool, derive_seed, other_examples
 from retouch.engine import CheckpointError, Engine
-from retouch.recipes.rollouts import RewardRows, Rollouts, gather_rewards, log_rollouts, sample_and_score
+from retouch.recipes.rollouts import RewardRows, Rollouts, gather_rewards, log_rollouts, sample_and_score, tally
 from retouch.recipes.session import Session
 from retouch.rollout import EncodedData
 
@@ -123,7 +123,7 @@ def rewarded_groups(
     chosen = curriculum_examples(difficulties, wanted, config.seed, epoch, epochs, stages)
     too_hard = set(range(len(run.data))) - set(curriculum_pool(difficulties, epoch, epochs, stages))
     rollouts = sample_and_score(session, data, algorithm, chosen, policy)
-    rewards = gather_rewards(run, rollouts)
+    counted, rewards = tally(run, rollouts), gather_rewards(run, rollouts)
     for again in range(algorithm.resample_rounds):
         signal = comparable_rows(rewards.position, rewards.valid) & ~rewards.flat(algorithm.combine)
         missing = wanted - rewards.position[signal].unique().numel()
@@ -132,8 +132,9 @@ def rewarded_groups(
         if not more:
             break
         rollouts += sample_and_score(session, data, algorithm, more, policy)
-        rewards = gather_rewards(run, rollouts)
+        counted, rewards = tally(run, rollouts), gather_rewards(run, rollouts)
         chosen += more
+    run.rewards.count(counted.asked, counted.lost)
     log_rollouts(session, algorithm, rollouts, rewards)
     return rollouts, rewards
 

@@ -28,12 +28,12 @@ MAY_CHANGE = {
     "rollout": {"batch_size_per_device", "preset"},
     "model": {
         "path", "embeddings", "train.image_encoder",  # by their files
-        "family", "train.kind",  # refused in any case
+        "family", "train.kind", "train.scale",  # refused in any case
         "offload_text_encoders", "offload_vae", "free_text_encoders", "vae_batch",
         "train.initial_adapter", "train.reference_dropout",  # of a new run, and of supervised steps
     },
     "data": {
-        "format", "path", "list_file", "image_root", "prompt_template", "target", "layout",  # by the items
+        "format", "path", "list_file", "image_root", "prompt_template", "target", "layout", "region",  # by the items
         "limit", "max_bad_items", "part", "held_out_share", "curriculum", "complexity", "image_type", "levels",
         "disciplines",
     },

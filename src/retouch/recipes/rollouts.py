@@ -21,18 +21,20 @@ from retouch.observe.grids import grid
 from retouch.recipes.session import Session
 from retouch.rollout import (
     EncodedData,
-    FailureRateExceeded,
     PendingBatch,
     RewardOutage,
     broken_rows,
     items_of,
     make_plan,
     objective_region,
+    refuse_failures,
     sample,
     settle,
+    tally_of,
     to_uint8,
     without_strip,
 )
+from retouch.rollout.scorer import Tally
 from retouch.types import Score, Scores, Trajectory
 
 
@@ -137,7 +139,7 @@ def sample_and_score(
         policy: snapshot that samples; None is the current policy.
 
     Raises:
-        RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
+        RewardOutage: nothing of the epoch was trained on.
         Stopped: asked to stop between batches.
     """
     run, rollout = session.run, session.run.config.rollout
@@ -155,11 +157,11 @@ def sample_and_score(
             part = batch[start : start + rollout.batch_size_per_device]
             with run.policy.use(policy):
                 result += roll_out(session, data, algorithm, part, number)
-    stopped: RewardOutage | FailureRateExceeded | None = None
+    stopped: RewardOutage | None = None
     with run.clock.part("reward_wait"):
         try:
             result.scores = settle(run.rewards, result.batches, run.config.reward_client)
-        except (RewardOutage, FailureRateExceeded) as error:
+        except RewardOutage as error:
             stopped = error
     if run.engine.any(stopped is not None):  # all ranks stop together, or the others would wait for this one for ever
         raise stopped or RewardOutage("rewards failed on another process; see its log")
@@ -197,6 +199,17 @@ def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
     for tensor in tensors.values():
         tensor[list(rows)] = 0.0
     return replace(trajectory, **tensors)
+
+
+def tally(run: Run, rollouts: Rollouts) -> Tally:
+    """This rank's images of an epoch, all of its rounds together.
+
+    Raises:
+        FailureRateExceeded: on every rank, where too many of all of them lack a reward.
+    """
+    own = tally_of(run.rewards, rollouts.scores, [slot.padding for slot in rollouts.slots])
+    refuse_failures(run.engine.gather_list([own]), run.config.reward_client)
+    return own
 
 
 def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:

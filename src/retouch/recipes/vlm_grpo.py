@@ -26,9 +26,10 @@ from trl import GRPOConfig
 
 from retouch.config import RunConfig
 from retouch.data import curriculum_order
+from retouch.engine import gather_list
 from retouch.models.response import Responses
 from retouch.recipes.readiness import wait_for_rewards
-from retouch.rollout import FailureRateExceeded, RewardOutage
+from retouch.rollout import FailureRateExceeded, RewardOutage, refuse_failures, tally_of
 from retouch.vlm.arguments import adapter_config, trl_arguments
 from retouch.vlm.checkpoint import may_go_on_with, newest_or, read_step, rewards_state
 from retouch.vlm.generation import name_for_vllm
@@ -145,15 +146,18 @@ class VlmTrainer(RunTrainer):
         examples = [self.rows.example(position) for position in columns["position"]]
         seeds = seeds_of("draw", self.parts.config.seed, examples, step)
         judged: Judged | None = None
-        failed: RewardOutage | FailureRateExceeded | None = None
+        failed: RewardOutage | None = None
         self.scoring = True
         with self.policy_at_hand() as policy:
             try:
                 judged = self.judge(policy, examples, self._responses, seeds)
-            except (RewardOutage, FailureRateExceeded) as error:
+            except RewardOutage as error:
                 failed = error
         self.together(failed)
         assert judged is not None
+        counted = tally_of(self.parts.rewards, [judged.scores])
+        refuse_failures(gather_list([counted]), self.parts.config.reward_client)
+        self.parts.rewards.count(counted.asked, counted.lost)
         self.scoring = False
         self.costs.images += len(examples) * judged.pictures_each
         self._log_judged(judged, columns["log_metric"])

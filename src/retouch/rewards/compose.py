@@ -164,6 +164,10 @@ class RewardTable:
             self._compare_servers()
         return problems
 
+    def count(self, asked: int, failed: int) -> None:
+        """Images of this process that were scored, and how many of them lack a reward."""
+        self.asked, self.failed = self.asked + asked, self.failed + failed
+
     def state(self) -> dict[str, Any]:
         """What this process goes on counting, as JSON values."""
         return {"asked": self.asked, "failed": self.failed, "golden": self.golden}

@@ -35,7 +35,7 @@ class RewardOutage(RuntimeError):
 
 
 class FailureRateExceeded(RuntimeError):
-    """Too many rewards of a batch failed. The run can be resumed (exit 3)."""
+    """Too many rewards failed. The run can be resumed (exit 3)."""
 
 
 @dataclass(frozen=True)
@@ -83,37 +83,80 @@ def settle(
     nothing.
 
     Args:
-        training: false for an evaluation, which reports failed rewards; only an outage ends it.
+        training: false for an evaluation, which waits for rewards that are only logged, too.
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`.
-        FailureRateExceeded: more than `max_failure_rate` of the images lack a reward that has a weight, and cannot be
-            trained on, or `max_run_failure_rate` so far.
     """
     scores = [_settle_one(table, batch, config, training) for batch in batches]
     failures = [failure for s in scores for _, failure in s.counted().failures()]
-    totals = [total for s in scores for total in s.combined()]
-    lost = totals.count(None)
     if failures:
-        logger.warning("%d of %d images lack a reward: %s", lost, len(totals), summary(failures))
+        lost, asked = sum(s.combined().count(None) for s in scores), sum(map(len, scores))
+        logger.warning("%d of %d images lack a reward: %s", lost, asked, summary(failures))
     aside = [failure for s in scores for name, failure in s.failures() if not s.weights[name]]
     if aside:
         logger.warning("%d rewards of weight 0 failed, which are only logged: %s", len(aside), summary(aside))
-    if not training:
-        return scores
-    if lost > config.max_failure_rate * len(totals):
-        raise FailureRateExceeded(
-            f"{lost} of {len(totals)} images lack a reward, over reward_client.max_failure_rate "
-            f"{config.max_failure_rate}: {summary(failures)}"
-        )
-    asked, failed = table.asked + len(totals), table.failed + lost
-    if asked >= _RUN_IMAGES and failed > config.max_run_failure_rate * asked:
-        raise FailureRateExceeded(
-            f"{failed} of the {asked} images so far lacked a reward, over reward_client.max_run_failure_rate "
-            f"{config.max_run_failure_rate}: {summary(failures)}"
-        )
-    table.asked, table.failed = asked, failed  # a batch that stops the run is asked for again
     return scores
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What came of the images of an epoch on one process, those that are padding aside.
+
+    Attributes:
+        asked: how many there are.
+        lost: how many of them lack a reward with a weight, and cannot be trained on.
+        failures: why.
+        before: how many there were in the epochs before, and how many of them were lost.
+    """
+
+    asked: int
+    lost: int
+    failures: Sequence[Failure]
+    before: tuple[int, int]
+
+
+def tally_of(table: RewardTable, scores: Sequence[Scores], padding: Sequence[bool] | None = None) -> Tally:
+    """Of all batches of an epoch so far.
+
+    Args:
+        padding: of each image; None: there is none.
+    """
+    totals = [total for s in scores for total in s.combined()]
+    kept = [True] * len(totals) if padding is None else [not one for one in padding]
+    columns = [[o for s in scores for o in s.outcomes[name]] for s in scores[:1] for name in s.counted().outcomes]
+    return Tally(
+        asked=sum(kept),
+        lost=sum(total is None for total, real in zip(totals, kept, strict=True) if real),
+        failures=[o for c in columns for o, real in zip(c, kept, strict=True) if real and isinstance(o, Failure)],
+        before=(table.asked, table.failed),
+    )
+
+
+def refuse_failures(tallies: Sequence[Tally], config: RewardClientConfig) -> None:
+    """Stop where too much of an epoch, or of the run, failed on all processes together: the few images of one say
+    nothing, and an item that always fails would stop it again and again.
+
+    Args:
+        tallies: of every process, so that all of them decide alike.
+
+    Raises:
+        FailureRateExceeded: more than `max_failure_rate` of the epoch's images were lost, or `max_run_failure_rate` of
+            those so far.
+    """
+    asked, lost = (sum(getattr(one, name) for one in tallies) for name in ("asked", "lost"))
+    why = summary([failure for one in tallies for failure in one.failures])
+    if lost > config.max_failure_rate * asked:
+        raise FailureRateExceeded(
+            f"{lost} of {asked} images lack a reward, over reward_client.max_failure_rate {config.max_failure_rate}: "
+            f"{why}"
+        )
+    asked, lost = asked + sum(one.before[0] for one in tallies), lost + sum(one.before[1] for one in tallies)
+    if asked >= _RUN_IMAGES and lost > config.max_run_failure_rate * asked:
+        raise FailureRateExceeded(
+            f"{lost} of the {asked} images so far lacked a reward, over reward_client.max_run_failure_rate "
+            f"{config.max_run_failure_rate}: {why}"
+        )
 
 
 def summary(failures: Sequence[Failure]) -> str:

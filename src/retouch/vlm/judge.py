@@ -80,11 +80,10 @@ class Judge:
         Args:
             policy: the text encoder as it is now, with its weights at hand.
             noise_seeds: of each completion; a group shares one.
-            training: false for an evaluation, which reports failures instead of stopping, has its gold rewards and its
-                own number of denoising steps.
+            training: false for an evaluation, which has its gold rewards and its own number of denoising steps.
 
         Raises:
-            RewardOutage, FailureRateExceeded: nothing was trained on these.
+            RewardOutage: nothing was trained on these.
             ResponseTooLong: a condition that does not fit.
         """
         parts = self.parts
