@@ -26,6 +26,7 @@ from trl import GRPOConfig
 
 from retouch.config import RunConfig
 from retouch.data import curriculum_order
+from retouch.engine import gather_list
 from retouch.models.response import Responses
 from retouch.recipes.readiness import wait_for_rewards
 from retouch.rollout import FailureRateExceeded, RewardOutage
@@ -66,7 +67,7 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
         logger.info("the run had already ended at step %d", step)
         return
     parts.dir.open(step)
-    parts.rewards.start()
+    parts.rewards.start(gather_list)
     wait_for_rewards(parts.rewards, parts.config.reward_client)
     if arguments.use_vllm:
         name_for_vllm(parts)
