@@ -135,9 +135,13 @@ def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
 
 
 def test_two_ranks_train_as_one_process_does(run_yaml: Path) -> None:
-    """Of the same global batch: equal weights on both ranks, and those of one process within rounding."""
+    """Of the same global batch: equal weights on both ranks, and those of one process within rounding. The two share
+    the server that scores, and it ends with them."""
     one = on_one(run_yaml, "optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=5")
-    two = on_two(run_yaml, "optimizer.batch_size_per_device=1", "optimizer.gradient_accumulation=5")
+    served = ("rewards.preservation.url=auto", "reward_client.cache=true")
+    two = on_two(run_yaml, "optimizer.batch_size_per_device=1", "optimizer.gradient_accumulation=5", *served)
+    assert (two / "reward-server.log").read_text().count("preservation loaded on cpu") == 1
+    assert [path.name for path in two.glob("*.sqlite")] == ["rewards.sqlite"]
     first, second = (load_file(two / f"rank-{rank}.safetensors") for rank in range(2))
     alone = load_file(one / "checkpoints" / "step-000003" / "weights" / WEIGHTS)
     for name, expected in alone.items():

@@ -126,7 +126,8 @@ def same(one: Path, two: Path, steps: int = 2) -> None:
 def test_two_processes_are_one(tmp_path: Path) -> None:
     file = run_file(tmp_path, LORA)
     states = run((), file, "name=one")
-    assert_close(run(TORCHRUN, file, "name=two", HALF), states, atol=1e-5, rtol=0)
+    assert_close(run(TORCHRUN, file, "name=two", HALF, "rewards.letters.url=auto"), states, atol=1e-5, rtol=0)
+    assert (tmp_path / "two" / "reward-server.log").read_text().count("letters loaded on cpu") == 1
     same(tmp_path / "one", tmp_path / "two")
     start = [read_metrics(tmp_path / f"{name}/evaluations/step-000000/rows.jsonl") for name in ("one", "two")]
     assert start[0] == start[1] and len({row["read"] for row in start[0]}) == 3

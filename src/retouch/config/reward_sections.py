@@ -15,8 +15,8 @@ class RewardEntry(Section):
     scorer: str
     """What scores; several entries may share one with other options."""
     url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
-    """Null scores in this process; "auto" starts a server on loopback for the run; else one or more server addresses,
-    or the endpoints file that `retouch reward serve` wrote."""
+    """Null scores in this process; "auto" starts a server on loopback for the run, one a machine; else one or more
+    server addresses, or the endpoints file that `retouch reward serve` wrote."""
     weight: float = 1.0
     """Of this reward in the combined score."""
     role: Literal["train", "gold"] = "train"
@@ -440,7 +440,8 @@ class RewardClientConfig(Section):
     on_drift: Literal["warn", "stop"] = "warn"
     """What follows where it differs by more: a line in the log, or the end of the run, resumable (exit 3)."""
     cache: bool = False
-    """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice."""
+    """Keep scores of servers in RUN/rewards.sqlite, so that a resumed run asks no judge twice; with several machines,
+    each in a file of its own."""
 
     @property
     def collective_s(self) -> float:

@@ -107,7 +107,7 @@ class Session:
         else:
             self._restore(folder)
         if run.rewards.entries:
-            run.rewards.start()
+            run.rewards.start(run.engine.gather_list)
             wait_for_rewards(run.rewards, self.config.reward_client)
         self._log_header(folder)
         with ExitStack() as failed:

@@ -68,7 +68,7 @@ def _run(parts: Parts, arguments: GRPOConfig) -> None:
         logger.info("the run had already ended at step %d", step)
         return
     parts.dir.open(step)
-    parts.rewards.start()
+    parts.rewards.start(gather_list)
     wait_for_rewards(parts.rewards, parts.config.reward_client)
     if arguments.use_vllm:
         name_for_vllm(parts)

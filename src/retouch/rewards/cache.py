@@ -20,7 +20,8 @@ _TABLE = "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value REAL NO
 
 
 class ScoreCache:
-    """A table of scores in one sqlite file, which several threads and processes may use.
+    """A table of scores in one sqlite file, which several threads and processes of one machine may use: the write-ahead
+    log is shared memory.
 
     A file that is none is moved aside, and a new one begun.
     """

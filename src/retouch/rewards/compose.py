@@ -1,15 +1,18 @@
 """The table of rewards of a run: every entry wherever it is scored, one `Scores` for a batch.
 
 Entries with one set of addresses that want the same view of the pictures share a client, so that pictures travel once;
-entries with `url: auto` share one server on loopback; entries without a url share a thread of this process. What does
-not count (weight 0, gold) is asked apart from what does, so that it delays nothing.
+entries with `url: auto` share one server on loopback, with the other processes of the machine; entries without a url
+share a thread of this process. What does not count (weight 0, gold) is asked apart from what does, so that it delays
+nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retouch.config.errors import ConfigError
 from retouch.rewards.cache import ScoreCache
 from retouch.rewards.client import ClientOptions, RewardClient
 from retouch.rewards.endpoints import resolve_urls
@@ -42,6 +46,9 @@ EVERYTHING: Mapping[str, Any] = {
 
 OWN_PROCESS = ("process",)
 AUTO_SERVER = ("auto",)
+
+Gather = Callable[[Sequence[Any]], list[Any]]
+"""Objects of every process in one list, the same on all of them; all must ask."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +133,23 @@ class RewardTable:
         self._counts = {name for name, weight in self.weights.items() if weight or name in opening}
         self._places = {name: self._place(name, entry) for name, entry in entries.items()}
         self._server: LocalServer | None = None
-        self._cache = ScoreCache(self.log_dir / "rewards.sqlite") if client.cache else None
+        self._auto_url = ""
+        self._cache: ScoreCache | None = None
         self.asked = self.failed = 0
         self.golden: dict[str, list[float]] = {}
         self._backends: dict[Place, RewardBackend] = {}
 
-    def start(self) -> None:
-        """Start or connect everything, without waiting for it to be ready."""
+    def start(self, gather: Gather = list) -> None:
+        """Start or connect everything, without waiting for it to be ready.
+
+        Args:
+            gather: for a run of several processes, which all start. Those of one machine share the server of
+                `url: auto` and the cache; each machine has its own.
+
+        Raises:
+            ConfigError: what a scorer or a server lacks; of the server of `url: auto`, on all processes.
+        """
+        self._share(gather)
         for place in dict.fromkeys(self._places.values()):
             members = [name for name, p in self._places.items() if p == place]
             self._backends[place] = self._connect(place, members)
@@ -252,7 +269,7 @@ class RewardTable:
             return LocalRewards(
                 {name: make_scorer(self.entries[name].scorer, scorer_options(self.entries[name])) for name in members}
             )
-        urls = [self._auto_url()] if place.where == AUTO_SERVER else list(place.where)
+        urls = [self._auto_url] if place.where == AUTO_SERVER else list(place.where)
         options = ClientOptions(
             self.client.timeout_s,
             self.client.batch_size,
@@ -262,12 +279,34 @@ class RewardTable:
         )
         return RewardClient(urls, members, token=reward_token(), options=options, cache=self._cache)
 
-    def _auto_url(self) -> str:
-        if self._server is None:
-            members = {name: entry for name, entry in self.entries.items() if entry.url == "auto"}
-            options = {name: {"scorer": e.scorer, **scorer_options(e)} for name, e in members.items()}
-            self._server = LocalServer(options, self.log_dir / "reward-server.log")
-        return self._server.url()
+    def _share(self, gather: Gather) -> None:
+        """What the processes of a machine have in common: the first of them starts the server, which ends when it
+        does, and tells the others where it is, or why there is none."""
+        auto = {name: entry for name, entry in self.entries.items() if entry.url == "auto"}
+        if not auto and not self.client.cache:
+            return
+        machine, me = socket.gethostname(), uuid.uuid4().hex
+        processes = gather([(machine, me)])
+        machines = {one for one, _ in processes}
+        apart = f"-{machine}" if len(machines) > 1 else ""  # all of them may see the run directory
+        if self.client.cache:
+            self._cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
+        if not auto:
+            return
+        url, problem = "", None
+        if next(process for one, process in processes if one == machine) == me:
+            options = {name: {"scorer": e.scorer, **scorer_options(e)} for name, e in auto.items()}
+            try:
+                self._server = LocalServer(options, self.log_dir / f"reward-server{apart}.log")
+                url = self._server.url()
+            except (ConfigError, OSError) as error:  # the others wait for an answer
+                problem = error
+        told = gather([(machine, url, problem and str(problem))])
+        if problem is not None:
+            raise problem
+        if elsewhere := [said for _, _, said in told if said is not None]:
+            raise ConfigError(elsewhere[0])
+        self._auto_url = next(url for one, url, _ in told if one == machine and url)
 
 
 def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""What the processes of a run share: one server of `url: auto` and one cache on each machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.config import ConfigError
+from retouch.config.reward_sections import PreservationReward, RewardClientConfig
+from retouch.rewards import compose
+from retouch.rewards.compose import RewardTable
+from retouch.rewards.launch import LocalServer
+from tests.rewards.fakes import Brightness, item, serving
+
+WAIT_S = 30.0
+START_S = 60.0  # an interpreter and fastapi on a busy machine
+
+
+def in_processes(
+    machines: Sequence[str], started: Callable[[RewardTable], Any], log_dir: Path, **client: Any
+) -> list[Any]:
+    """What `started` makes of a table, or the error of its start, for each process; threads stand for processes."""
+    barrier, said = threading.Barrier(len(machines)), [list[Any]() for _ in machines]
+    done = threading.Barrier(len(machines))
+
+    def process(rank: int) -> Any:
+        threading.current_thread().name = machines[rank]
+
+        def gather(values: Sequence[Any]) -> list[Any]:
+            said[rank] = list(values)
+            barrier.wait(START_S)
+            everyone = [one for values in said for one in values]
+            barrier.wait(START_S)
+            return everyone
+
+        entries = {"r": PreservationReward(url="auto")}
+        table = RewardTable(entries, RewardClientConfig(timeout_s=60.0, **client), log_dir)
+        try:
+            table.start(gather)
+            return started(table)
+        except ConfigError as error:
+            return error
+        finally:
+            done.wait(START_S)  # as long as one of a run scores, its server is there
+            table.close()
+
+    with ThreadPoolExecutor(len(machines)) as pool:
+        return list(pool.map(process, range(len(machines))))
+
+
+def score(table: RewardTable) -> float | None:
+    return table.submit([item(0)]).result().values("r")[0]
+
+
+def test_the_processes_of_a_machine_share_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LocalServer] = []
+
+    class Counted(LocalServer):
+        def __init__(self, scorers: Mapping[str, Mapping[str, Any]], log: Path) -> None:
+            super().__init__(scorers, log)
+            made.append(self)
+
+    monkeypatch.setattr(compose, "LocalServer", Counted)
+
+    def ready(table: RewardTable) -> Any:
+        return table.wait_ready(START_S), score(table)
+
+    (first, one), (second, other) = in_processes(["here"] * 2, ready, tmp_path)
+    assert first == second == [] and one == other
+    assert len(made) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["reward-server.log"]
+
+
+def test_a_server_that_does_not_start_stops_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that only wait for its address."""
+
+    class Broken:
+        def __init__(self, scorers: Any, log: Path) -> None:
+            raise ConfigError("the reward server did not start")
+
+    monkeypatch.setattr(compose, "LocalServer", Broken)
+    errors = in_processes(["here"] * 3, lambda table: "started", tmp_path)
+    assert [str(error) for error in errors] == ["the reward server did not start"] * 3
+
+
+def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loopback does not reach another, nor does the write-ahead log of a cache whose folder both see."""
+    monkeypatch.setattr("socket.gethostname", lambda: threading.current_thread().name)
+    scorers = {"a": Brightness(), "b": Brightness()}
+    with serving({"r": scorers["a"]}) as a, serving({"r": scorers["b"]}) as b:
+        logs: list[str] = []
+
+        class Placed:
+            def __init__(self, scorers: Any, log: Path) -> None:
+                self.place = threading.current_thread().name
+                logs.append(log.name)
+
+            def url(self) -> str:
+                return {"a": a, "b": b}[self.place]
+
+            def close(self) -> None: ...
+
+        monkeypatch.setattr(compose, "LocalServer", Placed)
+        urls = in_processes(
+            ["a", "a", "b", "b"], lambda table: (score(table), table._auto_url)[1], tmp_path, cache=True
+        )  # pyright: ignore[reportPrivateUsage]
+    assert urls == [a, a, b, b]
+    assert sorted(logs) == ["reward-server-a.log", "reward-server-b.log"]
+    assert sorted(path.name for path in tmp_path.glob("*.sqlite")) == ["rewards-a.sqlite", "rewards-b.sqlite"]
