@@ -160,6 +160,21 @@ def sample(
             typer.echo(str(path))
 
 
+@app.command("demo-ui")
+def demo_ui(
+    run: Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; none shows the base.")] = None,
+    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, on loopback.")] = 7860,
+) -> None:
+    """Open a local page to paint over pictures, and see base and trained weights repaint them."""
+    _logging(False)
+    from retouch.use.page import serve
+
+    serve(_trained(run, config, weights, raw), port)
+
+
 @app.command("eval")
 def evaluate_command(
     run: Annotated[
@@ -482,6 +497,7 @@ EXTRAS = {
     "deepspeed": ("deepspeed",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
+    "ui": ("gradio",),
 }
 """Extra of the package -> modules that come with it."""
 

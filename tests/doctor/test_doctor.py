@@ -42,6 +42,7 @@ CHECKED = [
     "extra deepspeed",
     "extra wandb",
     "extra trackio",
+    "extra ui",
     "GPUs",
     "model",
     "memory",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
 
-EXTRAS = ("train", "serve", "ocr", "vlm", "deepspeed", "wandb", "trackio")
+EXTRAS = ("train", "serve", "ocr", "vlm", "deepspeed", "wandb", "trackio", "ui")
 """Extras that something imports."""
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(?:>=([0-9.]+))?[^;]*(?:;.*extra == ['\"](\w+)['\"])?")

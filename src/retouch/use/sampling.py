@@ -30,22 +30,31 @@ def sample_to_folder(trained: Trained, request: SampleRequest, out: Path) -> lis
     loaded = Loaded(trained.config)
     _fits(section.size, loaded.model)
     loaded.load(trained.newest)
-    steps = request.steps or trained.config.evaluation.num_steps or trained.config.rollout.num_steps
     written: list[Path] = []
     for item in items:
-        example, notes = read_item(item, section)
-        condition = loaded.model.encode([example], loaded.guidance_scale)
-        plan = ode_plan(loaded.model.schedule(steps, condition.size))
-        for k in range(request.count):
-            seed = derive_seed("sample", request.seed, example.id, k)
-            final = sample(loaded.model, loaded.network, plan, condition, [seed]).final
-            decoded = loaded.model.decode(final)
-            require_drawn(broken_rows(decoded), example.id)
-            image = Image.fromarray(without_strip(to_uint8(decoded), [example])[0].numpy())
-            path = out / f"{example.id:05d}-{k}.png"
-            into_source(item, image, notes, section, request.feather).save(path)
+        for k, image in enumerate(draw(loaded, item, section, request)):
+            path = out / f"{item.id:05d}-{k}.png"
+            image.save(path)
             written.append(path)
     return written
+
+
+def draw(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[Image.Image]:
+    """`request.count` pictures of an item, by the weights that are loaded; in its source, where it has one."""
+    config = loaded.config
+    steps = request.steps or config.evaluation.num_steps or config.rollout.num_steps
+    example, notes = read_item(item, section)
+    condition = loaded.model.encode([example], loaded.guidance_scale)
+    plan = ode_plan(loaded.model.schedule(steps, condition.size))
+    pictures: list[Image.Image] = []
+    for k in range(request.count):
+        seed = derive_seed("sample", request.seed, example.id, k)
+        final = sample(loaded.model, loaded.network, plan, condition, [seed]).final
+        decoded = loaded.model.decode(final)
+        require_drawn(broken_rows(decoded), example.id)
+        image = Image.fromarray(without_strip(to_uint8(decoded), [example])[0].numpy())
+        pictures.append(into_source(item, image, notes, section, request.feather))
+    return pictures
 
 
 def into_source(
