@@ -47,7 +47,7 @@ class Studio:
         if trained.config.algorithm.name == "vlm_grpo":
             raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
         self.trained = trained
-        self.loaded = Loaded(trained.config)
+        self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
 
     @property
     def takes_references(self) -> bool:
