@@ -7,11 +7,12 @@ it does with a painted picture everywhere.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ Finished = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def studio(finished: Finished) -> Studio:
-    return Studio(Trained.find(finished("lora"), None, None, False))
+    return Studio(Trained.find(finished("lora"), None, None, None))
 
 
 @pytest.fixture
@@ -91,6 +92,20 @@ def test_a_missing_gradio_is_named_before_a_network_is_loaded(
     monkeypatch.setattr("retouch.use.page.Studio", lambda *_: pytest.fail("the model was loaded"))
     outcome = retouch("demo-ui", "--run", finished("lora"))
     assert (outcome.code, outcome.err) == (2, 'error: gradio is not installed: pip install "retouch[ui]"\n')
+
+
+def test_a_run_without_averages(finished: Finished, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its raw weights are shown; averaged ones are asked for by --ema alone."""
+    run = shutil.copytree(finished("lora"), tmp_path / "run", ignore=shutil.ignore_patterns("ema"))
+    shown: list[Trained] = []
+    monkeypatch.setitem(sys.modules, "gradio", ModuleType("gradio"))
+    monkeypatch.setattr("retouch.use.page.Studio", shown.append)
+    monkeypatch.setattr("retouch.use.page.page", lambda *_: SimpleNamespace(launch=lambda **_: None))
+    outcome = retouch("demo-ui", "--run", run, "--port", 7867)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [trained.newest for trained in shown] == [run / "checkpoints/step-000004/weights"]
+    outcome = retouch("demo-ui", "--run", run, "--ema")
+    assert outcome.code == 2 and outcome.err.endswith("has no averaged weights; leave --ema out\n")
 
 
 def test_a_port_that_is_taken(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def demo_ui(
     run: Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")] = None,
     config: Annotated[Path | None, typer.Option(help="Run file, instead of --run.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; none shows the base.")] = None,
-    raw: Annotated[bool, typer.Option(help="Raw weights although the run averaged.")] = False,
+    raw: Raw = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, on loopback.")] = 7860,
 ) -> None:
     """Open a local page to paint over pictures, and see base and trained weights repaint them."""
