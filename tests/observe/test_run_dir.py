@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
-from retouch.observe import RunDir
+from retouch.observe import RunDir, run_dir
 from retouch.observe.run_dir import read_metrics
 
 Config = Callable[..., RunConfig]
@@ -115,6 +116,33 @@ def test_an_attempt_without_a_checkpoint_is_put_aside(config: Config) -> None:
     assert moved == ["evaluations", "images", "metrics.jsonl"]
     log = (run / "log.txt").read_text()
     assert f"no checkpoint to go on from: the run begins anew, and what there was is in {run / 'attempt-2'}" in log
+
+
+def test_all_is_ended_whatever_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk meets metrics.jsonl and TensorBoard; services are told all the same, and the directory is free."""
+    told: list[str] = []
+
+    class Ending:
+        def __init__(self, name: str, problem: str = "") -> None:
+            self.name, self.problem = name, problem
+
+        def close(self, *, failed: bool = True) -> None:
+            told.append(f"{self.name} {failed}")
+            if self.problem:
+                raise OSError(errno.ENOSPC, self.problem)
+
+    sinks = [Ending("tensorboard", "events"), Ending("wandb"), Ending("trackio")]
+    monkeypatch.setattr(run_dir, "open_sinks", lambda *_: list(sinks))
+    handlers = list(logging.getLogger("retouch").handlers)
+    directory = opened(config())
+    monkeypatch.setattr(directory, "_metrics", Ending("metrics", "rows"))
+    with pytest.raises(OSError, match="events"):
+        directory.close()
+    assert told == ["metrics True", "tensorboard True", "wandb True", "trackio True"]
+    assert logging.getLogger("retouch").handlers == handlers
+    RunDir(directory.config).require_free()
+    directory.close()
+    assert len(told) == 4
 
 
 def test_numbers_that_json_has_no_word_for_are_null(config: Config) -> None:

@@ -201,6 +201,24 @@ def test_a_run_with_wandb_from_the_command_line(
     assert sent_to_wandb(tmp_path / "runs/t")[0].numbers("train/loss")
 
 
+def test_a_run_that_had_ended_ends_well_again(
+    run_file: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What has more steps to take has not ended: it fails where it does."""
+    import yaml
+
+    services: list[Service] = []
+    monkeypatch.setattr("retouch.observe.run_dir.open_sinks", lambda *_: services.append(Service()) or services[-1:])
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run_file(training__max_steps=1)), encoding="utf-8")
+    assert retouch("train", path).code == 0
+    assert retouch("train", path, "resume=auto").code == 0
+    monkeypatch.setattr("retouch.engine.Engine.step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        retouch("train", path, "resume=auto", "training.max_steps=2")
+    assert [service.calls[-1] for service in services] == [False, False, True]
+
+
 def test_a_server_that_cannot_be_reached_costs_nothing(
     config: Config, wandb_offline: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ class RunDir:
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
         if resume_step is not None:
             _truncate(metrics, resume_step)
+            self._ended = self._finished_at(resume_step)
             _keep_config(self.path, resume_step, dump_run(self.config))
         (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
         (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
@@ -102,6 +104,13 @@ class RunDir:
         if aside is not None:
             logger.warning("no checkpoint to go on from: the run begins anew, and what there was is in %s", aside)
         self._sinks = open_sinks(self.config, self.path, resume_step)
+
+    def _finished_at(self, step: int) -> bool:
+        """Whether the run ended at the step that it is opened at again, and has no more to take."""
+        finished = any(
+            (r["step"], r.get("event")) == (step, "finished") for r in read_metrics(self.path / "metrics.jsonl")
+        )
+        return finished and step >= self.config.training.max_steps
 
     def lock(self) -> None:
         """Let no other process write here until this run is closed, or dead; from before the choice of a checkpoint.
@@ -180,18 +189,20 @@ class RunDir:
             sink.picture(name, image, step)
 
     def close(self) -> None:
-        """End what is written to. A run that neither finished nor stopped on purpose has failed."""
-        if self._metrics is not None:
-            self._metrics.close()
-        self._metrics = None
+        """End what is written to, all of it, whatever of it fails. A run that neither finished nor stopped on purpose
+        has failed."""
+        metrics, self._metrics = self._metrics, None
         sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close(failed=not self._ended)
-        if self._handler:
-            logging.getLogger("retouch").removeHandler(self._handler)
-            self._handler.close()
-            self._handler = None
-        self._lock.release()
+        handler, self._handler = self._handler, None
+        with ExitStack() as ends:  # the last one first
+            ends.callback(self._lock.release)
+            if handler is not None:
+                ends.callback(handler.close)
+                ends.callback(logging.getLogger("retouch").removeHandler, handler)
+            for sink in reversed(sinks):
+                ends.callback(sink.close, failed=not self._ended)
+            if metrics is not None:
+                ends.callback(metrics.close)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
