@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 from retouch.config import ConfigError
 from retouch.config.reward_sections import PreservationReward, RewardClientConfig
-from retouch.rewards import compose
+from retouch.rewards import compose, machine
 from retouch.rewards.compose import RewardTable
 from retouch.rewards.launch import LocalServer
+from retouch.rewards.machine import Machine, this_machine
 from tests.rewards.fakes import Brightness, item, serving
 
 WAIT_S = 30.0
@@ -88,11 +91,18 @@ def test_a_server_that_does_not_start_stops_every_process(tmp_path: Path, monkey
     assert [str(error) for error in errors] == ["the reward server did not start"] * 3
 
 
+MACHINES = {
+    "a 1": ("a", "11111111-0"),
+    "b 1": ("b", "11111111-0"),  # as containers of one machine
+    "b 2": ("b", "22222222-0"),  # as clones
+}
+
+
 def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback does not reach another, nor does the write-ahead log of a cache whose folder both see."""
-    monkeypatch.setattr("socket.gethostname", lambda: threading.current_thread().name)
-    scorers = {"a": Brightness(), "b": Brightness()}
-    with serving({"r": scorers["a"]}) as a, serving({"r": scorers["b"]}) as b:
+    monkeypatch.setattr(compose, "this_machine", lambda: Machine(*MACHINES[threading.current_thread().name]))
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(serving({"r": Brightness()})) for name in MACHINES}
         logs: list[str] = []
 
         class Placed:
@@ -101,14 +111,27 @@ def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 logs.append(log.name)
 
             def url(self) -> str:
-                return {"a": a, "b": b}[self.place]
+                return urls[self.place]
 
             def close(self) -> None: ...
 
         monkeypatch.setattr(compose, "LocalServer", Placed)
-        urls = in_processes(
-            ["a", "a", "b", "b"], lambda table: (score(table), table._auto_url)[1], tmp_path, cache=True
-        )  # pyright: ignore[reportPrivateUsage]
-    assert urls == [a, a, b, b]
-    assert sorted(logs) == ["reward-server-a.log", "reward-server-b.log"]
-    assert sorted(path.name for path in tmp_path.glob("*.sqlite")) == ["rewards-a.sqlite", "rewards-b.sqlite"]
+        places = [name for name in MACHINES for _ in range(2)]
+        used = in_processes(places, lambda table: (score(table), table._auto_url)[1], tmp_path, cache=True)  # pyright: ignore[reportPrivateUsage]
+    assert used == [urls[name] for name in places]
+    assert sorted(logs) == [f"reward-server-{name}.log" for name in ("a", "b-11111111", "b-22222222")]
+    assert sorted(path.name for path in tmp_path.glob("*.sqlite")) == [
+        f"rewards-{name}.sqlite" for name in ("a", "b-11111111", "b-22222222")
+    ]
+
+
+def test_a_machine_is_known_by_its_name_and_the_start_of_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel does not say, by its name alone."""
+    monkeypatch.setattr("socket.gethostname", lambda: "a")
+    monkeypatch.setattr(machine, "_BOOT_ID", tmp_path / "boot_id")
+    assert this_machine() == Machine("a", "")
+    (tmp_path / "boot_id").write_text("11111111-0\n", encoding="ascii")
+    assert this_machine() == Machine("a", "11111111-0")
+    assert pickle.loads(pickle.dumps(this_machine())) == this_machine()  # processes tell each other

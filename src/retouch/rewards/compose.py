@@ -9,7 +9,6 @@ nothing.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from retouch.rewards.endpoints import resolve_urls
 from retouch.rewards.gates import Gate
 from retouch.rewards.launch import LocalServer, reward_token
 from retouch.rewards.local import LocalRewards
+from retouch.rewards.machine import this_machine
 from retouch.rewards.protocol import RewardBackend, RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.views import View, viewed
@@ -285,10 +285,9 @@ class RewardTable:
         auto = {name: entry for name, entry in self.entries.items() if entry.url == "auto"}
         if not auto and not self.client.cache:
             return
-        machine, me = socket.gethostname(), uuid.uuid4().hex
+        machine, me = this_machine(), uuid.uuid4().hex
         processes = gather([(machine, me)])
-        machines = {one for one, _ in processes}
-        apart = f"-{machine}" if len(machines) > 1 else ""  # all of them may see the run directory
+        apart = machine.among({one for one, _ in processes})  # all of them may see the run directory
         if self.client.cache:
             self._cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
         if not auto:
