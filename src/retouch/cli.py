@@ -58,7 +58,10 @@ def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -
 def check(
     run: RunFile,
     overrides: Overrides = None,
-    world_size: Annotated[int, typer.Option(help="Number of processes to compute for.")] = 1,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Number of processes to compute for; default: that of --accelerate, or 1."),
+    ] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="Count memory as well; of a hub id, this downloads configs alone.")
     ] = False,
@@ -70,10 +73,13 @@ def check(
 ) -> None:
     """Validate RUN.yaml and print what it amounts to, without loading anything."""
     config = load_run(run, overrides or [])
-    derived = numbers(config, world_size).as_dict()
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
-    counted = _memory(config, world_size, accelerate) if memory else None
+    launch = None if accelerate is None else _launch(accelerate)
+    if world_size is None:
+        world_size = 1 if launch is None else launch.processes
+    derived = numbers(config, world_size).as_dict()
+    counted = _memory(config, world_size, launch) if memory else None
     if as_json:
         more: dict[str, Any] = {} if counted is None else {"memory": counted}
         if config.rollout.preset is not None:
@@ -91,13 +97,18 @@ def check(
         typer.echo("\n".join(memory_table(counted)))
 
 
-def _memory(config: Any, world_size: int, accelerate: Path | None) -> dict[str, Any]:
+def _launch(accelerate: Path) -> Any:
+    from retouch.doctor.launch import read_launch
+
+    return read_launch(accelerate)
+
+
+def _memory(config: Any, world_size: int, launch: Any) -> dict[str, Any]:
     import torch  # noqa: F401  # its absence gets the message of the extra
 
-    from retouch.doctor.launch import read_launch
     from retouch.doctor.memory import report_memory
 
-    return report_memory(config, world_size, read_launch(accelerate) if accelerate else None)
+    return report_memory(config, world_size, launch)
 
 
 @app.command()

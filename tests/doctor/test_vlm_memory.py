@@ -360,19 +360,58 @@ def test_check_says_it_in_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "launch"),
-    [("zero2", Launch(2)), ("zero3", Launch(3)), ("zero3_offload", Launch(3, True, True)), ("gpu8", Launch())],
+    [
+        ("zero2", Launch(2, processes=8)),
+        ("zero3", Launch(3, processes=8)),
+        ("zero3_offload", Launch(3, True, True, 8)),
+        ("gpu8", Launch(processes=8)),
+        ("gpu1", Launch()),
+    ],
 )
 def test_accelerate_says_how_it_is_launched(file: str, launch: Launch) -> None:
     assert read_launch(ZERO / f"{file}.yaml") == launch
+
+
+def test_nvme_is_off_the_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    text = (ZERO / "zero3_offload.yaml").read_text(encoding="utf-8")
+    file.write_text(text.replace("device: cpu", "device: nvme"), encoding="utf-8")
+    assert read_launch(file) == Launch(3, True, True, 8)
+
+
+def test_check_counts_for_as_many_processes_as_are_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is told for how many."""
+    counted: list[tuple[int, Launch | None]] = []
+
+    def report(run: RunConfig, world_size: int, launch: Launch | None) -> dict[str, Any]:
+        counted.append((world_size, launch))
+        return {}
+
+    monkeypatch.setattr("retouch.doctor.memory.report_memory", report)
+    file = tmp_path / "a.yaml"
+    file.write_text("num_processes: 2", encoding="utf-8")
+    run_of(tmp_path, {})
+    derived: list[int] = []
+    for options in (("--accelerate", file), ("--accelerate", file, "--world-size", 1), ()):
+        outcome = retouch("check", tmp_path / "run.yaml", "--json", "--memory", *options)
+        derived.append(json.loads(outcome.out)["derived"]["world_size"])
+    assert derived == [2, 1, 1]
+    assert counted == [(2, Launch(processes=2)), (1, Launch(processes=2)), (1, None)]
 
 
 def test_launches_that_cannot_be_counted(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     with pytest.raises(ConfigError, match=r"--accelerate: .*a\.yaml is no configuration of accelerate; give"):
         read_launch(file)
-    for text in ("distributed_type: FSDP", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: x}"):
+    deepspeed = "distributed_type: DEEPSPEED\ndeepspeed_config: "
+    others = ("{deepspeed_config_file: x}", "{zero_stage: auto}", "{zero_stage: 4}", "[zero_stage]", "zero_stage")
+    for text in ("distributed_type: FSDP", *(deepspeed + other for other in others)):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match="give one that says distributed_type"):
+            read_launch(file)
+    for count in ("0", "auto", "[8]"):
+        file.write_text(f"num_processes: {count}", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"num_processes is .*; write how many are launched, like 8"):
             read_launch(file)
     run_of(tmp_path, {})
     outcome = retouch("check", tmp_path / "run.yaml", "--accelerate", file)
