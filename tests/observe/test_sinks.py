@@ -6,9 +6,13 @@ a module with the same functions stands for it, and where the real one is instal
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import logging
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -220,15 +224,19 @@ def test_a_run_that_had_ended_ends_well_again(
 
 
 def test_a_server_that_cannot_be_reached_costs_nothing(
-    config: Config, wandb_offline: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config,
+    wandb_offline: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One warning, and what was to be sent is there to be sent later."""
+    """One warning, and what was to be sent is there to be sent later; the look at the key says nothing."""
     wandb_offline.setenv("WANDB_MODE", "online")
     wandb_offline.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     wandb_offline.setenv("WANDB_API_KEY", "0" * 40)
     wandb_offline.setenv("WANDB_INIT_TIMEOUT", "1")
     run = config(logging__sinks=["wandb"])
     require_sinks(run)
+    assert capsys.readouterr() == ("", "")
     directory = opened(run)
     write_records(directory)
     directory.close()
@@ -373,7 +381,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("trackio", None)
 
 
-def test_trackio_is_given_the_same(config: Config, stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trackio_is_given_the_same(config: Config, stand_in: Path) -> None:
     run = config(logging__sinks=["trackio"], logging__group="first")
     require_sinks(run)
     directory = opened(run)
@@ -391,7 +399,45 @@ def test_trackio_is_given_the_same(config: Config, stand_in: Path, capsys: pytes
         [1, {"evaluation": ["image", 8, 8]}],
     ]
     assert (last, {key: again[key] for key in known}) == ("finished", known)
-    assert capsys.readouterr().out == ""
+
+
+def test_a_service_that_prints_takes_nothing_of_the_commands_output(
+    config: Config, stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is opening it, or ending it, while the command says what it has to say."""
+    trackio = importlib.import_module("trackio")
+    init, begun, told = trackio.init, threading.Event(), threading.Event()
+
+    def slow(**options: Any) -> Any:
+        begun.set()
+        assert told.wait(10)
+        return init(**options)
+
+    monkeypatch.setattr(trackio, "init", slow)
+    directory = opened(config(logging__sinks=["trackio"]))
+    assert begun.wait(10)
+    sys.stdout.write("done\n")
+    told.set()
+    directory.close()
+    assert capsys.readouterr().out.splitlines()[0] == "done"
+
+
+def test_an_id_is_there_whole_or_not_at_all(
+    config: Config, stand_in: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A disk that was full when it was written leaves none that is empty."""
+
+    def cut_off(path: Path, text: str, **options: Any) -> None:
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, "full", str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(Path, "write_text", cut_off)
+        sinks.open_sinks(config(logging__sinks=["trackio"]), tmp_path, None)
+    assert not (tmp_path / "run_id").exists()
+    [sink] = sinks.open_sinks(config(logging__sinks=["trackio"]), tmp_path, None)
+    sink.close(failed=False)
+    assert re.fullmatch("[0-9a-f]{8}\n", (tmp_path / "run_id").read_text())
 
 
 def test_the_real_trackio_resumes_a_run_by_its_name(

@@ -10,15 +10,13 @@ where the steps after its checkpoint are there a second time: what was sent cann
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
 import queue
 import secrets
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -95,7 +93,8 @@ def require_login() -> None:
     import wandb
     from wandb.errors import AuthenticationError
 
-    if wandb.setup().settings.mode != "online":
+    quiet = wandb.setup(wandb.Settings(silent=True))  # it would say, and ask its server, who is logged in
+    if quiet.settings.mode != "online":
         return
     try:
         known = wandb.login(prompt=False, verify=False)
@@ -111,7 +110,9 @@ def _run_id(folder: Path) -> str:
     """The run's own, made on first use; a run that begins anew has another, as the old one was put aside."""
     file = folder / "run_id"
     if not file.exists():
-        file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        temporary.replace(file)  # all of it or none: a run without an id of its own would share one with others
     return file.read_text(encoding="utf-8").strip()
 
 
@@ -184,21 +185,21 @@ class Wandb:
 class Trackio:
     """A run of trackio, on this machine or in the Space that TRACKIO_SPACE_ID names.
 
-    It finds a run by its name, so that the name has the id in it.
+    It finds a run by its name, so that the name has the id in it. What it prints stands among the command's output:
+    standard output is one for all threads, and this is not the main one.
     """
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         trackio: Any = importlib.import_module("trackio")
         self._image: Any = trackio.Image
-        with _printing_aside():
-            self._run: Any = trackio.init(
-                project=config.logging.project,
-                group=config.logging.group,
-                name=f"{config.name}-{run_id}",
-                config=config.model_dump(mode="json"),
-                resume="allow",
-                embed=False,
-            )
+        self._run: Any = trackio.init(
+            project=config.logging.project,
+            group=config.logging.group,
+            name=f"{config.name}-{run_id}",
+            config=config.model_dump(mode="json"),
+            resume="allow",
+            embed=False,
+        )
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -207,8 +208,7 @@ class Trackio:
         self._run.log({name: self._image(image)}, step=step)
 
     def close(self, *, failed: bool) -> None:
-        with _printing_aside():
-            self._run.finish()
+        self._run.finish()
 
 
 class Beside:
@@ -264,13 +264,6 @@ class Beside:
         if not self._warned:
             logger.warning("%s: %s; training goes on, and metrics.jsonl has everything", self._name, problem)
         self._warned = True
-
-
-@contextlib.contextmanager
-def _printing_aside() -> Iterator[None]:
-    """What a service prints is none of the command's output."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def _line(error: BaseException) -> str:
