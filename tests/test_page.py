@@ -1,25 +1,30 @@
 """`retouch demo-ui`: the page draws what `retouch sample` draws.
 
-gradio asks for another Pillow than the tests are made with; the page itself is tested where it is installed, and what
-it does with a painted picture everywhere.
+gradio asks for another Pillow than the tests are made with: functions of the same names stand for it, and where the
+real one is installed the page is tested over HTTP as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from PIL import Image
 
-from retouch.config import ConfigError, RunConfig
+from retouch.config import ConfigError, RunConfig, load_run
+from retouch.types import Diverged
 from retouch.use import Trained
 from retouch.use.page import Asked, Studio, page
 from tests.command_line import retouch
@@ -84,6 +89,39 @@ def test_what_is_missing_is_said(studio: Studio, drawing: dict[str, Any]) -> Non
         assert str(caught.value).startswith(says)
 
 
+@pytest.fixture
+def edits(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+    """A run file of a family that changes whole pictures."""
+    model = {"family": "qwen_image_edit", "path": "tiny", "dtype": "fp32", "max_sequence_length": 96}
+    file = tmp_path / "edits.yaml"
+    file.write_text(yaml.safe_dump(run_file(model=model)), encoding="utf-8")
+    return file
+
+
+def test_nothing_painted_is_the_whole_picture_where_such_are_changed(
+    edits: Path, drawing: dict[str, Any], signs: Path, tmp_path: Path
+) -> None:
+    studio = Studio(Trained(load_run(edits), {}))
+    asked = Asked(prompt="Make it red.", steps=1)
+    [whole] = studio.repaint({**drawing, "layers": []}, asked)
+    [part] = studio.repaint(drawing, asked)
+    given = ("--image", signs / "held_out/test200_source.png", "--prompt", "Make it red.", "--steps", 1)
+    [by_sample] = drawn(tmp_path / "whole", "--config", edits, *given).values()
+    assert np.array_equal(np.asarray(whole), by_sample)
+    hole = inside(signs / "held_out/test200_mask.png")
+    source = pixels(signs / "held_out/test200_source.png")
+    assert np.array_equal(np.asarray(part)[~hole], source[~hole])
+    assert not np.array_equal(by_sample[~hole], source[~hole])
+
+
+def test_runs_that_the_page_is_not_for(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before a network is loaded."""
+    monkeypatch.setattr("retouch.use.page.Loaded", lambda *_, **__: pytest.fail("the model was loaded"))
+    run = config(model__family="qwen_image")
+    with pytest.raises(ConfigError, match=r"^demo-ui: qwen_image draws from prompts, not on pictures; try it with"):
+        Studio(Trained(run, {}))
+
+
 def test_a_missing_gradio_is_named_before_a_network_is_loaded(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,22 +132,177 @@ def test_a_missing_gradio_is_named_before_a_network_is_loaded(
     assert (outcome.code, outcome.err) == (2, 'error: gradio is not installed: pip install "retouch[ui]"\n')
 
 
+# --- the page: what is shown, and what the button does ---
+
+
+@dataclass
+class Component:
+    label: str | None
+    value: Any = None
+
+
+class Blocks:
+    """The page of the stand-in: its components, what the button does, and how it was shown."""
+
+    def __init__(self, *, title: str, analytics_enabled: bool) -> None:
+        self.texts: list[str] = []
+        self.click: tuple[Callable[..., Any], list[Component], list[Component], str] | None = None
+        self.launched: dict[str, Any] = {}
+
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def launch(self, *, server_name: str, server_port: int, share: bool) -> None:
+        self.launched = {"server_name": server_name, "server_port": server_port, "share": share}
+
+    @property
+    def labels(self) -> list[str | None]:
+        assert self.click is not None
+        return [component.label for component in self.click[1]]
+
+    def press(self, **values: Any) -> dict[str | None, Any]:
+        """Click, with other values than the first ones by label -> what is shown by label."""
+        assert self.click is not None
+        function, inputs, outputs, _ = self.click
+        assert values.keys() <= {component.label for component in inputs}
+        shown = function(*[values.get(str(component.label), component.value) for component in inputs])
+        return dict(zip([component.label for component in outputs], shown, strict=True))
+
+
+class StandIn(ModuleType):
+    """The functions of gradio 6 that are used, with its names of arguments."""
+
+    class Error(Exception):
+        def __init__(self, message: str) -> None:
+            super().__init__(message)
+
+    def __init__(self) -> None:
+        super().__init__("gradio")
+        self.page: Blocks | None = None
+        self.Row = self.Column = contextlib.nullcontext
+
+    def Blocks(self, *, title: str, analytics_enabled: bool) -> Blocks:
+        self.page = Blocks(title=title, analytics_enabled=analytics_enabled)
+        return self.page
+
+    def Markdown(self, value: str) -> None:
+        assert self.page is not None
+        self.page.texts.append(value)
+
+    def Brush(self, *, colors: list[str]) -> list[str]:
+        return colors
+
+    def ImageEditor(self, *, type: str, label: str, brush: list[str]) -> Component:
+        assert type == "pil"
+        return Component(label)
+
+    def Textbox(self, *, label: str) -> Component:
+        return Component(label, "")
+
+    def Number(self, value: float | None, *, label: str, precision: int) -> Component:
+        return Component(label, value)
+
+    def Image(self, *, label: str, type: str = "numpy", format: str = "webp") -> Component:
+        assert (type, format) in (("pil", "webp"), ("numpy", "png"))  # what is given, and what is shown
+        return Component(label)
+
+    def Button(self, value: str, *, variant: str) -> Any:
+        def click(fn: Any, inputs: list[Component], outputs: list[Component], *, api_name: str) -> None:
+            assert self.page is not None
+            self.page.click = (fn, inputs, outputs, api_name)
+
+        return SimpleNamespace(click=click)
+
+
+class Recorder:
+    """A studio that notes what it is asked for; or raises `error`."""
+
+    def __init__(self, *, takes_references: bool = False, edits: bool = False, pictures: int = 2) -> None:
+        self.trained = SimpleNamespace(config=SimpleNamespace(name="run"))
+        self.takes_references, self.edits = takes_references, edits
+        self.pictures = [Image.new("L", (1, 1), n) for n in range(pictures)]
+        self.asked: list[tuple[Any, Asked]] = []
+        self.error: Exception | None = None
+
+    def repaint(self, drawing: Any, asked: Asked) -> list[Image.Image]:
+        self.asked.append((drawing, asked))
+        if self.error is not None:
+            raise self.error
+        return self.pictures
+
+
+def paged(studio: Any) -> Blocks:
+    return page(StandIn(), studio)
+
+
+def test_the_page_asks_for_what_is_entered() -> None:
+    studio = Recorder()
+    blocks = paged(studio)
+    entered = {"Picture": "drawn", "Text to write": "SALE", "Whole prompt, instead of the text": "A sign", "Seed": 3.0}
+    shown = blocks.press(**entered, **{"Steps; empty: the run's": 2.0})
+    assert shown == dict(zip(("Base", "Trained"), studio.pictures, strict=True))
+    blocks.press(Seed=None)  # as gradio says an empty number
+    assert studio.asked == [("drawn", Asked("SALE", "A sign", None, 3, 2)), (None, Asked())]
+    assert blocks.texts == ["## run: paint over what is to be drawn anew"]
+    assert blocks.click is not None and blocks.click[3] == "draw"
+
+
+def test_the_page_of_other_runs() -> None:
+    """One with style pictures, one of a family that edits, and a base alone."""
+    styled = Recorder(takes_references=True)
+    style = Image.new("RGB", (2, 2))
+    paged(styled).press(Style=style)
+    assert styled.asked == [(None, Asked(reference=style))]
+    assert "Style" not in paged(Recorder()).labels
+    assert paged(Recorder(edits=True)).texts == [
+        "## run: say what is to be changed, and paint over it to keep the rest"
+    ]
+    base = Recorder(pictures=1)
+    assert paged(base).press() == {"Base": base.pictures[0], "Trained": None}
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ConfigError("choose a picture first\nor none"), "choose a picture first\nor none"),
+        (Diverged("example 1 was not drawn"), "example 1 was not drawn"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "OutOfMemoryError: CUDA out of memory."),
+        (RuntimeError(), "RuntimeError: see the log"),
+    ],
+)
+def test_what_goes_wrong_is_shown(error: Exception, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What is not ours is in the log as well, with its traceback."""
+    studio = Recorder()
+    studio.error = error
+    with pytest.raises(StandIn.Error) as caught:
+        paged(studio).press()
+    assert str(caught.value) == says
+    ours = type(error).__module__.startswith("retouch")
+    assert [record.exc_info is not None for record in caplog.records] == ([] if ours else [True])
+
+
 def test_a_run_without_averages(finished: Finished, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its raw weights are shown; averaged ones are asked for by --ema alone."""
     run = shutil.copytree(finished("lora"), tmp_path / "run", ignore=shutil.ignore_patterns("ema"))
     shown: list[Trained] = []
-    monkeypatch.setitem(sys.modules, "gradio", ModuleType("gradio"))
-    monkeypatch.setattr("retouch.use.page.Studio", shown.append)
-    monkeypatch.setattr("retouch.use.page.page", lambda *_: SimpleNamespace(launch=lambda **_: None))
-    outcome = retouch("demo-ui", "--run", run, "--port", 7867)
+    gradio = StandIn()
+    monkeypatch.setitem(sys.modules, "gradio", gradio)
+    monkeypatch.setattr("retouch.use.page.Studio", lambda trained: shown.append(trained) or Recorder())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]  # free again
+    outcome = retouch("demo-ui", "--run", run, "--port", port)
     assert (outcome.code, outcome.err) == (0, "")
     assert [trained.newest for trained in shown] == [run / "checkpoints/step-000004/weights"]
+    assert gradio.page is not None
+    assert gradio.page.launched == {"server_name": "127.0.0.1", "server_port": port, "share": False}
     outcome = retouch("demo-ui", "--run", run, "--ema")
     assert outcome.code == 2 and outcome.err.endswith("has no averaged weights; leave --ema out\n")
 
 
 def test_a_port_that_is_taken(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gradio", ModuleType("gradio"))
+    monkeypatch.setitem(sys.modules, "gradio", StandIn())
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         outcome = retouch("demo-ui", "--run", finished("lora"), "--port", port)

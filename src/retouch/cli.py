@@ -76,10 +76,10 @@ def check(
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
     launch = None if accelerate is None else _launch(accelerate)
-    if world_size is None:
-        world_size = 1 if launch is None else launch.processes
-    derived = numbers(config, world_size).as_dict()
-    counted = _memory(config, world_size, launch) if memory else None
+    launched: int = 1 if launch is None else launch.processes
+    processes = launched if world_size is None else world_size
+    derived = numbers(config, processes).as_dict()
+    counted = _memory(config, processes, launch) if memory else None
     if as_json:
         more: dict[str, Any] = {} if counted is None else {"memory": counted}
         if config.rollout.preset is not None:

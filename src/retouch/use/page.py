@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -14,12 +15,17 @@ import numpy as np
 from PIL import Image
 
 from retouch.config import ConfigError
+from retouch.config.families import FACTS
 from retouch.config.needs import takes_references
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.sampling import draw
 from retouch.use.trained import Loaded, Trained
 
+logger = logging.getLogger(__name__)
+
 _HOST = "127.0.0.1"
+
+_PAINT = "paint over what is to be drawn anew"
 
 Drawing = Mapping[str, Any]
 """What the page's editor gives: `background`, and `layers` of paint, RGBA of its size."""
@@ -40,12 +46,18 @@ class Studio:
     """A model in memory, with the base's weights and trained ones.
 
     Raises:
-        ConfigError: a text encoder was trained, which takes another path.
+        ConfigError: a text encoder was trained, which takes another path, or there is no picture to paint on.
     """
 
     def __init__(self, trained: Trained) -> None:
         if trained.config.algorithm.name == "vlm_grpo":
             raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
+        family = trained.config.model.family
+        if "source" not in FACTS[family].needs:
+            raise ConfigError(
+                f"demo-ui: {family} draws from prompts, not on pictures; try it with `retouch sample --data`"
+            )
+        self.edits = FACTS[family].edits
         self.trained = trained
         self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
 
@@ -61,7 +73,7 @@ class Studio:
             ConfigError, DataError, ImageProblem: something is missing, or does not fit the run.
         """
         with tempfile.TemporaryDirectory(prefix="retouch-") as folder:
-            request = _request(drawing, asked, Path(folder))
+            request = _request(drawing, asked, Path(folder), edits=self.edits)
             if self.takes_references and asked.reference is None:
                 raise ConfigError("choose a picture whose style to take")
             section, items = items_to_sample(self.trained.config, request)
@@ -92,12 +104,13 @@ def page(gradio: Any, studio: Studio) -> Any:
         asked = Asked(text, prompt, reference, int(seed or 0), int(steps) if steps else None)
         try:
             pictures = studio.repaint(drawing, asked)
-        except ValueError as error:  # of ours, whose message says what to do
-            raise gradio.Error(str(error)) from None
+        except (ValueError, RuntimeError) as error:
+            raise gradio.Error(_said(error)) from None
         return pictures if len(pictures) > 1 else [*pictures, None]
 
+    todo = "say what is to be changed, and paint over it to keep the rest" if studio.edits else _PAINT
     with gradio.Blocks(title="retouch", analytics_enabled=False) as blocks:
-        gradio.Markdown(f"## {studio.trained.config.name}: paint over what is to be drawn anew")
+        gradio.Markdown(f"## {studio.trained.config.name}: {todo}")
         with gradio.Row():
             drawing = gradio.ImageEditor(type="pil", label="Picture", brush=gradio.Brush(colors=["#ffffff"]))
             with gradio.Column():
@@ -115,19 +128,33 @@ def page(gradio: Any, studio: Studio) -> Any:
     return blocks
 
 
-def _request(drawing: Drawing | None, asked: Asked, folder: Path) -> SampleRequest:
-    """What `retouch sample` is told by its options, of files in a folder."""
+def _said(error: Exception) -> str:
+    """For the page: what is ours says what to do; of the rest a line, and all of it in the log."""
+    if type(error).__module__.startswith("retouch"):
+        return str(error)
+    logger.error("not drawn", exc_info=error)
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'see the log')}"
+
+
+def _request(drawing: Drawing | None, asked: Asked, folder: Path, *, edits: bool) -> SampleRequest:
+    """What `retouch sample` is told by its options, of files in a folder.
+
+    Args:
+        edits: whether nothing painted means the whole picture.
+    """
     if drawing is None or drawing["background"] is None:
         raise ConfigError("choose a picture first")
     source = drawing["background"].convert("RGB")
     source.save(folder / "picture.png")
     paint = [np.asarray(layer.convert("RGBA"))[..., 3] for layer in drawing["layers"]]
     mask = np.maximum.reduce(paint) if paint else np.zeros((source.height, source.width), np.uint8)
-    if not mask.any():
-        raise ConfigError("paint over what is to be drawn anew")
+    painted = bool(mask.any())
+    if not painted and not edits:
+        raise ConfigError(_PAINT)
     if not asked.text.strip() and not asked.prompt.strip():
         raise ConfigError("write a text, or a whole prompt")
-    Image.fromarray(mask).save(folder / "mask.png")
+    if painted:
+        Image.fromarray(mask).save(folder / "mask.png")
     reference = None
     if asked.reference is not None:
         reference = folder / "reference.png"
@@ -135,7 +162,7 @@ def _request(drawing: Drawing | None, asked: Asked, folder: Path) -> SampleReque
     return SampleRequest(
         data=None,
         image=folder / "picture.png",
-        mask=folder / "mask.png",
+        mask=folder / "mask.png" if painted else None,
         text=asked.text or None,
         prompt=asked.prompt or None,
         reference=reference,
