@@ -21,9 +21,10 @@ from retouch.data.edits import COLOURS, colour_share
 from retouch.models.response import Responses
 from retouch.rewards.compose import RewardTable
 from retouch.types import Example
-from retouch.vlm.judge import Judge, joined, seeds_of, speak
+from retouch.vlm.generation import generation_options, speak
+from retouch.vlm.judge import Judge, joined, seeds_of
 from retouch.vlm.parts import Parts, asked
-from retouch.vlm.use import generation_options, open_trained
+from retouch.vlm.use import open_trained
 
 
 def words_decide(config: RunConfig, weights: Path | None, read: Sequence[str]) -> dict[str, Any]:
@@ -64,12 +65,12 @@ def words_decide(config: RunConfig, weights: Path | None, read: Sequence[str]) -
 
 
 def spoken(parts: Parts, data: Dataset) -> list[Sequence[int]]:
-    """The ids that an evaluation of the run generates."""
+    """The ids that the policy generates for each example."""
     batch, found = parts.config.rollout.batch_size_per_device, list[Sequence[int]]()
     for start in range(0, len(data), batch):
         chunk = data[start : start + batch]
         options = generation_options(parts)
-        found += speak(parts.policy, parts, chunk, options, seeds_of("say", 0, chunk, 0)[0]).completion_ids
+        found += speak(parts.policy, parts, chunk, options, seeds_of("say", 0, chunk, 0)).completion_ids
     return found
 
 

@@ -97,6 +97,10 @@ PAIRS = "is no list of pairs of whole numbers: start and length of every run"
             "inpainting_mask has a run of 2 pixels from 262144 on, which do not lie in 1 to 262144",
         ),
         (
+            entry(inpainting_mask=[10**30, 1]),
+            f"inpainting_mask has a run of 1 pixels from {10**30} on, which do not lie in 1 to 262144",
+        ),
+        (
             entry(inpainting_mask=[5, 0]),
             "inpainting_mask has a run of 0 pixels from 5 on, which do not lie in 1 to 262144",
         ),

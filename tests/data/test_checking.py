@@ -15,7 +15,8 @@ import pytest
 
 from retouch.config.data_sections import ManifestData, PromptsData
 from retouch.data import DataError, Dataset, ItemFiles, checking, dataset, load_dataset
-from retouch.data.checking import fingerprint, in_threads
+from retouch.data.checking import Processes, find_problems, fingerprint, in_threads
+from retouch.data.dataset import ItemError
 from retouch.data.validate import validate
 
 from .conftest import Bench, box_mask, picture
@@ -206,9 +207,9 @@ class Rank:
         return gathered
 
 
-def on_ranks(size: int, load: Callable[[Rank], Dataset]) -> list[Dataset | DataError]:
-    """What `load` gives on each, or raises."""
-    outcomes: list[Dataset | DataError | None] = [None] * size
+def on_ranks(size: int, load: Callable[[Rank], Any]) -> list[Any]:
+    """What `load` gives on each, or the DataError that it raises."""
+    outcomes: list[Any] = [None] * size
     table: dict[int, list[Any]] = {}
     barrier = threading.Barrier(size)
 
@@ -224,7 +225,7 @@ def on_ranks(size: int, load: Callable[[Rank], Dataset]) -> list[Dataset | DataE
     for thread in threads:
         thread.join()
     assert None not in outcomes
-    return outcomes  # type: ignore[return-value]
+    return outcomes
 
 
 def seven(bench: Bench) -> Bench:
@@ -252,6 +253,25 @@ def test_processes_share_the_work_and_see_the_same(
     read.clear()
     assert ids(load_dataset(config)) == [1, 3, 5, 7]
     assert sorted(read) == [2, 6]
+
+
+def test_each_machine_reads_every_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk may be its own: what is broken on one machine is used on none."""
+    at, read = threading.local(), list[tuple[int, int]]()
+    monkeypatch.setattr(checking.platform, "node", lambda: f"machine{at.rank // 2}")
+    items = [ItemFiles(number, "p") for number in range(5)]
+
+    def problems(process: Processes) -> list[ItemError | None]:
+        at.rank = process.rank
+
+        def check(item: ItemFiles) -> ItemError | None:
+            read.append((process.rank // 2, item.id))
+            return ItemError("item 3", "broken") if (process.rank, item.id) == (3, 3) else None
+
+        return find_problems(items, check, "data", process, None)
+
+    assert on_ranks(4, problems) == [[None, None, None, ItemError("item 3", "broken"), None]] * 4
+    assert sorted(read) == [(machine, number) for machine in (0, 1) for number in range(5)]
 
 
 def test_all_processes_refuse_alike(bench: Bench) -> None:
@@ -310,4 +330,6 @@ def test_what_takes_long_says_how_far_it_is(
         assert not caplog.records
         monkeypatch.setattr(checking, "PROGRESS_S", 0.0)
         load_dataset(bench.config(), "warmup_data")
-    assert [r.getMessage() for r in caplog.records] == [f"warmup_data: checked {n} of 3 items" for n in (1, 2, 3)]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"warmup_data: checked {n} of the 3 items of this process" for n in (1, 2, 3)
+    ]

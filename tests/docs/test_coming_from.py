@@ -160,9 +160,10 @@ def test_metrics_and_messages_of_troubleshooting_are_logged() -> None:
     source = "".join(p.read_text(encoding="utf-8") for p in (REPOSITORY / "src/retouch").rglob("*.py"))
     for kind, metric in re.findall(r"`(train|rollout)/(\w+)`", text):
         assert f'"{metric}"' in source, f"{kind}/{metric}"
-    for message in ("off policy before the first update", "reward-server.log"):
-        assert message in text
-        assert message in source
+    messages = ("off policy before the first update",) * 2, ("reward-server.log", "reward-server{apart}.log")
+    for told, written in messages:
+        assert told in text
+        assert written in source
 
 
 def test_guidance_1_halves_the_forwards_of_sd15(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,11 @@ ELSE = "or start a new run under another name=..."
         (3, ("algorithm.guard=true",), "lies inside an epoch of algorithm.guard=False, the run file says True; "),
         (3, ("algorithm.region=mask",), "lies inside an epoch of algorithm.region=all, the run file says mask; "),
         (3, ("optimizer.gradient_accumulation=2",), "lies inside an epoch of optimizer steps on 2 rows per device, "),
+        (
+            3,
+            ("training.mixed_precision=bf16",),
+            "lies inside an epoch of training.mixed_precision=no, the run file says bf16; set it back, ",
+        ),
         (3, ("seed=6",), "lies inside an epoch of seed=5, the run file says 6; set it back, "),
         (
             3,
@@ -261,7 +266,7 @@ def test_a_process_stops_with_one_whose_examples_are_others(signs: Path, config:
 
 
 def test_options_that_an_epoch_does_not_depend_on_are_options() -> None:
-    """A new option of these sections is compared until somebody says that it need not be."""
+    """And those that it does depend on are not among them."""
     kinds = {"rollout": (RolloutConfig,), "model": get_args(get_args(Model)[0]), "data": get_args(get_args(Data)[0])}
     for section, free in MAY_CHANGE.items():
         known = {name for kind in kinds[section] for name in kind.model_fields}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import PIL
+from PIL import Image
 
 import retouch
+from retouch.data.identity import files_of
 from retouch.imaging import PackedPicture
 
 if TYPE_CHECKING:
@@ -42,11 +45,6 @@ _SLICE = 8
 
 _BYTES = 16
 """Of a fingerprint."""
-
-_PLACES = (
-    "source_path", "mask_path", "reference_path", "target_path", "win_path", "lose_path", "embedding_path",
-    "reference_mask_path",
-)  # fmt: skip
 
 
 class Processes(Protocol):
@@ -76,7 +74,8 @@ def find_problems(
     processes: Processes,
     memory: Path | None,
 ) -> list[ItemError | None]:
-    """What `check` says of every item, the same on all processes; each checks its share of what is not remembered.
+    """What `check` says of every item, the same on all processes; those of a machine share out what is not remembered,
+    for disks may differ between machines. What is broken on one of them is broken.
 
     Args:
         check: says the same of an item as long as its fingerprint stays.
@@ -90,17 +89,23 @@ def find_problems(
         seen = fingerprint(items[position])  # before its files are read: one that changes meanwhile is not known
         return position, None if seen in known else check(items[position]), seen
 
-    own = range(processes.rank, len(items), processes.world_size)
+    machines = processes.gather_list([platform.node()])
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[processes.rank]]
+    own = range(here.index(processes.rank), len(items), len(here))
     verdicts = progress(in_threads(verdict, own), len(own), purpose if first else None)
-    found = sorted(processes.gather_list(list(verdicts)), key=lambda one: one[0])
-    good = {seen for _, problem, seen in found if problem is None}
+    found = processes.gather_list(list(verdicts))
+    problems: list[ItemError | None] = [None] * len(items)
+    for position, problem, _ in found:
+        problems[position] = problems[position] or problem
+    good = {seen for position, _, seen in found if problems[position] is None}
     if first and memory and good != known:
         remember(memory, good)
-    return [problem for _, problem, _ in found]
+    return problems
 
 
 def in_threads(work: Callable[[T], R], given: Sequence[T]) -> Iterator[R]:
     """`work` of everything, in order; the first error is raised."""
+    Image.init()  # threads that make Pillow look for its formats trip over each other
     slices = [given[start : start + _SLICE] for start in range(0, len(given), _SLICE)]
     with ThreadPoolExecutor(min(MOST_THREADS, (os.cpu_count() or 1) + 4)) as pool:
         for done in pool.map(lambda some: [work(one) for one in some], slices):
@@ -117,7 +122,7 @@ def progress(results: Iterable[T], count: int, purpose: str | None) -> Iterator[
     for number, result in enumerate(results, 1):
         if purpose and time.monotonic() - told >= PROGRESS_S:
             told = time.monotonic()
-            logger.info("%s: checked %d of %d items", purpose, number, count)
+            logger.info("%s: checked %d of the %d items of this process", purpose, number, count)
         yield result
 
 
@@ -151,15 +156,15 @@ def _checks() -> tuple[str, str]:
 
 def names_files(item: ItemFiles) -> bool:
     """Whether there is anything to open."""
-    return any(getattr(item, place) is not None for place in _PLACES)
+    return bool(files_of(item))
 
 
 def fingerprint(item: ItemFiles) -> bytes:
     """Of all that decides whether the item can be used: what it says, and size and time of change of its files."""
     said: list[object] = [item.id, item.target, bool(item.prompt.strip())]
-    for place in _PLACES:
-        path: Path | PackedPicture | None = getattr(item, place)
-        said.append(path.digest if isinstance(path, PackedPicture) else path and (str(path.absolute()), *_state(path)))
+    for name, file in files_of(item).items():
+        place = file.digest if isinstance(file, PackedPicture) else (str(file.absolute()), *_state(file))
+        said.append((name, place))
     return hashlib.blake2b(repr(said).encode(), digest_size=_BYTES).digest()
 
 

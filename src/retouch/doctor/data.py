@@ -47,7 +47,7 @@ def _readable(name: str, section: Data, data: Dataset) -> Line:
         return Line(
             "warning", name, f"{items}, {skipped} more are broken and left out; `retouch data validate` lists them"
         )
-    return Line("ok", name, f"{items}, every one of them checked")
+    return Line("ok", name, f"{items}, every one of them checked, now or since its files changed")
 
 
 def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> Iterator[Line]:

@@ -27,8 +27,9 @@ SAMPLED_WITH = ("pairs", "inner_epochs", "region", "region_dilation", "seam_weig
 MAY_CHANGE = {
     "rollout": {"batch_size_per_device", "preset"},
     "model": {
-        "path", "embeddings", "train.image_encoder",  # by their files
-        "family", "train.kind", "train.scale",  # refused in any case
+        "path", "train.image_encoder",  # by their files
+        "family", "train.kind",  # refused in any case
+        "train.scale",  # by what an adapter's file says
         "offload_text_encoders", "offload_vae", "free_text_encoders", "vae_batch",
         "train.initial_adapter", "train.reference_dropout",  # of a new run, and of supervised steps
     },
@@ -120,7 +121,8 @@ def _same_sampling(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
     if "tiles" in (before["model"].get("vae_batch"), now["model"].get("vae_batch")):
         free["model"].remove("vae_batch")
     keys = [(section, name) for section in free for name in now[section] if name not in free[section]]
-    for section, name in [*keys, *(("algorithm", name) for name in SAMPLED_WITH), ("", "seed")]:
+    keys += [("algorithm", name) for name in SAMPLED_WITH]
+    for section, name in [*keys, ("training", "mixed_precision"), ("", "seed")]:
         _same(folder, "lies inside an epoch of", section, name, before, now, INSIDE)
     rows = [
         one["optimizer"]["batch_size_per_device"] * one["optimizer"]["gradient_accumulation"] for one in (before, now)

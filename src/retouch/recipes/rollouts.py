@@ -23,6 +23,7 @@ from retouch.rollout import (
     EncodedData,
     PendingBatch,
     RewardOutage,
+    Tally,
     broken_rows,
     items_of,
     make_plan,
@@ -34,7 +35,6 @@ from retouch.rollout import (
     to_uint8,
     without_strip,
 )
-from retouch.rollout.scorer import Tally
 from retouch.types import Score, Scores, Trajectory
 
 

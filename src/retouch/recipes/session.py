@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -75,7 +76,6 @@ class Session:
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
-        self._base = base_files(run.config.model)
         self._counted = run.rewards.state()  # as of the last step: what is thrown away is asked for again
         self._started = time.monotonic()
         self._stop: str | None = None
@@ -92,6 +92,11 @@ class Session:
         self._bar.disable = not (run.engine.is_main and self._bar.console.is_terminal)
         run.dir.step_log.wanted = self._bar.disable
         self._task = self._bar.add_task(run.config.name, total=run.config.training.max_steps)
+
+    @cached_property
+    def _base(self) -> Mapping[str, str | None]:
+        """The files of the model, for checkpoints inside an epoch."""
+        return base_files(self.config.model)
 
     # --- begin and end ---
 
@@ -269,7 +274,7 @@ class Session:
         state = read_state(folder)
         taken = state["progress"]
         self.progress = Progress(**{"updates_in_epoch": taken["position"], **taken})  # older ones did not count them
-        may_go_on(folder, state, self.config, self._base)
+        self._require_fit(folder, state)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
@@ -292,6 +297,20 @@ class Session:
             raise CheckpointError(f"{folder}: has no averaged weights, but the run file has an ema section")
         if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
             logger.warning("%s has averaged weights, but the run file has no ema section: they are dropped", folder)
+
+    def _require_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Files of the model may differ between machines: all processes go on, or none does.
+
+        Raises:
+            CheckpointError: it does not fit the run file, here or elsewhere.
+        """
+        problem: CheckpointError | None = None
+        try:
+            may_go_on(folder, state, self.config, self._base)
+        except CheckpointError as error:
+            problem = error
+        if self.run.engine.any(problem is not None):
+            raise problem or CheckpointError(f"{folder}: another process cannot go on from it; see its log")
 
     def _state(self) -> dict[str, Any]:
         return {

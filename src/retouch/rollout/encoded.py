@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from retouch.data import Dataset
@@ -66,11 +67,14 @@ class EncodedData:
     def read_ahead(self, positions: Sequence[int]) -> None:
         """Begin to read these examples in threads that end with it, and forget what else was read ahead.
 
-        Numbers stay what they are; a file that cannot be read is an error where its example is used.
+        Only the first CAPACITY of them. Numbers stay what they are; a file that cannot be read is an error where its
+        example is used.
         """
+        positions = positions[:CAPACITY]
         wanted = [p for p in dict.fromkeys(positions) if p not in self._examples and p not in self._ahead]
         self._ahead = {p: read for p, read in self._ahead.items() if p in positions}
         if wanted:
+            Image.init()  # threads that make Pillow look for its formats trip over each other
             pool = ThreadPoolExecutor(READERS)
             self._ahead |= {p: pool.submit(self.data.__getitem__, p) for p in wanted}
             pool.shutdown(wait=False)

@@ -122,9 +122,10 @@ def tally_of(table: RewardTable, scores: Sequence[Scores], padding: Sequence[boo
     Args:
         padding: of each image; None: there is none.
     """
-    totals = [total for s in scores for total in s.combined()]
+    totals = [total for batch in scores for total in batch.combined()]
     kept = [True] * len(totals) if padding is None else [not one for one in padding]
-    columns = [[o for s in scores for o in s.outcomes[name]] for s in scores[:1] for name in s.counted().outcomes]
+    counted = scores[0].counted().outcomes if scores else []
+    columns = [[one for batch in scores for one in batch.outcomes[name]] for name in counted]
     return Tally(
         asked=sum(kept),
         lost=sum(total is None for total, real in zip(totals, kept, strict=True) if real),

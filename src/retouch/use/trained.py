@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
 from retouch.models import load_model
 from retouch.types import DiffusionModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
 
 def _evaluated(path: Path, config: RunConfig, raw: bool | None) -> Path:
     folder = weights_folder(path, raw=config.evaluation.weights == "raw" if raw is None else raw)
+    if raw is None and folder != path and folder.name == "weights" and (path / "ema").is_dir():
+        logger.info("raw weights, as evaluation.weights says; --ema takes the averaged ones that %s has, too", path)
     if raw is False and folder.name == "weights":
         raise CheckpointError(f"{path} has no averaged weights; leave --ema out")
     return folder

@@ -88,12 +88,11 @@ def _runs(numbers: object) -> np.ndarray[Any, np.dtype[np.int64]] | str:
         or not all(type(n) is int for n in cast("list[object]", numbers))
     ):
         return "is no list of pairs of whole numbers: start and length of every run"
-    runs = np.array(numbers, np.int64).reshape(-1, 2) - (1, 0)
-    outside = (runs[:, 0] < 0) | (runs[:, 1] < 1) | (runs.sum(1) > SIDE * SIDE)
-    if outside.any():
-        start, length = runs[outside][0] + (1, 0)
-        return f"has a run of {length} pixels from {start} on, which do not lie in 1 to {SIDE * SIDE}"
-    return runs
+    given = cast("list[int]", numbers)
+    for start, length in zip(given[::2], given[1::2], strict=True):
+        if start < 1 or length < 1 or start - 1 + length > SIDE * SIDE:
+            return f"has a run of {length} pixels from {start} on, which do not lie in 1 to {SIDE * SIDE}"
+    return np.array(given, np.int64).reshape(-1, 2) - (1, 0)
 
 
 def mask_of(runs: np.ndarray[Any, np.dtype[np.int64]]) -> Pixels:
