@@ -1,4 +1,4 @@
-"""Nothing in the pages is made up: commands parse, files exist, run files validate, tests that are named are there."""
+"""The pages agree with the code: commands parse, files exist, run files validate, and named tests exist."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from tools.config_reference import page as configuration_page
+from tools.config_reference import pages as configuration_pages
 
 from retouch.adapters.export import FORMATS
 from retouch.cli import app
 from retouch.config import load_run, parse_run
 
-from .pages import PAGES, REPOSITORY, blocks, commands, retouch_arguments
+from .pages import DOCS, PAGES, REPOSITORY, blocks, commands, retouch_arguments
 
 COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]
 RETOUCH = [(name, arguments) for name, words in COMMANDS if (arguments := retouch_arguments(words)) is not None]
@@ -117,12 +117,30 @@ def test_links_lead_somewhere(page: Path, target: str, title: str) -> None:
         assert f"def {title}(" in path.read_text(encoding="utf-8")
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def files_of(navigation: list[dict[str, Any]]) -> list[str]:
+    """The files of a navigation of mkdocs, whose entries are files or sections of entries."""
+    entries = [entry for titled in navigation for entry in titled.values()]
+    return [file for entry in entries for file in ([entry] if isinstance(entry, str) else files_of(entry))]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
     navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = {path for entry in navigation for path in entry.values()}
-    assert listed == {path.name for path in (REPOSITORY / "docs").glob("*.md")}
+    assert sorted(files_of(navigation)) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def test_the_configuration_page_is_the_schema() -> None:
-    committed = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert committed == configuration_page(), "the schema changed; run python tools/config_reference.py"
+def test_the_configuration_pages_are_the_schema() -> None:
+    committed = [DOCS / "configuration.md", *(DOCS / "configuration").glob("*.md")]
+    written = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in committed}
+    assert written == configuration_pages(), "the schema changed; run python tools/config_reference.py"
+
+
+def test_every_anchor_of_the_configuration_pages_exists() -> None:
+    """Their headings are generated, and so are the links from one section to another."""
+    anchors = {
+        page: {re.sub(r"[^a-z0-9_-]", "", line.lower()) for line in text.splitlines() if line.startswith("## ")}
+        for page, text in configuration_pages().items()
+    }
+    for page, text in configuration_pages().items():
+        for target, anchor in re.findall(r"\]\(([a-z/.]*)#([^)]+)\)", text):
+            file = (Path(page).parent / target).as_posix() if target else page
+            assert anchor in anchors[file], f"{page}: {target}#{anchor}"
