@@ -10,7 +10,7 @@ SOURCES := src tests examples benchmarks tools
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-deepspeed test-gpu lint mutants clean
+.PHONY: help demo test test-slow test-deepspeed test-gpu lint docs mutants clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -36,6 +36,10 @@ lint: .venv/.installed ## Check format, style, types, import contracts and langu
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python tools/language.py --scope docs
+
+docs: .venv/.installed ## Build the documentation as a site in site/
+	$(PIP) -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 mutants: .venv/.installed ## Break the code on purpose and check that a test catches each fault
 	$(BIN)/python tools/mutants.py

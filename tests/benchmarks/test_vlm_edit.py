@@ -129,7 +129,9 @@ def test_how_far_words_decide_and_states_drift() -> None:
     """Words win by far; what is drawn as asked with nothing said is less than what was gained."""
     after = [row["words_decide"]["after"] for row in ROWS]
     moved, blank = [found["moved"] for found in after], [found["blank"] for found in after]
-    assert f"at least {percent(min(m['as_said'] for m in moved))} of the swapped completions determine the colour" in PROSE
+    assert (
+        f"at least {percent(min(m['as_said'] for m in moved))} of the swapped completions determine the colour" in PROSE
+    )
     assert f"at most {percent(max(m['as_asked'] for m in moved))} of those images" in PROSE
     assert f"this holds for {span([b['as_it_was'] for b in blank])} of the tasks" in PROSE
     assert f"{span([b['as_asked'] for b in blank])} get the target colour" in PROSE
