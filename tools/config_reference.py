@@ -21,8 +21,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from retouch.config import RunConfig
+from retouch.config.base import Section
 from retouch.config.errors import models_of
-from retouch.config.section import Section
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OVERVIEW = "configuration.md"

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 
-from tests.recipes import test_cells, test_ip_adapter
+from tests.algorithms import test_cells, test_ip_adapter
 
 from .pages import DOCS, REPOSITORY, blocks
 
@@ -16,7 +16,7 @@ PROSE = " ".join(PAGE.split())
 
 COLUMNS = ("sft", "grpo", "ppo", "dpo", "nft", "vlm_grpo")
 VLM = {"qwen_image", "qwen_image_edit"}
-"""Families whose text encoder tests/recipes/test_vlm_grpo.py trains."""
+"""Families whose text encoder tests/algorithms/test_vlm_grpo.py trains."""
 
 
 def test_the_matrix_is_what_the_tests_train() -> None:

@@ -18,9 +18,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.rewards.balance import BREAKER_FAILURES, Balance, Balancer, RetryBudget
-from retouch.rewards.cache import ScoreCache, cache_key
-from retouch.rewards.client import ClientOptions, RewardClient
+from retouch.rewards.client.balance import (
+    BREAKER_FAILURES,
+    Balance,
+    Balancer,
+    RetryBudget,
+)
+from retouch.rewards.client.cache import (
+    ScoreCache,
+    cache_key,
+)
+from retouch.rewards.client.client import (
+    ClientOptions,
+    RewardClient,
+)
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Answer,

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
-from retouch.config.data_sections import ComplexEditData, PictureSection, ProtocolData, SelfBenchData
 from retouch.data.checking import Alone, find_problems, memory_of, names_files
+from retouch.data.sections import (
+    ComplexEditData,
+    PictureSection,
+    ProtocolData,
+    SelfBenchData,
+)
 from retouch.imaging import (
     Box,
     ImageProblem,
@@ -37,7 +42,10 @@ from retouch.imaging import (
 from retouch.types import Example, Processes
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import Data, DataSection
+    from retouch.data.sections import (
+        Data,
+        DataSection,
+    )
 
 logger = logging.getLogger(__name__)
 

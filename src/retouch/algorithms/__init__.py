@@ -1,0 +1,1 @@
+"""Training algorithms: a room for each."""

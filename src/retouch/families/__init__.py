@@ -1,0 +1,1 @@
+"""Model families: a room for each, and what they share."""
