@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.errors import models_of
+from retouch.registry import Chosen
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OVERVIEW = "configuration.md"
@@ -148,7 +149,8 @@ def _dotted(key: str, name: str, info: FieldInfo) -> str:
 
 
 def _kinds(info: FieldInfo) -> Kinds:
-    return tuple(models_of(_entry(info)))
+    """The section classes that a key can hold, without those of plug-ins."""
+    return tuple(kind for kind in models_of(_entry(info)) if kind.__module__.startswith("retouch."))
 
 
 def _table(rows: Sequence[str]) -> str:
@@ -177,8 +179,11 @@ def _prose(section: type[BaseModel]) -> str:
 
 
 def _entry(info: FieldInfo) -> Any:
-    """The type of the values of a table of named entries; the annotation of any other key."""
-    return typing.get_args(info.annotation)[1] if _is_table(info) else info.annotation
+    """The type of the values of a table of named entries; the annotation of any other key, with its registry."""
+    if _is_table(info):
+        return typing.get_args(info.annotation)[1]
+    chosen = [extra for extra in info.metadata if isinstance(extra, Chosen)]
+    return typing.Annotated[info.annotation, chosen[0]] if chosen else info.annotation
 
 
 def _is_table(info: FieldInfo) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
+from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.vlm_grpo import trl_fields
 from retouch.config.base import (
     NonNegative,
@@ -13,9 +14,17 @@ from retouch.config.base import (
     Section,
     Unit,
 )
+from retouch.registry import Chosen
 
 
-class Objective(Section):
+class AlgorithmSection(Section):
+    """What every algorithm has."""
+
+    name: str
+    """Registered name of the algorithm."""
+
+
+class Objective(AlgorithmSection):
     """Where in the picture a loss is taken, and supervised rows without their caption."""
 
     region: Literal["all", "mask"] = "all"
@@ -98,7 +107,7 @@ class GrpoConfig(AdvantageConfig):
 class PpoConfig(GrpoConfig):
     """PPO: GRPO's loss on advantages of the whole batch; works with group_size 1."""
 
-    name: Literal["ppo"] = "ppo"  # type: ignore[assignment]
+    name: Literal["ppo"] = "ppo"
     baseline: Literal["group", "batch"] = "batch"
     """What an image is compared with; "batch" is PPO."""
     scale: Literal["group", "batch", "none"] = "batch"
@@ -153,7 +162,7 @@ class NftConfig(AdvantageConfig):
         return {0: "frozen", 1: "ramp_half", 2: "ramp_full"}.get(value, value) if type(value) is int else value
 
 
-class VlmGrpoConfig(Section):
+class VlmGrpoConfig(AlgorithmSection):
     """GRPO of the text encoder (TRL): the vision-language model says how to edit or what to draw, its own completion
     conditions the frozen diffusion transformer, and the picture is scored."""
 
@@ -200,6 +209,4 @@ class VlmGrpoConfig(Section):
         return self.trl.get(name) or trl_fields.DEFAULTS[name]
 
 
-Algorithm = Annotated[
-    SftConfig | GrpoConfig | PpoConfig | DpoConfig | NftConfig | VlmGrpoConfig, Field(discriminator="name")
-]
+Algorithm = Annotated[AlgorithmSection, Chosen(ALGORITHMS, "name")]

@@ -137,7 +137,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     if not trains_on_rewards(run):
         return Derived(
             world_size=world_size,
-            warmup_steps=training.max_steps if isinstance(algorithm, SftConfig) else algorithm.warmup_steps,
+            warmup_steps=algorithm.warmup_steps if isinstance(algorithm, RlConfig) else training.max_steps,
             global_images_per_rollout_batch=0,
             global_groups_per_epoch=0,
             global_images_per_epoch=0,

@@ -15,6 +15,8 @@ from pydantic import (
 )
 
 from retouch.config.base import Section
+from retouch.data.formats import FORMATS
+from retouch.registry import Chosen
 
 Fit = Literal["crop", "stretch"]
 FITS = get_args(Fit)
@@ -22,6 +24,10 @@ StripFit = Literal["contain", "full_width"]
 
 
 class DataSection(Section):
+    """What every format has."""
+
+    format: str
+    """Registered name of the format."""
     path: str
     """A folder, or a manifest file; required."""
     resolution: PositiveInt | tuple[PositiveInt, PositiveInt] = 512
@@ -257,7 +263,4 @@ class MmmgData(ProtocolData):
         return ",".join(chosen(value, DISCIPLINES)) if value != "all" else value
 
 
-Data = Annotated[
-    SelfBenchData | CrossBenchData | ManifestData | BrushBenchData | PromptsData | ComplexEditData | MmmgData,
-    Field(discriminator="format"),
-]
+Data = Annotated[DataSection, Chosen(FORMATS, "format")]

@@ -21,7 +21,9 @@ from retouch.config.base import (
     Text,
     Unit,
 )
+from retouch.families import FAMILIES
 from retouch.families.facts import EditVariant
+from retouch.registry import Chosen
 
 
 def _twice_the_rank(validated: dict[str, Any]) -> float:
@@ -102,7 +104,30 @@ class TrainIpAdapter(Section):
 Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
 
-class FluxFillModel(Section):
+class ModelSection(Section):
+    """What every family has; its own class says what its keys mean for it."""
+
+    family: str
+    """Registered name of the family."""
+    path: str
+    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Precision of frozen weights. Trained weights are fp32."""
+    offload_text_encoders: bool = True
+    """Keep the text encoders on the CPU and move them to the device only while they encode."""
+    vae_batch: Literal["all", "one", "tiles"] = "all"
+    """Images that the autoencoder takes at a time."""
+    offload_vae: bool = False
+    """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoders from memory."""
+    embeddings: Text | None = None
+    """Folder that `retouch data precompute` filled; null encodes while training."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+
+class FluxFillModel(ModelSection):
     """FLUX.1-Fill (`FluxTransformer2DModel`, mask-conditioned flow model)."""
 
     family: Literal["flux_fill"] = "flux_fill"
@@ -128,7 +153,7 @@ class FluxFillModel(Section):
     """What of the network is trained, and how it is saved."""
 
 
-class SdInpaintModel(Section):
+class SdInpaintModel(ModelSection):
     """Stable Diffusion 1.5 inpainting (`UNet2DConditionModel` with 9 input channels, epsilon prediction)."""
 
     family: Literal["sd_inpaint"] = "sd_inpaint"
@@ -166,7 +191,7 @@ class DistillationLora(Section):
     """Timestep shift that the LoRA was distilled with (Lightning: 3); null keeps the scheduler's."""
 
 
-class QwenImageModel(Section):
+class QwenImageModel(ModelSection):
     """Qwen-Image (`QwenImageTransformer2DModel`, flow model): text to image, and inpainting by blending latents where
     examples have a source and a mask."""
 
@@ -202,7 +227,7 @@ RELEASED_EDIT: dict[EditVariant, str] = {
 """Hub ids of the variants of Qwen-Image-Edit."""
 
 
-class QwenImageEditModel(Section):
+class QwenImageEditModel(ModelSection):
     """Qwen-Image-Edit and Edit-Plus (`QwenImageTransformer2DModel`, flow model): change a picture as the prompt says;
     no mask."""
 
@@ -245,4 +270,4 @@ class QwenImageEditModel(Section):
         return value
 
 
-Model = Annotated[FluxFillModel | SdInpaintModel | QwenImageModel | QwenImageEditModel, Field(discriminator="family")]
+Model = Annotated[ModelSection, Chosen(FAMILIES, "family")]

@@ -14,6 +14,8 @@ from retouch.config.base import (
     Text,
     Unit,
 )
+from retouch.registry import Chosen
+from retouch.rewards import REWARDS
 
 _ARITHMETIC = "this scorer has no network and runs on the CPU; leave device out"
 
@@ -488,27 +490,7 @@ class CompletionQualityReward(RewardEntry):
         return self
 
 
-Reward = Annotated[
-    AestheticReward
-    | ClipReward
-    | CompletionQualityReward
-    | ComplexEditReward
-    | FnReward
-    | HpsV2Reward
-    | ImageRewardReward
-    | JpegSizeReward
-    | MaskCompositeReward
-    | MmmgReward
-    | OcrReward
-    | OpenAIJudgeReward
-    | PickScoreReward
-    | PreservationReward
-    | SeamReward
-    | StyleReward
-    | ThinkFormatReward
-    | VlmReward,
-    Field(discriminator="scorer"),
-]
+Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]
 
 
 COLLECTIVE_S = 7200.0
