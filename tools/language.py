@@ -1,6 +1,6 @@
 """Find phrases that this project does not use, in its pages, help texts, messages, docstrings and comments.
 
-    python tools/language.py                          # README.md, CONTRIBUTING.md and docs/
+    python tools/language.py                          # pages, and the comments of run files and scripts
     python tools/language.py --scope help             # the help texts of the command line
     python tools/language.py --scope source --counts  # strings and comments of src/, as counts per file
 
@@ -127,12 +127,19 @@ def page_text(markdown: str) -> str:
     return re.sub(r"^#+ ", "Heading ", markdown, flags=re.MULTILINE)
 
 
+COMMENTED = ("configs/**/*.yaml", "scripts/*.sh", "constraints.txt", "Makefile")
+"""Files whose comments people read as they read pages."""
+
+
 def pages() -> Iterator[Text]:
-    """The pages that people read."""
+    """The pages, and the comments of run files and scripts."""
     paths = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     for path in paths:
         name = path.relative_to(REPOSITORY).as_posix()
         yield Text(name, 1, page_text(path.read_text(encoding="utf-8")))
+    for path in sorted(path for pattern in COMMENTED for path in REPOSITORY.glob(pattern)):
+        lines = [line.partition("#")[2].strip("#! ") for line in path.read_text(encoding="utf-8").splitlines()]
+        yield Text(path.relative_to(REPOSITORY).as_posix(), 1, re.sub(r"`[^`\n]*`", "X", "\n".join(lines)))
 
 
 def helps() -> Iterator[Text]:
