@@ -45,6 +45,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -55,7 +56,7 @@ import tempfile
 import threading
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -148,9 +149,10 @@ def size(package: Path, trees: Trees) -> dict[str, Any]:
 def forced_edits(root: Path, trees: Trees) -> dict[str, Any]:
     """By kind: files that name more than half of the components, and how many files name each."""
     entry_points = named_in_entry_points(root)
+    nodes = {file: code(tree) for file, tree in trees.items()}
     result = {}
     for label, kind in COMPONENTS.items():
-        naming = {name: naming_files(kind, name, trees) for name in kind.names}
+        naming = {name: naming_files(kind, name, trees, nodes) for name in kind.names}
         counts = sorted(len(files) for files in naming.values())
         by_file: dict[str, int] = defaultdict(int)
         for name, files in naming.items():
@@ -176,8 +178,12 @@ def room(kind: Kind, name: str, trees: Trees) -> set[str]:
     return {file for file in trees if file.startswith((*starts, kind.also.get(name, "/")))}
 
 
-def naming_files(kind: Kind, name: str, trees: Trees) -> set[str]:
-    """Files outside the room of a component in which code names it."""
+def naming_files(kind: Kind, name: str, trees: Trees, nodes: Mapping[str, Sequence[ast.AST]]) -> set[str]:
+    """Files outside the room of a component in which code names it.
+
+    Args:
+        nodes: of each file, what counts as code.
+    """
     own = room(kind, name, trees)
     modules = {"retouch." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in own}
     identifiers = {c for file, tree in trees.items() for c in classes_of(kind, name, tree, own=file in own)}
@@ -198,7 +204,7 @@ def naming_files(kind: Kind, name: str, trees: Trees) -> set[str]:
                 return any(alias.name in modules for alias in aliases)
         return False
 
-    return {file for file, tree in trees.items() if file not in own and any(names(node) for node in code(tree))}
+    return {file for file in trees if file not in own and any(map(names, nodes[file]))}
 
 
 def classes_of(kind: Kind, name: str, tree: ast.Module, *, own: bool) -> set[str]:
@@ -222,8 +228,8 @@ def classes_of(kind: Kind, name: str, tree: ast.Module, *, own: bool) -> set[str
     return found
 
 
-def code(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes of a file without docstrings and default values of parameters."""
+def code(tree: ast.Module) -> list[ast.AST]:
+    """Nodes of a file that may name a component: no docstrings, no default values of parameters."""
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -231,7 +237,8 @@ def code(tree: ast.Module) -> Iterator[ast.AST]:
         if isinstance(node, Functions | ast.Lambda):
             given = [*node.args.defaults, *(default for default in node.args.kw_defaults if default)]
             skipped |= {inner for default in given for inner in ast.walk(default)}
-    return (node for node in ast.walk(tree) if node not in skipped)
+    kinds = (ast.Constant, ast.Name, ast.Attribute, ast.ClassDef, ast.ImportFrom, ast.Import)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds) and node not in skipped]
 
 
 def named_in_entry_points(root: Path) -> set[str]:
@@ -408,8 +415,11 @@ ADVANTAGES: Mark = (("group_advantages",), ("core/",))
 BACKWARD: Mark = (("backward",), ("engine/",))
 
 
-def traced_run(root: Path) -> list[Event]:
+def traced_run(root: Path, recipe: str) -> list[Event]:
     """Events of a GRPO run of two steps. Runs in this process, through the command line of the checkout.
+
+    Args:
+        recipe: its file.
 
     Raises:
         SystemExit: another package is imported, or the run fails.
@@ -444,6 +454,7 @@ def traced_run(root: Path) -> list[Event]:
             "logging": {"dir": str(at / "runs"), "sinks": []},
         }
         (at / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+        importlib.import_module("retouch." + recipe.removesuffix(".py").replace("/", "."))  # slow under a tracer
         with Tracer(package) as tracer:
             command("train", at / "run.yaml")
     return tracer.events
@@ -513,7 +524,7 @@ def measure(root: Path, *, run: bool = True) -> dict[str, Any]:
     """All numbers of a checkout.
 
     Args:
-        run: also trace a run, which takes about ten seconds.
+        run: also trace a run, which takes about half a minute.
     """
     package = root / PACKAGE
     trees = parsed(package)
@@ -588,7 +599,8 @@ def main() -> None:
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     if arguments.trace:
-        recipe, events = recipe_files(parsed(root / PACKAGE)), traced_run(root)
+        recipe = recipe_files(parsed(root / PACKAGE))
+        events = traced_run(root, recipe[0])
         print(json.dumps({"crossed": crossed(events, recipe), "re_entries": re_entries(events, recipe)}))
         return
     found = measure(root, run=not arguments.static)
