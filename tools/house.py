@@ -125,22 +125,23 @@ def parsed(package: Path) -> dict[str, ast.Module]:
 def size(package: Path, trees: Trees) -> dict[str, Any]:
     """Lines, files and lengths of functions."""
     lines = {file: (package / file).read_bytes().count(b"\n") for file in trees}
-    lengths = {
-        f"{file}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for file, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, Functions)
-    }
-    longest = max(lengths, key=lambda name: lengths[name])
+    found = {f"{file}:{name}": length for file, tree in trees.items() for name, length in lengths(tree).items()}
+    longest = max(found, key=lambda name: found[name])
     return {
         "lines": sum(lines.values()),
         "files": len(lines),
-        "functions": len(lengths),
-        "function_median": median(lengths.values()),
-        "function_p90": quantiles(lengths.values(), n=10)[-1],
-        "function_longest": {longest: lengths[longest]},
+        "functions": len(found),
+        "function_median": median(found.values()),
+        "function_p90": quantiles(found.values(), n=10)[-1],
+        "function_longest": {longest: found[longest]},
         "files_over_400_lines": {file: n for file, n in sorted(lines.items()) if n > LONG_FILE},
     }
+
+
+def lengths(tree: ast.Module) -> dict[str, int]:
+    """Lines of each function of a file, by name and line."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, Functions)]
+    return {f"{n.lineno}:{n.name}": (n.end_lineno or n.lineno) - n.lineno + 1 for n in functions}
 
 
 # --- forced edits ---
@@ -538,6 +539,7 @@ def measure(root: Path, *, run: bool = True) -> dict[str, Any]:
             "lines": sum((package / file).read_bytes().count(b"\n") for file in recipe),
             "code_lines": sum(code_lines(trees[file]) for file in recipe),
             "closures": sum(closures(trees[file]) for file in recipe),
+            "function_longest": max(length for file in recipe for length in lengths(trees[file]).values()),
         },
     }
     if run:
