@@ -548,9 +548,9 @@ def measure(root: Path, *, run: bool = True) -> dict[str, Any]:
 
 
 def commit_of(root: Path) -> str | None:
-    """Commit that is checked out, with "+" where files of the package differ from it; None outside git."""
+    """Last commit that changed the package, with "+" where its files differ from what is committed; None outside git."""
     git = ["git", "-C", str(root)]
-    found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    found = subprocess.run([*git, "log", "-1", "--format=%H", "--", str(PACKAGE)], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain", "--", str(PACKAGE)], capture_output=True, text=True)
     return found.stdout.strip() + ("+" if changed.stdout.strip() else "") if found.returncode == 0 else None
 
