@@ -548,7 +548,7 @@ def measure(root: Path, *, run: bool = True) -> dict[str, Any]:
 
 
 def commit_of(root: Path) -> str | None:
-    """Last commit that changed the package, with "+" where its files differ from what is committed; None outside git."""
+    """Last commit that changed the package, with "+" where it has uncommitted changes; None outside git."""
     git = ["git", "-C", str(root)]
     found = subprocess.run([*git, "log", "-1", "--format=%H", "--", str(PACKAGE)], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain", "--", str(PACKAGE)], capture_output=True, text=True)
