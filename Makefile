@@ -6,11 +6,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 SOURCES := src tests examples benchmarks tools
-# the networks of the tests are tiny: one thread for each test process
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The networks of the tests are tiny: one thread for each test process. Compiled modules are kept: tests start programs.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS := -n auto --dist worksteal
+EVERYTHING := -m "not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-deepspeed test-gpu lint mutants clean
+.PHONY: help demo test test-all test-slow test-deepspeed test-gpu lint style types mutants clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -18,8 +20,15 @@ help: ## Say what there is
 demo: .venv/.runtime ## Teach a tiny inpainting model to write, on a CPU
 	$(BIN)/python examples/demo.py
 
-test: lint ## Format, lint, types, import contracts, then every fast test
-	$(TEST) -n auto
+test: .venv/.installed style ## Format, lint, types, import contracts, and every fast test
+	@$(call beside_types,$(TEST) $(WORKERS))
+
+test-all: .venv/.installed style ## Everything without a GPU, hours: before a release, after `make test-deepspeed`
+	@$(call beside_types,$(TEST) $(WORKERS) $(EVERYTHING))
+
+# A command while the types are checked; fails if either does.
+beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types=$$!; \
+	$(1); tests=$$?; wait $$types; types=$$?; cat .venv/types.log; exit $$((tests + types))
 
 test-slow: .venv/.installed ## The tests that take minutes
 	$(TEST) -m slow
@@ -30,11 +39,15 @@ test-deepspeed: .venv/.deepspeed ## The tests of DeepSpeed, which it installs fi
 test-gpu: .venv/.installed ## The tests that need a GPU
 	$(TEST) -m gpu tests/cuda
 
-lint: .venv/.installed ## Format, lint, types, import contracts
+lint: style types ## Format, lint, types, import contracts
+
+style: .venv/.installed
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/ruff check $(wildcard $(SOURCES))
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+types: .venv/.installed
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 mutants: .venv/.installed ## Break the code on purpose: every named fault must be caught by its test
 	$(BIN)/python tools/mutants.py

@@ -90,11 +90,9 @@ def _kill(pid: int | None) -> None:
 def _begin(arguments: list[str], environment: dict[str, str], folder: str, files: list[str]) -> None:
     """In the fork: take over what `run` was given, and become the program."""
     os.setpgid(0, 0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for stream, file in enumerate(files, 1):
-        with open(file, "wb") as to:
-            os.dup2(to.fileno(), stream)
+    for stream, file, mode in ((0, os.devnull, "rb"), (1, files[0], "wb"), (2, files[1], "wb")):
+        with Path(file).open(mode) as opened:
+            os.dup2(opened.fileno(), stream)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -118,7 +116,7 @@ def _become(arguments: list[str]) -> None:
             exec(compile(code, "<string>", "exec"), main.__dict__)
         elif kind == "-m":
             module, *rest = rest
-            sys.argv, sys.path[:0] = [module, *rest], [os.getcwd()]
+            sys.argv, sys.path[:0] = [module, *rest], [str(Path.cwd())]
             sys.modules.pop(module, None)
             if module == "torch.distributed.run":
                 _fork_ranks()
@@ -176,7 +174,8 @@ class _Rank:
             _become(arguments)
         except SystemExit as end:
             if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
+                sys.stderr.write(f"{end.code}\n")
+                sys.stderr.flush()
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         return 0
 
