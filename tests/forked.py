@@ -3,6 +3,8 @@
 A program that imports them takes eight seconds of processor time before its first line; a fork takes a fraction of
 one. Everything else is as in a new interpreter: a process of its own with its own arguments, environment, working
 directory and output, which can be killed. A test whose subject is the start of a process uses `subprocess`.
+
+`python -m tests.forked MODULE ...` is a launcher whose processes are forks of it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ PRELOADED = "tests.forked_imports"
 """Imports what the programs need; the server does so once."""
 
 
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
+
+
 def run(
     command: Sequence[str],
     *,
@@ -39,8 +44,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run([sys.executable, ...], capture_output=True, text=True)` does.
 
-    `command` is `sys.executable` followed by `-c CODE`, `-m MODULE` or a file, and arguments. `-m
-    torch.distributed.run` starts its processes as forks, too.
+    `command` is `sys.executable` followed by `-c CODE`, `-m MODULE` or a file, and arguments. One of `LAUNCHERS` starts
+    its processes as forks, too.
 
     Raises:
         subprocess.TimeoutExpired: the program and what it started are killed.
@@ -118,7 +123,7 @@ def _become(arguments: list[str]) -> None:
             module, *rest = rest
             sys.argv, sys.path[:0] = [module, *rest], [str(Path.cwd())]
             sys.modules.pop(module, None)
-            if module == "torch.distributed.run":
+            if module in LAUNCHERS:
                 _fork_ranks()
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
@@ -193,3 +198,8 @@ class _Rank:
                 raise subprocess.TimeoutExpired(list(self.args), timeout)
             time.sleep(0.01)
         return code
+
+
+if __name__ == "__main__":
+    importlib.import_module(PRELOADED)
+    _become(["-m", *sys.argv[1:]])
