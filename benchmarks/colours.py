@@ -1,6 +1,6 @@
 """A text-to-image base under classifier-free guidance that trains in two minutes, where many runs are needed.
 
-Its task is to draw a shape in the colour that is asked for (shapes and colours of `retouch.data.edits`). The base is
+Its task is to draw a shape in the colour that is asked for (shapes and colours of `retouch.tiny.edits`). The base is
 qwen_image: autoencoder and text encoder of the tiny qwen_image_edit, and a fresh transformer of the same size that
 learned from pictures of which, in the end, four in ten had another colour than their caption said, one caption in ten
 left out.
@@ -22,12 +22,19 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.core.objectives.sft import denoising_loss
-from retouch.data.edits import COLOURS, GROUND, SIDE, Half, draw_shape, painted
 from retouch.data.sampler import derive_seed
-from retouch.models.loading import tiny_path
-from retouch.models.qwen_image import QwenImage
+from retouch.families.loading import tiny_path
+from retouch.families.qwen_image.model import QwenImage
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout import denoising_error
+from retouch.rollout.transition import denoising_error
+from retouch.tiny.edits import (
+    COLOURS,
+    GROUND,
+    SIDE,
+    Half,
+    draw_shape,
+    painted,
+)
 from retouch.types import Example
 
 RIGHT = 0.6

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from retouch.recipes import grpo, nft
-from retouch.recipes.experience import collect, train_epoch
-from retouch.recipes.session import Session
-from retouch.rollout import EncodedData
+from retouch.algorithms.grpo import recipe as grpo
+from retouch.algorithms.nft import recipe as nft
+from retouch.rollout.encoded import EncodedData
+from retouch.training.experience import (
+    collect,
+    train_epoch,
+)
+from retouch.training.session import Session
 
 
 def epochs(session: Session) -> Callable[[], None]:

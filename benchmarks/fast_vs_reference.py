@@ -39,13 +39,19 @@ import torch
 from epochs import epochs
 from loop_overhead import machine, timed
 
-from retouch.build import Run, build
 from retouch.config import RunConfig, parse_run
-from retouch.data.synth import draw_words, write_signs
-from retouch.evaluate import evaluate
 from retouch.observe import Stopwatch
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes.session import Session
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
+from retouch.training.build import (
+    Run,
+    build,
+)
+from retouch.training.evaluation import evaluate
+from retouch.training.session import Session
 
 PRESETS: dict[str, dict[str, Any]] = {
     "reference": {"preset": "reference"},

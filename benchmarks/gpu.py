@@ -1,9 +1,10 @@
 """What a GPU does with the real sizes: GRPO on the published configs with random weights, in at most 10 minutes.
 
-Every cell is the package's own run (`retouch.build`, an epoch of the recipe, its accounting) with one optimizer step an
-epoch: the first is left out (allocations, compilation) and told apart, the others are reported by their medians. There
-is nothing to download. Text encoders are made, asked, and dropped before training, as `model.free_text_encoders` does;
-rewards are there at once. What is held before an update, when no activation is, and the peak stand beside what
+Every cell is the package's own run (`training.build`, an epoch of the recipe, its accounting) with one optimizer
+step an epoch: the first is left out (allocations, compilation) and told apart, the others are reported by their
+medians. There is nothing to download. Text encoders are made, asked, and dropped before training, as
+`model.free_text_encoders` does; rewards are there at once.
+What is held before an update, when no activation is, and the peak stand beside what
 `retouch check --memory` counts; a cell whose count does not fit the device is not tried, and one that does not fit all
 the same says so. Cells come in the order of what they are worth; those for which no time was left say so, too, and
 another call with the same file measures them (a new file for new settings).
@@ -32,14 +33,17 @@ from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model
 
-from retouch.build import build
 from retouch.config import RunConfig, derive, parse_run
-from retouch.data.synth import draw_words, write_signs
 from retouch.doctor.memory import report_memory
 from retouch.engine import OutOfMemory
 from retouch.engine.speed import compile_blocks
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes.session import Session
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
+from retouch.training.build import build
+from retouch.training.session import Session
 
 MINUTES = 10.0
 """For all cells together."""

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch._subclasses.fake_tensor import FakeTensor  # what a compiler traced with; it has no memory
 
-from retouch.build import Run
+from retouch.training.build import Run
 
 
 def held_bytes(device: torch.device) -> int:

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from retouch.config import load_run
-from retouch.models.loading import tiny_path
+from retouch.families.loading import tiny_path
 
 SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
 

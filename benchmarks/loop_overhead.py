@@ -31,11 +31,17 @@ import torch
 from diffusers import FluxTransformer2DModel
 from epochs import epochs
 
-from retouch.build import Run, build
 from retouch.config import parse_run
-from retouch.data.synth import draw_words, write_signs
-from retouch.models.tiny import tiny_flux_fill
-from retouch.recipes.session import Session
+from retouch.families.tiny import tiny_flux_fill
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
+from retouch.training.build import (
+    Run,
+    build,
+)
+from retouch.training.session import Session
 from retouch.types import Score, Scores
 
 ALGORITHMS = {

@@ -25,11 +25,14 @@ from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
 from random_models import random_weights, write_encoder, write_model
 
-from retouch.build import build
 from retouch.config import RunConfig, parse_run
-from retouch.data.synth import draw_words, write_signs
 from retouch.doctor.memory import report_memory
-from retouch.recipes.session import Session
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
+from retouch.training.build import build
+from retouch.training.session import Session
 
 CASES = (
     *(f"{family}-{trained}-tiny" for family in ("flux_fill", "sd_inpaint") for trained in TRAINED),

@@ -26,10 +26,10 @@ import torch
 from epochs import epochs
 from loop_overhead import machine, run_file
 
-from retouch.build import build
 from retouch.config import RunConfig, parse_run
 from retouch.observe.run_dir import read_metrics
-from retouch.recipes.session import Session
+from retouch.training.build import build
+from retouch.training.session import Session
 
 GROUPS = 8
 SHARE = 0.8

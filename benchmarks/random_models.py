@@ -2,7 +2,7 @@
 
 A folder gets the configs that the released models were published with (tokenizers are the byte-level ones of the tiny
 bases); with `random_weights`, `from_pretrained` of diffusers and transformers then draws weights in place of reading
-them. All else is the package's own loading: `retouch.build`, `retouch check --memory`, the family's `from_config`.
+them. All else is the package's own loading: `training.build`, `retouch check --memory`, the family's `from_config`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,18 @@ from transformers import (
 )
 
 from retouch.doctor.model import PIPELINES
-from retouch.models import family_class
-from retouch.models.meta import on_meta
-from retouch.models.qwen import RELEASED_TEXT, RELEASED_VISION
-from retouch.models.tiny import byte_clip_tokenizer, byte_qwen_tokenizer, tiny_image_encoder, tiny_pipeline
+from retouch.families.meta import on_meta
+from retouch.families.qwen.base import (
+    RELEASED_TEXT,
+    RELEASED_VISION,
+)
+from retouch.families.registry import family_class
+from retouch.families.tiny import (
+    byte_clip_tokenizer,
+    byte_qwen_tokenizer,
+    tiny_image_encoder,
+    tiny_pipeline,
+)
 
 Networks = dict[str, Callable[[], Any]]
 """Folder of a component -> what makes its network."""

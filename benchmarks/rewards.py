@@ -126,7 +126,7 @@ def picture(reward: str) -> bytes:
     """[64, 128, 3]: noise, or a sign that says MOKA."""
     if reward in FUNCTIONS:
         return np.random.default_rng(0).integers(0, 256, (SIDE, 2 * SIDE, 3), np.uint8).tobytes()
-    from retouch.data.synth import draw_sign
+    from retouch.tiny.signs import draw_sign
 
     return np.asarray(draw_sign("MOKA", (SIDE, 2 * SIDE), 0).picture).tobytes()
 
@@ -284,7 +284,10 @@ class SerialServer:
 
 def balance(requests: int = 88, seconds: float = 0.1) -> list[dict[str, Any]]:
     """Makespan of `requests` over four servers, one of them four times slower than `seconds`."""
-    from retouch.rewards.client import ClientOptions, RewardClient
+    from retouch.rewards.client.client import (
+        ClientOptions,
+        RewardClient,
+    )
     from retouch.rewards.protocol import RewardItem
 
     loop = asyncio.new_event_loop()
@@ -321,7 +324,10 @@ def overlap(steps: int = 8) -> dict[str, Any]:
     """Seconds of a step with a reward that sleeps for 80 % of the rollout's time, and of the same run without it."""
     import torch
 
-    from retouch.data.synth import draw_words, write_signs
+    from retouch.tiny.signs import (
+        draw_words,
+        write_signs,
+    )
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -343,10 +349,10 @@ def overlap(steps: int = 8) -> dict[str, Any]:
 
 def run_of(root: Path, name: str, steps: int) -> dict[str, float]:
     """Train, and average the seconds of steps (the first left out)."""
-    from retouch.build import build
+    from retouch.algorithms.train import recipe
     from retouch.config import parse_run
     from retouch.observe.run_dir import read_metrics
-    from retouch.recipes import recipe
+    from retouch.training.build import build
 
     config = parse_run({
         "name": name,

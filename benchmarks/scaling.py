@@ -26,9 +26,9 @@ import torch
 from epochs import epochs
 from loop_overhead import NoRewards, machine, run_file, timed
 
-from retouch.build import build
 from retouch.config import RunConfig, parse_run
-from retouch.recipes.session import Session
+from retouch.training.build import build
+from retouch.training.session import Session
 
 KINDS = {"one": (1, 1), "strong": (2, 1), "weak": (2, 2)}
 """Kind of run -> processes, and how many times the images of a step."""

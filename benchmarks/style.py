@@ -35,17 +35,26 @@ from demo import retouch  # noqa: E402
 from inputs import digest, inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
-from retouch.config.reward_sections import OcrReward, RewardClientConfig  # noqa: E402
-from retouch.data import load_dataset  # noqa: E402
-from retouch.data.synth import Sign, draw_sign  # noqa: E402
-from retouch.evaluate import Evaluation, evaluate  # noqa: E402
+from retouch.data.dataset import load_dataset  # noqa: E402
+from retouch.families.loading import tiny_path  # noqa: E402
 from retouch.glyphs import font_likeness, ink_colour  # noqa: E402
-from retouch.models.loading import tiny_path  # noqa: E402
 from retouch.observe import Stopwatch  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
 from retouch.observe.statistics import paired_difference  # noqa: E402
-from retouch.rewards.compose import RewardTable  # noqa: E402
+from retouch.rewards.sections import (  # noqa: E402
+    OcrReward,
+    RewardClientConfig,
+)
+from retouch.rewards.table import RewardTable  # noqa: E402
+from retouch.tiny.signs import (  # noqa: E402
+    Sign,
+    draw_sign,
+)
+from retouch.training.evaluation import (  # noqa: E402
+    Evaluation,
+    evaluate,
+)
 from retouch.use import Loaded  # noqa: E402
 
 SIZE, HELD_OUT_SEED = (32, 64), 3

@@ -29,11 +29,14 @@ from PIL import Image
 from vlm_words import words_decide
 
 from retouch.config import load_run
-from retouch.data.edits import COLOURS, write_edits
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.observe.grids import grid
 from retouch.observe.run_dir import environment, read_metrics
 from retouch.observe.statistics import paired_difference
+from retouch.tiny.edits import (
+    COLOURS,
+    write_edits,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = {

@@ -14,17 +14,33 @@ from typing import Any
 
 import numpy as np
 
+from retouch.algorithms.vlm_grpo.generation import (
+    generation_options,
+    speak,
+)
+from retouch.algorithms.vlm_grpo.judge import (
+    Judge,
+    joined,
+    seeds_of,
+)
+from retouch.algorithms.vlm_grpo.parts import (
+    Parts,
+    asked,
+)
+from retouch.algorithms.vlm_grpo.response import Responses
+from retouch.algorithms.vlm_grpo.use import open_trained
 from retouch.config import RunConfig
 from retouch.config.needs import needed_pictures
-from retouch.data import Dataset, load_dataset
-from retouch.data.edits import COLOURS, colour_share
-from retouch.models.response import Responses
-from retouch.rewards.compose import RewardTable
+from retouch.data.dataset import (
+    Dataset,
+    load_dataset,
+)
+from retouch.rewards.table import RewardTable
+from retouch.tiny.edits import (
+    COLOURS,
+    colour_share,
+)
 from retouch.types import Example
-from retouch.vlm.generation import generation_options, speak
-from retouch.vlm.judge import Judge, joined, seeds_of
-from retouch.vlm.parts import Parts, asked
-from retouch.vlm.use import open_trained
 
 
 def words_decide(config: RunConfig, weights: Path | None, read: Sequence[str]) -> dict[str, Any]:

@@ -23,9 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from retouch.evaluate import Evaluation, load_evaluation
 from retouch.observe.report import milestones
 from retouch.observe.run_dir import read_metrics
+from retouch.training.evaluation import (
+    Evaluation,
+    load_evaluation,
+)
 from retouch.use import gains
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import retouch
-from retouch.data.synth import draw_words, write_signs
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 logging.getLogger("retouch").setLevel(logging.INFO)

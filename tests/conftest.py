@@ -17,7 +17,10 @@ import yaml
 from hypothesis import settings
 
 from retouch.config import RunConfig, parse_run
-from retouch.data.synth import draw_words, write_signs
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
 from tests.command_line import retouch
 
 torch.set_num_threads(1)

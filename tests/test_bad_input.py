@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from retouch.models.loading import tiny_path
+from retouch.families.loading import tiny_path
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]

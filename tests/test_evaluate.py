@@ -10,14 +10,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import retouch.evaluate as evaluation
+import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
-from retouch.config.reward_sections import PreservationReward, RewardClientConfig
-from retouch.data import Dataset, load_dataset
-from retouch.evaluate import Evaluation, evaluate, evaluation_grid, load_evaluation, masked_input, save_evaluation
+from retouch.data.dataset import (
+    Dataset,
+    load_dataset,
+)
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
-from retouch.rewards.compose import RewardTable
+from retouch.rewards.sections import (
+    PreservationReward,
+    RewardClientConfig,
+)
+from retouch.rewards.table import RewardTable
+from retouch.training.evaluation import (
+    Evaluation,
+    evaluate,
+    evaluation_grid,
+    load_evaluation,
+    masked_input,
+    save_evaluation,
+)
 from retouch.types import Example
 from retouch.use import Loaded
 

@@ -13,8 +13,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, T5Conf
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from retouch.config import ConfigError
+from retouch.families.tiny import tiny_image_encoder
 from retouch.image_encoder import TINY, ImageEncoder, pad_to_square
-from retouch.models.tiny import tiny_image_encoder
 from retouch.rewards.scorers.style import StyleScorer
 
 

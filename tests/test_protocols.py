@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from retouch.evaluate import Evaluation
 from retouch.rewards import judge
+from retouch.training.evaluation import Evaluation
 from retouch.use import comparison_table
 from tests.command_line import retouch
 from tests.data.protocols import mmmg_rows, write_complex_edit, write_mmmg

@@ -11,7 +11,10 @@ import yaml
 
 from retouch.config import RunConfig, load_run
 from retouch.data.discover import discover
-from retouch.data.synth import draw_words, write_signs
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
 from tests.command_line import retouch
 from tests.docs.pages import REPOSITORY
 

@@ -12,8 +12,11 @@ import pytest
 
 from retouch import texts
 from retouch.config import ConfigError, load_run
-from retouch.data.synth import draw_words, write_signs
 from retouch.doctor.data import data_lines
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
 from tests.command_line import Outcome, retouch
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -18,11 +18,11 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
 from retouch.config import RunConfig, load_run
-from retouch.data import ItemFiles
+from retouch.data.dataset import ItemFiles
 from retouch.engine import CheckpointError
-from retouch.evaluate import Evaluation
+from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop
-from retouch.models.flux_fill import FluxFill
+from retouch.training.evaluation import Evaluation
 from retouch.use import Loaded, SampleRequest, Trained, comparison_table, gains
 from retouch.use.items import mask_crop
 from retouch.use.sampling import free_paths

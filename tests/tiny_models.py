@@ -13,10 +13,13 @@ from diffusers import FluxTransformer2DModel
 
 from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import host_of
+from retouch.families.loading import tiny_path
+from retouch.families.registry import FAMILIES
+from retouch.families.tiny import (
+    byte_clip_tokenizer,
+    tiny_pipeline,
+)
 from retouch.image_encoder import TINY
-from retouch.models import FAMILIES
-from retouch.models.loading import tiny_path
-from retouch.models.tiny import byte_clip_tokenizer, tiny_pipeline
 
 PACKAGED = [family for family in FAMILIES if tiny_path(family).is_dir()]
 """Families whose trained tiny base comes with the package."""

@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from retouch.config.base import Section
 from retouch.config.errors import models_of
-from retouch.config.schema import RunConfig
-from retouch.config.section import Section
+from retouch.config.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 

@@ -39,7 +39,7 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
         Stopped: on a signal, or when the rewards stayed away; `resume="auto"` continues.
     """
     config = load_run(run, overrides) if isinstance(run, Path | str) else parse_run(overlaid(run, overrides))
-    from retouch import recipes
+    from retouch.algorithms import train as recipes
     from retouch.types import Stopped
 
     try:

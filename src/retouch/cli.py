@@ -68,7 +68,7 @@ def train(run: RunFile, overrides: Overrides = None, verbose: Verbose = False) -
     """Train what RUN.yaml says; also under accelerate launch or torchrun."""
     config = load_run(run, overrides or [])
     _logging(verbose)
-    from retouch import recipes
+    from retouch.algorithms import train as recipes
 
     with writing(Path(config.logging.dir) / config.name):
         typer.echo(f"done: {recipes.train(config)}")
@@ -139,7 +139,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented run file for a folder of images, and a manifest where it has none."""
-    from retouch.starting import start
+    from retouch.use.starting import start
 
     with writing(out.parent, "--out"):
         typer.echo("\n".join(start(folder, out, family, algorithm, model).lines))
@@ -396,7 +396,12 @@ def reward_serve(
 ) -> None:
     """Serve rewards over HTTP until stopped; what dies is started again."""
     _logging(False)
-    from retouch.rewards.launch import ServeOptions, parse_devices, requested, serve
+    from retouch.rewards.server.launch import (
+        ServeOptions,
+        parse_devices,
+        requested,
+        serve,
+    )
 
     limits = {"max_batch": max_batch, "max_wait_ms": max_wait_ms}
     where = ServeOptions(
@@ -421,8 +426,8 @@ def reward_score(
     device: Annotated[str, typer.Option(help="Device of a scorer of this process: cpu, or cuda:0.")] = "cpu",
 ) -> None:
     """Score one picture and print the outcome as JSON."""
-    from retouch.rewards.launch import requested_one
     from retouch.rewards.score_one import score_one
+    from retouch.rewards.server.launch import requested_one
 
     given = requested_one(reward, options)
     outcome, failed = score_one(reward, image, prompt, mask, source, url, wait, reference, given, device)
@@ -450,9 +455,9 @@ def reward_probe(
     device: Annotated[str, typer.Option(help="Device of a scorer of this process: cpu, or cuda:0.")] = "cpu",
 ) -> None:
     """Measure a scorer: latency, repeatability, whether a batch changes scores, agreement with labels."""
-    from retouch.rewards.launch import requested_one
     from retouch.rewards.probe import agreement, probe, read_labels
     from retouch.rewards.score_one import asking, item_of
+    from retouch.rewards.server.launch import requested_one
 
     item = item_of(image, prompt, mask, source, reference)
     labelled = read_labels(labels) if labels else None
@@ -518,7 +523,7 @@ def data_precompute(
 ) -> None:
     """Encode all prompts, references and pictures of RUN.yaml; model.embeddings=OUT then trains without encoders."""
     config = load_run(run, overrides or [])
-    from retouch.precompute import precompute
+    from retouch.use.precompute import precompute
 
     with writing(out):
         counts = precompute(config, out)
@@ -545,7 +550,7 @@ def data_synth(
     ] = False,
 ) -> None:
     """Write signs with words in several fonts and colours, and their masks."""
-    from retouch.data.synth import synthesize
+    from retouch.tiny.signs import synthesize
 
     with writing(out):
         written = synthesize(
@@ -562,7 +567,7 @@ def data_edits(
     seed: Annotated[int, typer.Option(help="Of shapes and instructions.")] = 0,
 ) -> None:
     """Write tiny editing tasks whose result a program can judge: recolour the shape as an instruction hints."""
-    from retouch.data.edits import write_edits
+    from retouch.tiny.edits import write_edits
 
     if half not in ("train", "held_out"):
         raise ConfigError(f"--half: given {half!r}; write train or held_out")
@@ -578,9 +583,12 @@ def tiny_build(
 ) -> None:
     """Train a tiny base from nothing on a CPU, and measure it on words (or instructions) it never saw."""
     _logging(False)
-    from retouch.recipes.tiny_base import SCHEDULES, build_and_measure
-    from retouch.recipes.tiny_edit import build_edit
-    from retouch.recipes.tiny_encoder import build_encoder
+    from retouch.tiny.editing import build_edit
+    from retouch.tiny.image_encoder import build_encoder
+    from retouch.tiny.inpainting import (
+        SCHEDULES,
+        build_and_measure,
+    )
 
     builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
     builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit}
@@ -718,7 +726,7 @@ def _require_weights(run: Path | None, config: Path | None, weights: Path | None
             raise ConfigError(f"{option}: given {path}; no such file or folder")
     file = run / "config.yaml" if run is not None else config
     if file is not None and file.is_file():
-        from retouch.recipes.files import require_model
+        from retouch.training.files import require_model
 
         require_model(load_run(file, unread=unread))
 

@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from retouch.config.errors import ConfigError
 from retouch.hub import require_hub
 
-TINY = Path(__file__).parent / "models" / "tiny_bases" / "image_encoder"
+TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
 """The encoder that comes with the package."""
 
 KINDS: dict[str, tuple[Any, str]] = {

@@ -55,4 +55,4 @@ def require_pipeline(path: str, expected: str) -> None:
 
 def tiny_path(family: str) -> Path:
     """Folder of the tiny base of a family inside the installed package."""
-    return Path(str(resources.files("retouch") / "models" / "tiny_bases" / family))
+    return Path(str(resources.files("retouch") / "tiny" / "bases" / family))

@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.data_sections import Data, ManifestData, PromptsData
 from retouch.config.needs import data_sections, trains_on_rewards
-from retouch.config.reward_sections import OcrReward, RewardEntry, StyleReward
 from retouch.data.dataset import DataError, ItemFiles, list_items
 from retouch.data.formats.manifest import manifest_file
+from retouch.data.sections import (
+    Data,
+    ManifestData,
+    PromptsData,
+)
 from retouch.rewards.protocol import quoted_text
+from retouch.rewards.sections import (
+    OcrReward,
+    RewardEntry,
+    StyleReward,
+)
 
 LISTED_BYTES = 2 << 20
 """Lists up to this size are read by `retouch check`: about 10,000 entries, in 0.2 s."""

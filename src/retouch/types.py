@@ -2,7 +2,7 @@
 
 Legend: B rows (images), K rollouts of one example (a group), T steps, S trained steps, C H W latent dims.
 Convention: sigma in [0, 1] and 1 is noise; x = (1 - sigma) x0 + sigma noise; v = noise - x0.
-Outside `retouch.models` latents are [B, C, H, W] and regions [B, 1, H, W]; packing into tokens happens in `predict`.
+Outside `retouch.families` latents are [B, C, H, W] and regions [B, 1, H, W]; packing into tokens happens in `predict`.
 """
 
 from __future__ import annotations

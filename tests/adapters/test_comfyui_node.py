@@ -25,7 +25,7 @@ from retouch.adapters.ip_adapter import new_adapter
 from retouch.adapters.processors import FluxIpProcessor
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 from retouch.config import ConfigError
-from retouch.config.model_sections import TrainIpAdapter
+from retouch.families.sections import TrainIpAdapter
 
 from .test_ip_adapter import WIDTH, network, vectors, velocity
 

@@ -17,10 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retouch.config import load_run
-from retouch.data import load_dataset
-from retouch.models.flux_fill import pack
-from retouch.models.loading import tiny_path
-from retouch.rollout import noise_for, ode_plan, sample
+from retouch.data.dataset import load_dataset
+from retouch.families.flux_fill.model import pack
+from retouch.families.loading import tiny_path
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import (
+    noise_for,
+    sample,
+)
 from retouch.use import Loaded, weights_folder
 from tests.command_line import retouch
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import retouch.adapters
 from retouch.adapters.formats import AdapterFileError, AdapterShape, read_adapter, write_bin, write_safetensors
 from retouch.config import ConfigError
-from retouch.models.loading import tiny_path
+from retouch.families.loading import tiny_path
 
 SHAPE = AdapterShape("mlp", 24, 5, 64, (128,) * 6)
 FORMER = AdapterShape("mlp+query_former", 24, 5, 64, (128,) * 6)

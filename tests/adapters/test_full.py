@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retouch.adapters.trainee import FullWeights, make_trainable
-from retouch.config.model_sections import TrainFull
 from retouch.engine import Policy
-from retouch.models.loading import tiny_path
+from retouch.families.loading import tiny_path
+from retouch.families.sections import TrainFull
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

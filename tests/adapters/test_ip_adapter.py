@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from retouch.adapters.formats import AdapterShape
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.config import ConfigError
-from retouch.models.flux_fill import FluxFill
-from retouch.models.loading import tiny_path
+from retouch.families.flux_fill.model import FluxFill
+from retouch.families.loading import tiny_path
 
 WIDTH, TOKENS = 24, 5
 

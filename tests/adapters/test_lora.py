@@ -15,10 +15,10 @@ from torch import Tensor
 from retouch.adapters.lora import FILE, add_lora, lora_shape, save_lora
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import ConfigError
-from retouch.config.model_sections import TrainLora
 from retouch.engine import Policy
-from retouch.models.flux_fill import LORA_TARGETS
-from retouch.models.loading import tiny_path
+from retouch.families.flux_fill.model import LORA_TARGETS
+from retouch.families.loading import tiny_path
+from retouch.families.sections import TrainLora
 
 RANK, ALPHA = 3, 5.0
 

@@ -24,13 +24,20 @@ from retouch.adapters.export import Base, export
 from retouch.adapters.lora import FILE, add_lora, lora_shape
 from retouch.adapters.trainee import LoraWeights
 from retouch.engine import Policy
-from retouch.models import family_class
-from retouch.models.flux_fill import pack
-from retouch.models.qwen_image import NEGATIVE
-from retouch.models.sd_inpaint import SdInpaint
-from retouch.models.tiny import TEXT_TOKENS, tiny_pipeline
-from retouch.rollout import noise_for, ode_plan, sample
-from tests.models.conftest import random_example, with_point_posterior
+from retouch.families.flux_fill.model import pack
+from retouch.families.qwen_image.model import NEGATIVE
+from retouch.families.registry import family_class
+from retouch.families.sd_inpaint.model import SdInpaint
+from retouch.families.tiny import (
+    TEXT_TOKENS,
+    tiny_pipeline,
+)
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import (
+    noise_for,
+    sample,
+)
+from tests.families.conftest import random_example, with_point_posterior
 
 RANK, ALPHA = 4, 6.0
 """Their ratio is no power of 2 and far from 1: a program that misses it applies 2/3 of the update."""

@@ -14,8 +14,8 @@ from retouch.adapters.export import Base, export
 from retouch.adapters.formats import write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
-from retouch.models.qwen_image import QwenImage
-from retouch.models.tiny import tiny_pipeline
+from retouch.families.qwen_image.model import QwenImage
+from retouch.families.tiny import tiny_pipeline
 from tests.adapters.test_ip_adapter import dense, drawn
 
 WIDTH, TOKENS = 24, 5

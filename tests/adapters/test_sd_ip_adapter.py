@@ -17,14 +17,15 @@ from retouch.adapters.export import Base, export
 from retouch.adapters.formats import AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
+from retouch.families.loading import tiny_path
+from retouch.families.registry import family_class
+from retouch.families.sd_inpaint.model import SdInpaint
+from retouch.families.tiny import tiny_pipeline
 from retouch.image_encoder import ImageEncoder
-from retouch.models import family_class
-from retouch.models.loading import tiny_path
-from retouch.models.sd_inpaint import SdInpaint
-from retouch.models.tiny import tiny_pipeline
-from retouch.rollout import ode_plan, sample
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import sample
 from retouch.types import Example
-from tests.models.conftest import random_example, with_point_posterior
+from tests.families.conftest import random_example, with_point_posterior
 from tests.test_image_encoder import picture
 
 WIDTH = 64

@@ -15,8 +15,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-import algorithms  # noqa: E402
 import inputs  # noqa: E402
+
+import algorithms  # noqa: E402
 
 CELLS = list(product(algorithms.FAMILIES, algorithms.ALGORITHMS, ("full", "lora")))
 

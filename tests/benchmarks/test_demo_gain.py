@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from retouch.models.loading import tiny_path
+from retouch.families.loading import tiny_path
 
 REPOSITORY = Path(__file__).parents[2]
 Row = dict[str, Any]

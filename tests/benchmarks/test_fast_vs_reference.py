@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.data.edits import COLOURS, draw_shape, painted
+from retouch.tiny.edits import (
+    COLOURS,
+    draw_shape,
+    painted,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks/results"

@@ -20,7 +20,7 @@ import random_models  # noqa: E402
 
 from retouch.config import derive  # noqa: E402
 from retouch.doctor.memory import report_memory  # noqa: E402
-from retouch.models.meta import on_meta  # noqa: E402
+from retouch.families.meta import on_meta  # noqa: E402
 
 CPU = torch.device("cpu")
 DRY = gpu.Sizes(CPU, tiny=True, side=32, steps=1)
@@ -198,6 +198,6 @@ def _size(network: Any) -> int:
 
 
 def _small_t5() -> Any:
-    from retouch.models.tiny import tiny_t5
+    from retouch.families.tiny import tiny_t5
 
     return tiny_t5()

@@ -17,8 +17,9 @@ ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/region
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-import algorithms  # noqa: E402
 import inputs  # noqa: E402
+
+import algorithms  # noqa: E402
 
 
 def test_both_ways_on_the_same_three_seeds() -> None:

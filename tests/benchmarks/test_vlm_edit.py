@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.data.edits import COLOURS
+from retouch.tiny.edits import COLOURS
 
 REPOSITORY = Path(__file__).parents[2]
 Row = dict[str, Any]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from retouch.config.data_sections import DISCIPLINES, LEVELS
+from retouch.data.sections import (
+    DISCIPLINES,
+    LEVELS,
+)
 
 _EDIT = "{format: complex_edit, path: somewhere, resolution: 64, %s}"
 _MMMG = "{format: mmmg, path: somewhere, resolution: 64, %s}"

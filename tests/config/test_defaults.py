@@ -7,8 +7,8 @@ from functools import reduce
 import pytest
 
 from retouch.config import parse_run
-from retouch.config.families import FACTS
-from retouch.config.schema import RunConfig
+from retouch.config.run import RunConfig
+from retouch.families.facts import FACTS
 
 from .conftest import BASE
 from .leaves import leaves

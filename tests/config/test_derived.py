@@ -8,7 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, derive, load_run
 from retouch.config.derived import snapshots, stochastic_steps, trained_steps, window_starts
-from retouch.data import rank_slots
+from retouch.data.sampler import rank_slots
 
 from .conftest import TINY
 

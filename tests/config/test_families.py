@@ -12,12 +12,25 @@ import torch
 from PIL import Image
 
 from retouch.config.errors import models_of
-from retouch.config.families import ENDS_WITHOUT_NOISE, ETA, FACTS, NOISE_LEVEL, RULES_OF, TINY_SIZE_MULTIPLE
-from retouch.config.model_sections import Model
-from retouch.config.schema import RolloutConfig
+from retouch.config.run import RolloutConfig
 from retouch.core.steps import STEP_RULES
-from retouch.models import FAMILIES, family_class
-from retouch.models.tiny import TINY, tiny_pipeline
+from retouch.families.facts import (
+    ENDS_WITHOUT_NOISE,
+    ETA,
+    FACTS,
+    NOISE_LEVEL,
+    RULES_OF,
+    TINY_SIZE_MULTIPLE,
+)
+from retouch.families.registry import (
+    FAMILIES,
+    family_class,
+)
+from retouch.families.sections import Model
+from retouch.families.tiny import (
+    TINY,
+    tiny_pipeline,
+)
 from retouch.types import Example
 
 RELEASED_DOWNSAMPLING = 8

@@ -11,7 +11,7 @@ import yaml
 
 from retouch.config import RunConfig, dump_run, parse_run
 from retouch.config.presets import preset_lines, preset_values
-from retouch.config.schema import RolloutConfig
+from retouch.config.run import RolloutConfig
 from tests.command_line import retouch
 
 from .conftest import BASE, TINY

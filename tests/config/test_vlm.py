@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from retouch.config import ConfigError, RunConfig, numbers, parse_run
-from retouch.config.trl_fields import (
+from retouch.algorithms.vlm_grpo.rules import VlmDerived
+from retouch.algorithms.vlm_grpo.trl_fields import (
     COUNTS,
     DEFAULTS,
     DRAWING,
@@ -22,7 +22,7 @@ from retouch.config.trl_fields import (
     grpo_fields,
     model_fields,
 )
-from retouch.config.vlm import VlmDerived
+from retouch.config import ConfigError, RunConfig, numbers, parse_run
 from tests.command_line import retouch
 
 

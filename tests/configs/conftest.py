@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from retouch.config.load import read_yaml
-from retouch.data.synth import draw_words, write_signs
 from retouch.rewards import judge
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
 from tests.conftest import TEXT_LENGTH
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures
 from tests.tiny_models import WITH_BASE, tiny_calligrapher, tiny_clip, tiny_model

@@ -17,13 +17,23 @@ from safetensors.torch import load_file
 from torch import nn
 
 from retouch.adapters.trainee import make_trainable
+from retouch.algorithms.sections import (
+    NftConfig,
+    RlConfig,
+)
 from retouch.config import ConfigError, derive, load_run
-from retouch.config.algorithm_sections import NftConfig, RlConfig
 from retouch.config.derived import snapshots
-from retouch.config.families import ADAPTERS, FACTS
 from retouch.config.load import read_yaml
 from retouch.engine.checkpoint import complete_checkpoints
-from retouch.models import FAMILIES, family_class, load_model
+from retouch.families.facts import (
+    ADAPTERS,
+    FACTS,
+)
+from retouch.families.registry import (
+    FAMILIES,
+    family_class,
+    load_model,
+)
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 from tests.rewards.openai_server import OpenAIServer

@@ -15,13 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config import load, load_run, numbers
-from retouch.config.algorithm_sections import VlmGrpoConfig
-from retouch.config.families import EditVariant
-from retouch.config.reward_sections import JudgeEntry
-from retouch.data.edits import write_edits
-from retouch.models.tiny import tiny_qwen_image, tiny_qwen_image_edit
+from retouch.families.facts import EditVariant
+from retouch.families.tiny import (
+    tiny_qwen_image,
+    tiny_qwen_image_edit,
+)
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.sections import JudgeEntry
+from retouch.tiny.edits import write_edits
 from tests.command_line import retouch
 from tests.data.protocols import Hub, edit_row, mmmg_configurations, write_complex_edit
 from tests.rewards.openai_server import KEY, OpenAIServer

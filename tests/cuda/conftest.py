@@ -1,1 +1,1 @@
-from tests.recipes.conftest import scripted as scripted
+from tests.algorithms.conftest import scripted as scripted

@@ -14,14 +14,23 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from retouch.adapters.lora import add_lora
-from retouch.config.schema import OptimizerConfig, TrainingConfig
-from retouch.data.synth import draw_words, write_signs
+from retouch.algorithms.grpo.recipe import ON_POLICY_TOLERANCE
+from retouch.config.run import (
+    OptimizerConfig,
+    TrainingConfig,
+)
 from retouch.engine import Engine
-from retouch.models.flux_fill import LORA_TARGETS, RELEASED_TRANSFORMER
+from retouch.families.flux_fill.model import (
+    LORA_TARGETS,
+    RELEASED_TRANSFORMER,
+)
 from retouch.observe.timing import PARTS
-from retouch.recipes.grpo import ON_POLICY_TOLERANCE
-from tests.recipes.runs import Config, Use, brightness, of_kind, train, weights
-from tests.recipes.test_cells import resumes_bitwise
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
+from tests.algorithms.runs import Config, Use, brightness, of_kind, train, weights
+from tests.algorithms.test_cells import resumes_bitwise
 from tests.tiny_models import tiny_model
 
 pytestmark = [

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.config.data_sections import DISCIPLINES, LEVELS
+from retouch.data.sections import (
+    DISCIPLINES,
+    LEVELS,
+)
 
 SIDE = 24
 

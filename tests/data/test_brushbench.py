@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 
 from retouch.config import parse_run
-from retouch.config.data_sections import BrushBenchData
-from retouch.data import DataError, load_dataset
-from retouch.data.dataset import ItemError, ItemFiles, list_items
+from retouch.data.dataset import (
+    DataError,
+    ItemError,
+    ItemFiles,
+    list_items,
+    load_dataset,
+)
 from retouch.data.formats.brushbench import SIDE
+from retouch.data.sections import BrushBenchData
 from retouch.data.split import split
 from retouch.data.validate import data_at
 from retouch.use.items import like

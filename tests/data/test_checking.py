@@ -13,10 +13,22 @@ from typing import Any
 
 import pytest
 
-from retouch.config.data_sections import ManifestData, PromptsData
-from retouch.data import DataError, Dataset, ItemFiles, checking, dataset, load_dataset
+from retouch.data import (
+    checking,
+    dataset,
+)
 from retouch.data.checking import find_problems, fingerprint, in_threads
-from retouch.data.dataset import ItemError
+from retouch.data.dataset import (
+    DataError,
+    Dataset,
+    ItemError,
+    ItemFiles,
+    load_dataset,
+)
+from retouch.data.sections import (
+    ManifestData,
+    PromptsData,
+)
 from retouch.data.validate import validate
 from retouch.types import Processes
 

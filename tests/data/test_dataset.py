@@ -12,8 +12,11 @@ import yaml
 from PIL import Image, ImageOps
 
 from retouch.config import ConfigError
-from retouch.config.data_sections import SelfBenchData
-from retouch.data import DataError, load_dataset
+from retouch.data.dataset import (
+    DataError,
+    load_dataset,
+)
+from retouch.data.sections import SelfBenchData
 from retouch.data.validate import Finding, validate, validation_table
 from retouch.imaging import Box, ImageProblem, mask_box
 from tests.command_line import retouch

@@ -11,9 +11,23 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.config.data_sections import ManifestData
-from retouch.data import load_dataset
-from retouch.data.edits import (
+from retouch.algorithms.vlm_grpo.parts import (
+    asked,
+    chat_messages,
+    prepare_processor,
+)
+from retouch.algorithms.vlm_grpo.response import model_inputs
+from retouch.data.dataset import load_dataset
+from retouch.data.sections import ManifestData
+from retouch.families.loading import (
+    component_path,
+    load_component,
+    tiny_path,
+)
+from retouch.families.qwen.text import ImageTextProcessor
+from retouch.rewards.protocol import RewardItem
+from retouch.tiny.editing import likeliest
+from retouch.tiny.edits import (
     COLOURS,
     GROUND,
     PHRASES,
@@ -24,12 +38,6 @@ from retouch.data.edits import (
     recoloured,
     write_edits,
 )
-from retouch.models.loading import component_path, load_component, tiny_path
-from retouch.models.qwen_text import ImageTextProcessor
-from retouch.models.response import model_inputs
-from retouch.recipes.tiny_edit import likeliest
-from retouch.rewards.protocol import RewardItem
-from retouch.vlm.parts import asked, chat_messages, prepare_processor
 from tests.command_line import retouch
 
 

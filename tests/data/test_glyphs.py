@@ -7,7 +7,6 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
 from retouch import glyphs
-from retouch.data.synth import draw_sign, draw_words
 from retouch.glyphs import (
     FONTS,
     FontsMissing,
@@ -21,6 +20,10 @@ from retouch.glyphs import (
     write_spaced,
 )
 from retouch.imaging import Box
+from retouch.tiny.signs import (
+    draw_sign,
+    draw_words,
+)
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 WORDS = ("MOON", "KIGE", "TAHI", "BATOMU", "Ocean")

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from retouch.config.data_sections import ManifestData
-from retouch.data import DataError, ItemError, ItemFiles, load_dataset
-from retouch.data.dataset import check_item, list_items
+from retouch.data.dataset import (
+    DataError,
+    ItemError,
+    ItemFiles,
+    check_item,
+    list_items,
+    load_dataset,
+)
 from retouch.data.identity import item_key
+from retouch.data.sections import ManifestData
 from retouch.data.validate import data_at
 
 from .conftest import SIZE, box_mask, picture, pixels

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from retouch.config.data_sections import PromptsData
-from retouch.data import DataError, load_dataset
+from retouch.data.dataset import (
+    DataError,
+    load_dataset,
+)
+from retouch.data.sections import PromptsData
 from retouch.data.validate import data_at
 from tests.command_line import retouch
 

@@ -13,10 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.config.data_sections import DISCIPLINES, LEVELS, ComplexEditData, MmmgData
-from retouch.data import DataError, Dataset, ItemError, ItemFiles, load_dataset
-from retouch.data.dataset import list_items
+from retouch.data.dataset import (
+    DataError,
+    Dataset,
+    ItemError,
+    ItemFiles,
+    list_items,
+    load_dataset,
+)
 from retouch.data.formats.tables import Table, tables_of
+from retouch.data.sections import (
+    DISCIPLINES,
+    LEVELS,
+    ComplexEditData,
+    MmmgData,
+)
 from retouch.imaging import resize
 from retouch.types import Example
 
@@ -288,7 +299,7 @@ def test_mmmg_is_read_from_the_cache_without_a_hub(tmp_path: Path) -> None:
         write_cached_mmmg(tmp_path / "datasets" / "owner___mmmg", name)
     code = (
         "import logging; logging.basicConfig(format='%(levelname)s %(message)s')\n"
-        "from retouch.config.data_sections import MmmgData\n"
+        "from retouch.data.sections import MmmgData\n"
         "from retouch.data.formats.mmmg import list_items\n"
         "print(*(item.prompt for item in list_items(MmmgData(path='owner/mmmg', levels='PhD'))))\n"
         "list_items(MmmgData(path='owner/mmmg', levels='preschool'))\n"
@@ -310,7 +321,7 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytes
 
 def test_data_need_neither_torch_nor_datasets(made: Path) -> None:
     code = (
-        "import sys; from retouch.config.data_sections import *; from retouch.data import load_dataset\n"
+        "import sys; from retouch.data.sections import *; from retouch.data.dataset import load_dataset\n"
         f"load_dataset(ComplexEditData(path={str(made / 'edits')!r}, resolution=16))[0]\n"
         f"load_dataset(MmmgData(path={str(made / 'mmmg')!r}))[0]\n"
         "print(*(name for name in ('torch', 'datasets', 'pyarrow') if name in sys.modules))"

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.config.data_sections import CrossBenchData, ManifestData
-from retouch.data import DataError, ItemError, ItemFiles, load_dataset
-from retouch.data.dataset import check_item, list_items
+from retouch.data.dataset import (
+    DataError,
+    ItemError,
+    ItemFiles,
+    check_item,
+    list_items,
+    load_dataset,
+)
+from retouch.data.sections import (
+    CrossBenchData,
+    ManifestData,
+)
 from retouch.data.validate import data_at
 from retouch.imaging import ImageProblem, halves, into_strip, mask_box, stack_above
 from tests.command_line import retouch

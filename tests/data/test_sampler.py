@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.data import (
-    DataError,
+from retouch.data import sampler
+from retouch.data.dataset import DataError
+from retouch.data.sampler import (
     Slot,
     batch_examples,
     curriculum_examples,
     curriculum_order,
     curriculum_pool,
     derive_seed,
+    easiest,
     epoch_examples,
     other_examples,
     rank_slots,
-    sampler,
 )
-from retouch.data.sampler import easiest
 
 # --- slots ---
 

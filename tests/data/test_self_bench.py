@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data import DataError, ItemError, ItemFiles, load_dataset
-from retouch.data.dataset import check_item, list_items
+from retouch.data.dataset import (
+    DataError,
+    ItemError,
+    ItemFiles,
+    check_item,
+    list_items,
+    load_dataset,
+)
 from retouch.imaging import mask_box
 from tests.command_line import retouch
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from retouch.config.data_sections import ManifestData, PromptsData
-from retouch.data import DataError, load_dataset
+from retouch.data.dataset import (
+    DataError,
+    load_dataset,
+)
 from retouch.data.overlap import trained_on
+from retouch.data.sections import (
+    ManifestData,
+    PromptsData,
+)
 from retouch.data.split import sides, split
 from tests.command_line import retouch
 

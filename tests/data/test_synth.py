@@ -9,11 +9,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.config.data_sections import SelfBenchData
-from retouch.data import DataError, load_dataset, synth
-from retouch.data.synth import Half, draw_sign, draw_words, half_of, misheard, words_of, write_signs
+from retouch.data.dataset import (
+    DataError,
+    load_dataset,
+)
+from retouch.data.sections import SelfBenchData
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
+from retouch.tiny import signs as synth
+from retouch.tiny.signs import (
+    Half,
+    draw_sign,
+    draw_words,
+    half_of,
+    misheard,
+    words_of,
+    write_signs,
+)
 from tests.command_line import retouch
 
 SIZE = (32, 64)  # height, width

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from retouch.cli import app
-from retouch.data import epoch_examples
+from retouch.data.sampler import epoch_examples
 from retouch.engine import Engine
 from retouch.engine.sharding import piece
-from retouch.recipes.session import Session
 from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.training.session import Session
 from retouch.types import Score
 
 torch.set_num_threads(1)

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.config.run import (
+    OptimizerConfig,
+    TrainingConfig,
+)
 from retouch.engine import Checkpoints, Diverged, Engine, Policy
 from retouch.engine.sharding import piece
 

@@ -14,7 +14,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from retouch.config import ConfigError
-from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.config.run import (
+    OptimizerConfig,
+    TrainingConfig,
+)
 from retouch.engine.zero import Zero
 from tests import forked
 

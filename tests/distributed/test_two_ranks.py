@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from retouch.engine.checkpoint import read_state
-from retouch.models.loading import tiny_path
+from retouch.families.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.command_line import retouch
@@ -28,8 +28,9 @@ import os, sys
 import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
-import retouch.recipes.session as session
-from retouch.data import dataset, epoch_examples
+import retouch.training.session as session
+from retouch.data import dataset
+from retouch.data.sampler import epoch_examples
 from retouch.engine import Engine
 from retouch.rewards.scorers.preservation import PreservationScorer
 from retouch.types import Failure, Score

@@ -21,14 +21,14 @@ pytest.importorskip("trl")
 from retouch.engine.checkpoint import read_state
 from retouch.observe.run_dir import read_metrics
 from tests import forked
-from tests.recipes.vlm_runs import records, run_section, weights
+from tests.algorithms.vlm_runs import records, run_section, weights
 
 CHILD = """
 import os, random, sys
 import torch
 torch.set_num_threads(1)
 from trl import GRPOTrainer
-import retouch.vlm.judge as judge
+import retouch.algorithms.vlm_grpo.judge as judge
 
 def replayed(self, prompt_ids, images, multimodal_fields, num_generations, *options):
     said, seen = [], {}

@@ -14,8 +14,9 @@ PAGE = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-import algorithms  # noqa: E402
 import region  # noqa: E402
+
+import algorithms  # noqa: E402
 
 
 @pytest.mark.parametrize("benchmark", [algorithms, region], ids=lambda module: module.__name__)

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from retouch.adapters.formats import NAME
+from retouch.algorithms.sections import NftConfig
 from retouch.cli import EXTRAS
 from retouch.config import RunConfig, derive, load_run
-from retouch.config.algorithm_sections import NftConfig
-from retouch.config.families import FACTS
 from retouch.doctor.machine import EXTRAS as LOOKED_AT
+from retouch.families.facts import FACTS
 from tests.config.leaves import leaves
 from tests.configs.test_guide import GUIDE, OF
 
@@ -137,7 +137,7 @@ def test_a_difference_has_a_reason() -> None:
 
 
 def test_the_files_of_the_page_are_those_of_a_run_directory() -> None:
-    """Their names are constants of the code; tests/recipes/test_ip_adapter.py holds what is in a checkpoint."""
+    """Their names are constants of the code; tests/algorithms/test_ip_adapter.py holds what is in a checkpoint."""
     source = (REPOSITORY / "src/retouch/observe/run_dir.py").read_text(encoding="utf-8")
     assert "log.txt" in PAGE
     assert '"log.txt"' in source

@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
-from retouch.data.synth import draw_sign, draw_words, write_signs
 from retouch.rewards.protocol import FAILURE_CODES, RewardItem
 from retouch.rewards.scorers import SCORERS
 from retouch.rewards.scorers.ocr import OcrScorer
 from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.tiny.signs import (
+    draw_sign,
+    draw_words,
+    write_signs,
+)
 from tests.rewards.fakes import serving
 
 from .pages import REPOSITORY, blocks, commands

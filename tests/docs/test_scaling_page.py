@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from retouch.config import derive, load_run
-from retouch.config.families import ADAPTERS
-from retouch.config.model_sections import TrainIpAdapter
 from retouch.doctor.line import size
 from retouch.doctor.memory import report_memory
+from retouch.families.facts import ADAPTERS
+from retouch.families.sections import TrainIpAdapter
 
 from .pages import REPOSITORY, retouch_arguments
 

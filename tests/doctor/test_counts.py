@@ -13,9 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from retouch.adapters.trainee import make_trainable
 from retouch.config import ConfigError, RunConfig, derive, load_run, parse_run
-from retouch.config.families import ADAPTERS
-from retouch.config.model_sections import Model
-from retouch.config.schema import EmaConfig
+from retouch.config.run import EmaConfig
 from retouch.doctor import diagnose
 from retouch.doctor.data import needs_no_t5
 from retouch.doctor.memory import (
@@ -31,9 +29,17 @@ from retouch.doctor.memory import (
 from retouch.doctor.model import PIPELINES, PROCESSORS, Found, find_model
 from retouch.doctor.networks import build_networks
 from retouch.engine.checkpoint import complete_checkpoints
+from retouch.families.facts import ADAPTERS
+from retouch.families.loading import (
+    ModelFilesError,
+    tiny_path,
+)
+from retouch.families.registry import (
+    FAMILIES,
+    load_model,
+)
+from retouch.families.sections import Model
 from retouch.image_encoder import TINY
-from retouch.models import FAMILIES, load_model
-from retouch.models.loading import ModelFilesError, tiny_path
 from tests.tiny_models import tiny_model
 
 PARTS = [

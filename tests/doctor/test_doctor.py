@@ -19,18 +19,21 @@ from safetensors.torch import load_file, save_file
 
 from retouch.adapters.trainee import make_trainable
 from retouch.config import load_run, parse_run
-from retouch.config.model_sections import DistillationLora, QwenImageModel
 from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
 from retouch.doctor.machine import Gpu, Gpus, find_gpus
 from retouch.doctor.rewards import needed_extras, probe
+from retouch.families.loading import tiny_path
+from retouch.families.registry import load_model
+from retouch.families.sections import (
+    DistillationLora,
+    QwenImageModel,
+)
 from retouch.image_encoder import TINY
-from retouch.models import load_model
-from retouch.models.loading import tiny_path
-from retouch.rewards.compose import golden_items
 from retouch.rewards.knowledge_graph import read_graph
 from retouch.rewards.protocol import RewardItem, score_checked
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.table import golden_items
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, serving

@@ -17,6 +17,13 @@ pytest.importorskip("trl")
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
+from retouch.algorithms.vlm_grpo import (
+    footprint,
+    judge,
+)
+from retouch.algorithms.vlm_grpo.arguments import trl_arguments
+from retouch.algorithms.vlm_grpo.parts import build_parts
+from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
 from retouch.config import RunConfig, load_run
 from retouch.config.errors import ConfigError
 from retouch.doctor.launch import Launch, read_launch
@@ -24,16 +31,15 @@ from retouch.doctor.memory import memory_table, report_memory
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
 from retouch.doctor.vlm_memory import BUCKET, LIVE, Policy, build_policy, vlm_parts
-from retouch.models.loading import DTYPES
-from retouch.models.meta import to_run_without_data, without_data
-from retouch.models.vae import frame_by_frame
+from retouch.families.loading import DTYPES
+from retouch.families.meta import (
+    to_run_without_data,
+    without_data,
+)
+from retouch.families.vae import frame_by_frame
 from retouch.observe.live_bytes import LiveBytes
-from retouch.recipes.vlm_grpo import VlmTrainer
-from retouch.vlm import footprint, judge
-from retouch.vlm.arguments import trl_arguments
-from retouch.vlm.parts import build_parts
+from tests.algorithms.vlm_runs import run_section
 from tests.command_line import retouch
-from tests.recipes.vlm_runs import run_section
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = 0.1

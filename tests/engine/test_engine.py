@@ -11,11 +11,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
-from retouch.config.reward_sections import RewardClientConfig
-from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.config.run import (
+    OptimizerConfig,
+    TrainingConfig,
+)
 from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.engine.engine import OVERFLOWS, PLUGINS
+from retouch.rewards.sections import RewardClientConfig
 
 
 class Plain(nn.Linear):

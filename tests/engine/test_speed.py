@@ -14,10 +14,12 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
-from retouch import precompute as precompute_module
 from retouch.adapters.lora import add_lora
 from retouch.config import ConfigError, RunConfig
-from retouch.config.schema import OptimizerConfig, TrainingConfig
+from retouch.config.run import (
+    OptimizerConfig,
+    TrainingConfig,
+)
 from retouch.engine import engine as engine_module
 from retouch.engine.speed import (
     choose_kernels,
@@ -26,6 +28,7 @@ from retouch.engine.speed import (
     leave_casts_to_autocast,
     make_optimizer,
 )
+from retouch.use import precompute as precompute_module
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

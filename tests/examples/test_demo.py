@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from examples.demo import print_result
 
-from retouch.evaluate import Evaluation, save_evaluation
+from retouch.training.evaluation import (
+    Evaluation,
+    save_evaluation,
+)
 
 NED = {"start": (0.0, 0.25), "warmup": (0.25, 0.75), "step": (0.5, 0.5), "end": (0.75, 1.0)}
 """Moment -> what OCR reads in two images: the means are .125, .5, .5 and .875."""

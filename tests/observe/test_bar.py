@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from retouch.build import build
+from retouch.algorithms.train import recipe
 from retouch.config import RunConfig
 from retouch.observe import Stopwatch, bar
 from retouch.observe.bar import Pace, TrainingBar
-from retouch.recipes import recipe
+from retouch.training.build import build
 
 Config = Callable[..., RunConfig]
 

@@ -13,13 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import RunConfig, derive
-from retouch.data import load_dataset
-from retouch.data.synth import draw_words, write_signs
-from retouch.models import load_model
+from retouch.data.dataset import load_dataset
+from retouch.families.registry import load_model
 from retouch.observe import cost
 from retouch.observe.cost import Costs, forward_flops
 from retouch.observe.timing import Stopwatch
-from tests.recipes.runs import of_kind, train
+from retouch.tiny.signs import (
+    draw_words,
+    write_signs,
+)
+from tests.algorithms.runs import of_kind, train
 from tests.tiny_models import tiny_model
 
 Config = Callable[..., RunConfig]

@@ -204,14 +204,14 @@ def test_a_library_user_gets_the_log_file_and_no_more_output(
     ours.setLevel(logging.NOTSET)
     try:
         directory = opened(config())
-        logging.getLogger("retouch.build").info("information")
-        logging.getLogger("retouch.build").warning("warning")
+        logging.getLogger("retouch.training.build").info("information")
+        logging.getLogger("retouch.training.build").warning("warning")
         root.warning("of another library")
         directory.close()
         assert (ours.level, ours.handlers, terminal.filters) == (logging.NOTSET, [], [])
-        logging.getLogger("retouch.build").info("afterwards")
+        logging.getLogger("retouch.training.build").info("afterwards")
     finally:
         ours.setLevel(before)
     log = (directory.path / "log.txt").read_text()
-    assert "INFO retouch.build: information" in log and "WARNING retouch.build: warning" in log
+    assert "INFO retouch.training.build: information" in log and "WARNING retouch.training.build: warning" in log
     assert shown == ["warning", "of another library"]

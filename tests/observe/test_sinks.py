@@ -273,7 +273,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(
 
     (tmp_path / "trackio").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not (Path(p) / "trackio").is_dir())])
-    monkeypatch.setattr("retouch.build.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("retouch.training.build.load_model", lambda *_: pytest.fail("the model was loaded"))
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run_file(logging__sinks=["trackio"])), encoding="utf-8")
     outcome = retouch("train", path)

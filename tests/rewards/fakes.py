@@ -19,7 +19,10 @@ import numpy as np
 import uvicorn
 
 from retouch.rewards.protocol import Pixels, RewardItem, Scorer, ScorerSpec
-from retouch.rewards.server import Limits, create_app
+from retouch.rewards.server.app import (
+    Limits,
+    create_app,
+)
 from retouch.types import Failure, Outcome, Score
 
 # --- items ---

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.rewards.client import RewardClient
+from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import Scorer
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
@@ -310,7 +310,7 @@ def test_a_compressed_reply_is_not_unpacked(body: bytes) -> None:
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.rewards.exchange.MAX_REPLY", 100_000)
+    monkeypatch.setattr("retouch.rewards.client.exchange.MAX_REPLY", 100_000)
     with FakeServer(lambda *_: Answer(b" " * 200_000)) as server, client_of(server.url) as client:
         (failure,) = failures(client.score(items(1))["r"])
     assert failure.code == "bad_reply" and "over 100000 bytes" in failure.message
@@ -447,7 +447,7 @@ def test_after_a_fork_the_child_has_a_thread_of_its_own() -> None:
     program = """
 import os, sys
 from tests.rewards.fakes import FakeServer, honest, items, values
-from retouch.rewards.client import RewardClient
+from retouch.rewards.client.client import RewardClient
 with FakeServer(honest) as server, RewardClient([server.url], ["r"], timeout_s=5.0) as client:
     assert values(client.score(items(1))["r"]) == [0.0]
     child = os.fork()

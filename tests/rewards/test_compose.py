@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.config.reward_sections import OcrReward, PreservationReward, RewardClientConfig, RewardEntry
-from retouch.rewards import compose
-from retouch.rewards.compose import RewardTable, scorer_options
+from retouch.rewards import table as compose
 from retouch.rewards.protocol import RewardItem, Scorer
+from retouch.rewards.sections import (
+    OcrReward,
+    PreservationReward,
+    RewardClientConfig,
+    RewardEntry,
+)
+from retouch.rewards.table import (
+    RewardTable,
+    scorer_options,
+)
 from retouch.types import Failure, Score, Scores
 from tests.rewards.fakes import (
     Brightness,

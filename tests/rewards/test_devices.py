@@ -11,7 +11,14 @@ import pytest
 from pydantic import ValidationError
 
 from retouch.config import ConfigError
-from retouch.config.reward_sections import (
+from retouch.rewards import (
+    devices,
+)
+from retouch.rewards import (
+    table as compose,
+)
+from retouch.rewards.devices import devices_of, instances, own_device, serve_argument
+from retouch.rewards.sections import (
     ClipReward,
     ComplexEditReward,
     OcrReward,
@@ -20,10 +27,8 @@ from retouch.config.reward_sections import (
     SeamReward,
     StyleReward,
 )
-from retouch.rewards import compose, devices
-from retouch.rewards.compose import RewardTable
-from retouch.rewards.devices import devices_of, instances, own_device, serve_argument
-from retouch.rewards.launch import LocalServer
+from retouch.rewards.server.launch import LocalServer
+from retouch.rewards.table import RewardTable
 from retouch.use.comparison import _scored_here  # pyright: ignore[reportPrivateUsage]
 from tests.rewards.fakes import Brightness, brightness, items, serving
 

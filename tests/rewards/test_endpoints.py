@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards.endpoints import resolve_urls, write_endpoints
+from retouch.rewards.client.endpoints import (
+    resolve_urls,
+    write_endpoints,
+)
 from tests.command_line import retouch
 from tests.rewards.fakes import closed_port
 
@@ -44,7 +47,7 @@ def test_commands_share_an_endpoints_file(tmp_path: Path) -> None:
 
 def test_commands_that_start_at_once_lose_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "endpoints.json"
-    monkeypatch.setattr("retouch.rewards.endpoints._listens", lambda url: time.sleep(0.02) or True)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    monkeypatch.setattr("retouch.rewards.client.endpoints._listens", lambda url: time.sleep(0.02) or True)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     entries = [{"url": f"http://127.0.0.1:{port}", "rewards": ["ocr"]} for port in range(1, 9)]
     with ThreadPoolExecutor(len(entries)) as pool:
         list(pool.map(lambda entry: write_endpoints(file, [entry]), entries))

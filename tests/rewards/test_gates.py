@@ -11,9 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.config.reward_sections import OcrReward, PreservationReward, RewardClientConfig, SeamReward
-from retouch.rewards.compose import PendingScores, Place, RewardTable
 from retouch.rewards.gates import Gate
+from retouch.rewards.sections import (
+    OcrReward,
+    PreservationReward,
+    RewardClientConfig,
+    SeamReward,
+)
+from retouch.rewards.table import (
+    PendingScores,
+    Place,
+    RewardTable,
+)
 from retouch.rewards.views import View, at_least, viewed
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import Brightness, Scripted, half_mask, item, items, picture

@@ -16,7 +16,7 @@ import pytest
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
 from retouch.rewards import judge
-from retouch.rewards.client import RewardClient
+from retouch.rewards.client.client import RewardClient
 from retouch.rewards.judge import (
     Budget,
     BudgetSpent,
@@ -30,7 +30,7 @@ from retouch.rewards.judge import (
 )
 from retouch.rewards.protocol import RewardItem, score_checked
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.worker import ProcessWorker
+from retouch.rewards.server.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
 from tests.rewards.fakes import item, serving, values

@@ -22,9 +22,16 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.data.synth import draw_sign
-from retouch.rewards.endpoints import resolve_urls, write_endpoints
-from retouch.rewards.launch import LocalServer, requested, reward_token
+from retouch.rewards.client.endpoints import (
+    resolve_urls,
+    write_endpoints,
+)
+from retouch.rewards.server.launch import (
+    LocalServer,
+    requested,
+    reward_token,
+)
+from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import closed_port, item, until
 from tests.rewards.test_server import as_json, outcomes
@@ -321,7 +328,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 def test_a_killed_run_leaves_no_server_behind(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from retouch.rewards.launch import LocalServer\n"
+        "import sys, time; from pathlib import Path; from retouch.rewards.server.launch import LocalServer\n"
         f"server = LocalServer({{'preservation': {{}}}}, Path({str(tmp_path / 'server.log')!r}))\n"
         "print(server.pid, *server.urls(), flush=True); time.sleep(600)"
     )

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from retouch.config.reward_sections import RewardClientConfig
-from retouch.data.synth import draw_sign
-from retouch.rewards.client import RewardClient
-from retouch.rewards.compose import RewardTable
+from retouch.rewards.client.client import RewardClient
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers.ocr import OcrScorer
 from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.rewards.sections import RewardClientConfig
+from retouch.rewards.table import RewardTable
+from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome
 from tests.rewards.fakes import (
     Brightness,

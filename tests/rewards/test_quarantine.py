@@ -6,9 +6,16 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from retouch.rewards.batcher import STRIKES, Batcher
 from retouch.rewards.protocol import RewardItem, ScorerSpec
-from retouch.rewards.worker import Scored, Work, WorkerLost
+from retouch.rewards.server.batcher import (
+    STRIKES,
+    Batcher,
+)
+from retouch.rewards.server.worker import (
+    Scored,
+    Work,
+    WorkerLost,
+)
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import brightness, item
 

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.data.synth import draw_sign
 from retouch.glyphs import write_spaced
 from retouch.imaging import mask_box, paste_back, widen
 from retouch.rewards.protocol import Pixels, RewardItem, score_checked
@@ -20,6 +19,7 @@ from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.ocr import OcrScorer, crop_for
 from retouch.rewards.scorers.preservation import PreservationScorer
 from retouch.rewards.views import paste
+from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import half_mask, item, picture
 

@@ -23,8 +23,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.rewards.client import RewardClient
-from retouch.rewards.frames import (
+from retouch.rewards.client.client import RewardClient
+from retouch.rewards.protocol import CheckedScorer, RewardItem
+from retouch.rewards.server.app import Limits
+from retouch.rewards.server.frames import (
     HEAD_BYTES,
     BrokenFrame,
     pack,
@@ -35,11 +37,16 @@ from retouch.rewards.frames import (
     unpack_items,
     unpack_outcome,
 )
-from retouch.rewards.protocol import CheckedScorer, RewardItem
-from retouch.rewards.server import Limits
-from retouch.rewards.telemetry import Histogram, Telemetry
+from retouch.rewards.server.telemetry import (
+    Histogram,
+    Telemetry,
+)
+from retouch.rewards.server.worker import (
+    Work,
+    torch_device,
+    worker_environment,
+)
 from retouch.rewards.wire import encode_request, parse_multipart
-from retouch.rewards.worker import Work, torch_device, worker_environment
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Brightness,

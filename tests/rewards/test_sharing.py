@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError
-from retouch.config.reward_sections import PreservationReward, RewardClientConfig
-from retouch.rewards import compose, machine
-from retouch.rewards.compose import RewardTable
+from retouch.rewards import (
+    machine,
+)
+from retouch.rewards import (
+    table as compose,
+)
 from retouch.rewards.devices import CPU
-from retouch.rewards.launch import LocalServer
 from retouch.rewards.machine import Machine, this_machine
+from retouch.rewards.sections import (
+    PreservationReward,
+    RewardClientConfig,
+)
+from retouch.rewards.server.launch import LocalServer
+from retouch.rewards.table import RewardTable
 from tests.rewards.fakes import Brightness, item, serving
 
 WAIT_S = 30.0

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.data.synth import Sign, draw_sign, draw_words
 from retouch.glyphs import FONTS
 from retouch.imaging import mask_box
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.style import StyleScorer
+from retouch.tiny.signs import (
+    Sign,
+    draw_sign,
+    draw_words,
+)
 from retouch.types import Failure, Score
 
 RED, BLUE = (150, 20, 20), (20, 20, 150)

@@ -22,10 +22,15 @@ import numpy as np
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards import worker as worker_module
-from retouch.rewards.client import RewardClient
-from retouch.rewards.launch import ServeOptions, name_of, parse_devices, serve
+from retouch.rewards.client.client import RewardClient
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.server import worker as worker_module
+from retouch.rewards.server.launch import (
+    ServeOptions,
+    name_of,
+    parse_devices,
+    serve,
+)
 from retouch.types import Failure, Score
 from tests.rewards import test_launch
 from tests.rewards.fakes import brightness, item, items, until, values
@@ -114,8 +119,8 @@ def test_a_worker_that_cannot_load_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_front_that_cannot_start_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("retouch.rewards.launch.sys.executable", "/bin/false")
-    monkeypatch.setattr("retouch.rewards.launch._WATCH_S", 0.01)
+    monkeypatch.setattr("retouch.rewards.server.launch.sys.executable", "/bin/false")
+    monkeypatch.setattr("retouch.rewards.server.launch._WATCH_S", 0.01)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(ConfigError, match=r"ends as soon as it is started \(exit code 1\)"):
         serve({"preservation": {}}, ServeOptions(port=0, log_dir=tmp_path))
@@ -168,7 +173,7 @@ def test_a_worker_ends_with_its_socket_whatever_is_left_in_it() -> None:
     ours, theirs = socket.socketpair()
     code = (
         "import queue, socket, sys, threading, time\n"
-        "from retouch.rewards.worker import _read\n"
+        "from retouch.rewards.server.worker import _read\n"
         "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         "channel.sendall(b'unread')\n"
         "threading.Thread(target=_read, args=(channel, queue.SimpleQueue()), daemon=True).start()\n"

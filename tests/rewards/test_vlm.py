@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from retouch.config import ConfigError
-from retouch.models.tiny import bytes_to_characters
+from retouch.families.tiny import bytes_to_characters
 from retouch.rewards.protocol import RewardItem, score_checked
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.vlm import VlmScorer

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from retouch.models.sd_inpaint import SdInpaint
-from retouch.models.tiny import tiny_pipeline
-from tests.models.conftest import model, pipeline, with_point_posterior  # noqa: F401
+from retouch.families.sd_inpaint.model import SdInpaint
+from retouch.families.tiny import tiny_pipeline
+from tests.families.conftest import model, pipeline, with_point_posterior  # noqa: F401
 
 
 @pytest.fixture(scope="session")

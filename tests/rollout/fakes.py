@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
 from retouch.core.steps import STEP_RULES
-from retouch.rollout import StepPlan
+from retouch.rollout.plan import StepPlan
 from retouch.types import Condition, Example, ModelSpec
 
 SIZE = (8, 12)

@@ -12,12 +12,27 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from retouch.config.model_sections import QwenImageEditModel, QwenImageModel
-from retouch.models.qwen import QwenModel, padded, unpadded
-from retouch.models.qwen_image import QwenImage
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.tiny import tiny_pipeline, tiny_qwen_image_edit
-from retouch.rollout import Drawing, draw, drawing_on, freeze
+from retouch.algorithms.vlm_grpo.drawing import (
+    Drawing,
+    draw,
+    drawing_on,
+    freeze,
+)
+from retouch.families.qwen.base import (
+    QwenModel,
+    padded,
+    unpadded,
+)
+from retouch.families.qwen_image.model import QwenImage
+from retouch.families.qwen_image_edit.model import QwenImageEdit
+from retouch.families.sections import (
+    QwenImageEditModel,
+    QwenImageModel,
+)
+from retouch.families.tiny import (
+    tiny_pipeline,
+    tiny_qwen_image_edit,
+)
 from tests.tiny_models import attentive, tiny_model
 
 SIZE = (32, 64)

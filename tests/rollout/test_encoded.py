@@ -13,7 +13,7 @@ from PIL import Image
 
 from retouch.imaging import ImageProblem
 from retouch.observe import Stopwatch
-from retouch.rollout import EncodedData
+from retouch.rollout.encoded import EncodedData
 from retouch.types import Example
 
 from .fakes import FakeModel

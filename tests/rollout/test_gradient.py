@@ -12,7 +12,9 @@ from retouch.core.advantages import group_advantages
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import STEP_RULES, gaussian_log_prob
-from retouch.rollout import StepPlan, sample, transition
+from retouch.rollout.plan import StepPlan
+from retouch.rollout.sampler import sample
+from retouch.rollout.transition import transition
 from retouch.types import Condition, Example, ModelSpec
 
 

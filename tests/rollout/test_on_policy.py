@@ -10,9 +10,14 @@ from torch import Tensor
 
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import STEP_RULES, gaussian_log_prob
-from retouch.rollout import StepPlan, latent_region, sample, transition
+from retouch.rollout.plan import StepPlan
+from retouch.rollout.sampler import sample
+from retouch.rollout.transition import (
+    latent_region,
+    transition,
+)
 from retouch.types import Condition, Trajectory
-from tests.models.conftest import random_example
+from tests.families.conftest import random_example
 
 SIZE = (32, 64)
 SEEDS = [5, 6, 7, 8]

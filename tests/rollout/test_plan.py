@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from retouch.config import parse_run
-from retouch.config.schema import RolloutConfig
+from retouch.config.run import RolloutConfig
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
 from retouch.core.steps import STEP_RULES
-from retouch.rollout import StepPlan, make_plan, ode_plan
+from retouch.rollout.plan import (
+    StepPlan,
+    make_plan,
+    ode_plan,
+)
 
 SCHEDULE = FlowSchedule.make(10, 3.0)
 EPSILON = AlphaBarSchedule.make(torch.linspace(0.99, 0.01, 100), 10)

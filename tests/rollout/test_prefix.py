@@ -11,9 +11,14 @@ import torch
 from retouch.config import derive, parse_run
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import STEP_RULES
-from retouch.rollout import StepPlan, make_plan, ode_plan, sample
+from retouch.rollout.plan import (
+    StepPlan,
+    make_plan,
+    ode_plan,
+)
+from retouch.rollout.sampler import sample
 from retouch.types import Condition, Trajectory
-from tests.models.conftest import random_example
+from tests.families.conftest import random_example
 
 from .fakes import SIZE, FakeModel, condition_of, plan_of
 

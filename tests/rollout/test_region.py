@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.config.algorithm_sections import DpoConfig, GrpoConfig, NftConfig, SftConfig
-from retouch.rollout import latent_region, objective_region
+from retouch.algorithms.sections import (
+    DpoConfig,
+    GrpoConfig,
+    NftConfig,
+    SftConfig,
+)
+from retouch.rollout.transition import (
+    latent_region,
+    objective_region,
+)
 from retouch.types import Condition
 
 

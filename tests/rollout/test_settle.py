@@ -14,20 +14,26 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.config.reward_sections import PreservationReward, RewardClientConfig
-from retouch.rewards.compose import RewardTable, of_all
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout import (
+from retouch.rewards.sections import (
+    PreservationReward,
+    RewardClientConfig,
+)
+from retouch.rewards.table import (
+    RewardTable,
+    of_all,
+)
+from retouch.rollout import scorer
+from retouch.rollout.scorer import (
     FailureRateExceeded,
     PendingBatch,
     RewardOutage,
+    Tally,
     items_of,
     refuse_failures,
-    scorer,
     settle,
     tally_of,
 )
-from retouch.rollout.scorer import Tally
 from retouch.types import Example, Failure, Score, Scores
 from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, honest, items, reply
 

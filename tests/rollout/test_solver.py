@@ -9,14 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.config.model_sections import FluxFillModel, QwenImageEditModel
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import Estimate, dpm_step, ode_step
-from retouch.models.flux_fill import FluxFill
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.rollout import StepPlan, ode_plan, sample
-from retouch.rollout.sampler import latent_shape, noise_for
-from tests.models.conftest import random_example
+from retouch.families.flux_fill.model import FluxFill
+from retouch.families.qwen_image_edit.model import QwenImageEdit
+from retouch.families.sections import (
+    FluxFillModel,
+    QwenImageEditModel,
+)
+from retouch.rollout.plan import (
+    StepPlan,
+    ode_plan,
+)
+from retouch.rollout.sampler import latent_shape, noise_for, sample
+from tests.families.conftest import random_example
 
 from .fakes import SIZE, FakeModel, condition_of, plan_of
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from retouch.core import steps
 from retouch.core.steps import STEP_RULES, gaussian_log_prob
-from retouch.rollout import StepPlan, denoising_error, ode_plan, sample, transition
+from retouch.rollout.plan import (
+    StepPlan,
+    ode_plan,
+)
+from retouch.rollout.sampler import sample
+from retouch.rollout.transition import (
+    denoising_error,
+    transition,
+)
 from retouch.types import Trajectory
 
 from .fakes import SIZE, FakeModel, condition_of, plan_of

@@ -32,10 +32,13 @@ from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
-from retouch.config.families import ADAPTERS
+from retouch.families.facts import ADAPTERS
 
 if TYPE_CHECKING:
-    from retouch.config.model_sections import Train, TrainIpAdapter
+    from retouch.families.sections import (
+        Train,
+        TrainIpAdapter,
+    )
     from retouch.types import ModelSpec
 
 FACTORS = f"{NAME}-lora.safetensors"

@@ -16,7 +16,7 @@ from retouch.adapters.lora import FILE, add_lora, load_lora, lora_shape, save_lo
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 
 if TYPE_CHECKING:
-    from retouch.config.model_sections import Train
+    from retouch.families.sections import Train
     from retouch.types import ModelSpec
 
 

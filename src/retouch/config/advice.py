@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retouch.config.algorithm_sections import VlmGrpoConfig
-from retouch.config.families import FACTS
-from retouch.config.model_sections import QwenImageEditModel, QwenImageModel
-from retouch.config.reward_sections import MmmgReward
-from retouch.config.schema import RunConfig
+from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.config.run import RunConfig
+from retouch.families.facts import FACTS
+from retouch.families.sections import (
+    QwenImageEditModel,
+    QwenImageModel,
+)
+from retouch.rewards.sections import MmmgReward
 
 FEW_STEPS = 20
 """Fewer denoising steps than this without guidance need a network that was distilled for them."""

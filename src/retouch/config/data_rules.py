@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from retouch.config.algorithm_sections import SftConfig, VlmGrpoConfig
-from retouch.config.data_sections import (
+from retouch.algorithms.sections import (
+    SftConfig,
+    VlmGrpoConfig,
+)
+from retouch.config.needs import (
+    data_sections,
+    needed_pictures,
+    reference_strip,
+    seen_tokens,
+    takes_references,
+    trains_on_rewards,
+)
+from retouch.config.run import RunConfig
+from retouch.data.sections import (
     DISCIPLINES,
     LEVELS,
     ComplexEditData,
@@ -13,17 +25,12 @@ from retouch.config.data_sections import (
     ProtocolData,
     chosen,
 )
-from retouch.config.families import EDIT_CHAT_TOKENS, FACTS, TINY_SIZE_MULTIPLE
-from retouch.config.model_sections import QwenImageEditModel
-from retouch.config.needs import (
-    data_sections,
-    needed_pictures,
-    reference_strip,
-    seen_tokens,
-    takes_references,
-    trains_on_rewards,
+from retouch.families.facts import (
+    EDIT_CHAT_TOKENS,
+    FACTS,
+    TINY_SIZE_MULTIPLE,
 )
-from retouch.config.schema import RunConfig
+from retouch.families.sections import QwenImageEditModel
 
 
 def check_data(run: RunConfig) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from retouch.config.algorithm_sections import (
+from retouch.algorithms.sections import (
     DpoConfig,
     GrpoConfig,
     NftConfig,
@@ -14,12 +14,18 @@ from retouch.config.algorithm_sections import (
     SftConfig,
     VlmGrpoConfig,
 )
+from retouch.algorithms.vlm_grpo.rules import (
+    VlmDerived,
+    derive_vlm,
+)
 from retouch.config.errors import ConfigError
-from retouch.config.families import ENDS_WITHOUT_NOISE, FACTS
-from retouch.config.model_sections import QwenImageEditModel
 from retouch.config.needs import seen_tokens, step_rule, trains_on_rewards
-from retouch.config.schema import RunConfig
-from retouch.config.vlm import VlmDerived, derive_vlm
+from retouch.config.run import RunConfig
+from retouch.families.facts import (
+    ENDS_WITHOUT_NOISE,
+    FACTS,
+)
+from retouch.families.sections import QwenImageEditModel
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     if not trains_on_rewards(run):
         return Derived(
             world_size=world_size,
-            warmup_steps=training.max_steps if isinstance(algorithm, SftConfig) else algorithm.warmup_steps,
+            warmup_steps=algorithm.warmup_steps if isinstance(algorithm, RlConfig) else training.max_steps,
             global_images_per_rollout_batch=0,
             global_groups_per_epoch=0,
             global_images_per_epoch=0,

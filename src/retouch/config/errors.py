@@ -6,9 +6,11 @@ import difflib
 import re
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ValidationError
+
+from retouch.registry import Chosen
 
 
 class ConfigError(ValueError):
@@ -78,15 +80,25 @@ def walk(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], ty
         if typing.get_origin(annotation) is dict:
             annotation = typing.get_args(annotation)[1]
         elif len(models) == 1 and part in models[0].model_fields:
-            annotation = models[0].model_fields[str(part)].annotation
+            annotation = field_annotation(models[0], str(part))
         else:
             annotation = None
     found = models_of(annotation)
     return keys, found[0] if len(found) == 1 else None
 
 
+def field_annotation(model: type[BaseModel], name: str) -> Any:
+    """The annotation of a field as it stands in the class: pydantic keeps what `Annotated` adds beside the type."""
+    info = model.model_fields[name]
+    chosen = [extra for extra in info.metadata if isinstance(extra, Chosen)]
+    return Annotated[info.annotation, chosen[0]] if chosen else info.annotation
+
+
 def models_of(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes an annotation allows, through unions and Annotated."""
+    """The config classes that an annotation allows, through unions, `Annotated` and registries."""
+    chosen = [extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, Chosen)]
+    if chosen:
+        return chosen[0].classes
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     if typing.get_origin(annotation) is dict:

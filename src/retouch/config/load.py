@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from retouch.config import yaml12
 from retouch.config.errors import ConfigError, explain
-from retouch.config.families import DEFAULT_FAMILY
-from retouch.config.schema import RunConfig
+from retouch.config.run import RunConfig
+from retouch.families.facts import DEFAULT_FAMILY
 
 logger = logging.getLogger(__name__)
 

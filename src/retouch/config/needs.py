@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from retouch.config.algorithm_sections import DpoConfig, GrpoConfig, RlConfig, SftConfig, VlmGrpoConfig
-from retouch.config.data_sections import Data, PictureSection
-from retouch.config.families import FACTS, RULES_OF, shown_size, vision_tokens
-from retouch.config.model_sections import QwenImageEditModel
-from retouch.config.schema import RunConfig
+from retouch.algorithms.sections import (
+    DpoConfig,
+    GrpoConfig,
+    RlConfig,
+    SftConfig,
+    VlmGrpoConfig,
+)
+from retouch.config.run import RunConfig
+from retouch.data.sections import (
+    Data,
+    PictureSection,
+)
+from retouch.families.facts import (
+    FACTS,
+    RULES_OF,
+    shown_size,
+    vision_tokens,
+)
+from retouch.families.sections import QwenImageEditModel
 
 DATA_SECTIONS = ("data", "warmup_data", "evaluation.data")
 """Keys of the sections that name examples."""

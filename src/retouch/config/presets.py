@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel
 
-from retouch.config.families import DEFAULT_FAMILY, ENDS_WITHOUT_NOISE, FACTS, RULES_OF
+from retouch.families.facts import (
+    DEFAULT_FAMILY,
+    ENDS_WITHOUT_NOISE,
+    FACTS,
+    RULES_OF,
+)
 
 if TYPE_CHECKING:
-    from retouch.config.schema import RunConfig
+    from retouch.config.run import RunConfig
 
 Preset = Literal["reference", "fast"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from retouch.config.errors import nearest
-from retouch.config.reward_sections import RewardEntry
-from retouch.config.schema import RunConfig
+from retouch.config.run import RunConfig
+from retouch.rewards.sections import RewardEntry
 
 _OF_THE_GATE = {"gate_threshold": None, "gate_floor": 0.0}
 _OF_THE_CROP = {"box_margin": 0.0, "box_min_side": 224}

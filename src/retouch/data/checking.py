@@ -27,8 +27,8 @@ from retouch.imaging import PackedPicture
 from retouch.types import Processes
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import DataSection
     from retouch.data.dataset import ItemError, ItemFiles
+    from retouch.data.sections import DataSection
 
 logger = logging.getLogger(__name__)
 

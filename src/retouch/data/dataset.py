@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from PIL import Image
 
-from retouch.config.data_sections import ComplexEditData, PictureSection, ProtocolData, SelfBenchData
 from retouch.data.checking import Alone, find_problems, memory_of, names_files
+from retouch.data.sections import (
+    ComplexEditData,
+    PictureSection,
+    ProtocolData,
+    SelfBenchData,
+)
 from retouch.imaging import (
     Box,
     ImageProblem,
@@ -37,20 +42,12 @@ from retouch.imaging import (
 from retouch.types import Example, Processes
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import Data, DataSection
+    from retouch.data.sections import (
+        Data,
+        DataSection,
+    )
 
 logger = logging.getLogger(__name__)
-
-FORMATS = {
-    "self_bench": "retouch.data.formats.self_bench",
-    "cross_bench": "retouch.data.formats.cross_bench",
-    "manifest": "retouch.data.formats.manifest",
-    "brushbench": "retouch.data.formats.brushbench",
-    "prompts": "retouch.data.formats.prompts",
-    "complex_edit": "retouch.data.formats.complex_edit",
-    "mmmg": "retouch.data.formats.mmmg",
-}
-"""Format name of the run file -> module with `list_items(config) -> list[ItemFiles | ItemError]`."""
 
 KEPT_SHARE = 0.98
 """Of the masked area that must lie inside the crop: rounding may cost a row of pixels, but never a part of a letter."""
@@ -207,7 +204,7 @@ def list_items(config: Data) -> list[ItemFiles | ItemError]:
     Raises:
         DataError: the list itself is missing or unreadable.
     """
-    module = importlib.import_module(FORMATS[config.format])
+    module = importlib.import_module(f"retouch.data.formats.{config.format}")
     items: list[ItemFiles | ItemError] = module.list_items(config)
     return items if config.limit is None else items[: config.limit]
 

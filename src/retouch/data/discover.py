@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch.config.data_sections import Data, ManifestData
 from retouch.data.dataset import DataError, ItemFiles, list_items
 from retouch.data.formats.brushbench import MAPPING
 from retouch.data.formats.manifest import METADATA, SUFFIXES, entries_of, manifest_file, read_text
+from retouch.data.sections import (
+    Data,
+    ManifestData,
+)
 from retouch.data.validate import data_at
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")

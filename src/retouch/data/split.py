@@ -9,12 +9,16 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from retouch.config.data_sections import ManifestData, PromptsData, SelfBenchData
 from retouch.data.dataset import DataError, ItemError, ItemFiles, list_items
 from retouch.data.formats.manifest import csv_rows, json_entries, manifest_file, read_text
 from retouch.data.identity import digest
 from retouch.data.overlap import files, pictures_of
 from retouch.data.sampler import derive_seed
+from retouch.data.sections import (
+    ManifestData,
+    PromptsData,
+    SelfBenchData,
+)
 from retouch.data.validate import data_at
 from retouch.imaging import normalize_text
 

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from retouch.config import load_run
-from retouch.config.data_sections import BrushBenchData, CrossBenchData, ManifestData, PromptsData, SelfBenchData
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import DataError, ItemError, ItemFiles, examine, list_items, repeated_ids
 from retouch.data.formats.brushbench import MAPPING
 from retouch.data.formats.manifest import IMAGE_KEYS, SUFFIXES, json_entries, manifest_file
+from retouch.data.sections import (
+    BrushBenchData,
+    CrossBenchData,
+    ManifestData,
+    PromptsData,
+    SelfBenchData,
+)
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import Data
+    from retouch.data.sections import Data
 
 
 MAY_BE_INVERTED = (

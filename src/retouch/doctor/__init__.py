@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retouch.config.schema import RunConfig
+from retouch.config.run import RunConfig
 from retouch.doctor.adapter import adapter_lines, distillation_lines
 from retouch.doctor.data import data_lines, login_lines, needs_no_t5, start_lines
 from retouch.doctor.line import Line

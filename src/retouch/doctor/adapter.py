@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from retouch.config.errors import ConfigError
-from retouch.config.model_sections import Model, QwenImageEditModel, QwenImageModel
 from retouch.doctor.line import Line
 from retouch.doctor.model import STEMS, Damaged, weights_of
 from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, encoder_name, meta_encoder
+from retouch.families.sections import (
+    Model,
+    QwenImageEditModel,
+    QwenImageModel,
+)
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from retouch.config import ConfigError, RunConfig, derive
-from retouch.config.data_sections import Data
-from retouch.config.families import FACTS
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.dataset import DataError, Dataset, ItemFiles, all_embedded, list_items, load_dataset
+from retouch.data.sections import Data
 from retouch.doctor.line import Line
+from retouch.families.facts import FACTS
 from retouch.texts import has_text, reading_rewards, require_texts, scored_sections
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
 def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> Iterator[Line]:
     """Targets for supervised steps, and examples for an epoch."""
     try:
-        from retouch.build import enough_groups, needs_targets
+        from retouch.training.build import (
+            enough_groups,
+            needs_targets,
+        )
     except ImportError:  # no torch: the extra's line says so
         return
     if run.algorithm.name == "vlm_grpo":  # a prompt may come up in a generation as often as it likes
@@ -100,7 +103,7 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
 
 def _held_out(run: RunConfig, read: dict[str, Dataset]) -> Iterator[Line]:
     try:
-        from retouch.build import is_held_out
+        from retouch.training.build import is_held_out
     except ImportError:
         return
     try:
@@ -112,8 +115,8 @@ def _held_out(run: RunConfig, read: dict[str, Dataset]) -> Iterator[Line]:
 def start_lines(run: RunConfig) -> Iterator[Line]:
     """Whether the run directory is new, or may be gone on with."""
     try:
-        from retouch.build import can_begin
         from retouch.observe import RunDir
+        from retouch.training.build import can_begin
     except ImportError:
         return
     directory = RunDir(run)

@@ -11,17 +11,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.config.algorithm_sections import VlmGrpoConfig
+from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config.derived import moment_bytes, snapshots
 from retouch.config.errors import ConfigError
-from retouch.config.model_sections import Model, TrainFull, TrainIpAdapter, TrainLora
-from retouch.config.schema import RunConfig
+from retouch.config.run import RunConfig
 from retouch.doctor.data import needs_no_t5
 from retouch.doctor.launch import Launch
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
 from retouch.doctor.model import PIPELINES, Found, Shapes, find_model
 from retouch.doctor.networks import Networks, asked_adapter, build_networks, encoder_name
+from retouch.families.sections import (
+    Model,
+    TrainFull,
+    TrainIpAdapter,
+    TrainLora,
+)
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
@@ -146,7 +151,7 @@ def lora_weights(run: RunConfig, shapes: Shapes) -> int:
 
 
 def _family_targets(family: str) -> Sequence[str]:
-    from retouch.models import FAMILIES
+    from retouch.families.registry import FAMILIES
 
     return importlib.import_module(FAMILIES[family].partition(":")[0]).LORA_TARGETS
 
@@ -246,8 +251,12 @@ def dropped_tokens(model: Model, found: Found) -> int:
     """Of the chat of a Qwen family, those before the user's; as released where its tokenizer is not here."""
     from transformers import AutoTokenizer
 
-    from retouch.models.loading import load_component
-    from retouch.models.qwen_text import PREFIX, Task, prefix_length
+    from retouch.families.loading import load_component
+    from retouch.families.qwen.text import (
+        PREFIX,
+        Task,
+        prefix_length,
+    )
 
     task: Task = getattr(model, "variant", "draw")
     if found.folder is None or not (found.folder / "tokenizer/tokenizer_config.json").is_file():

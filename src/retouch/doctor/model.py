@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch.config.families import EDIT_PIPELINES
-from retouch.config.model_sections import Model, QwenImageEditModel
 from retouch.doctor.line import Line
+from retouch.families.facts import EDIT_PIPELINES
+from retouch.families.sections import (
+    Model,
+    QwenImageEditModel,
+)
 
 PIPELINES: dict[str, tuple[str, dict[str, str]]] = {
     "flux_fill": (
@@ -86,7 +89,11 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
         embedded: as of `Found`.
     """
     try:
-        from retouch.models.loading import ModelFilesError, component_path, require_pipeline
+        from retouch.families.loading import (
+            ModelFilesError,
+            component_path,
+            require_pipeline,
+        )
     except ImportError:
         return Found(missing="not looked at: that needs the train extra")
     kind, networks = PIPELINES[model.family][0], loaded(model, embedded=embedded)

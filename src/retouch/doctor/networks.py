@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config.errors import ConfigError
-from retouch.config.families import ADAPTERS
-from retouch.config.model_sections import RELEASED_EDIT, Model, TrainIpAdapter
 from retouch.doctor.model import PIPELINES, Found, loaded
+from retouch.families.facts import ADAPTERS
+from retouch.families.sections import (
+    RELEASED_EDIT,
+    Model,
+    TrainIpAdapter,
+)
 from retouch.hub import hub_problem
 
 if TYPE_CHECKING:
@@ -47,9 +51,12 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         ConfigError: `download`, and one of a hub id that is neither to be had nor known.
     """
     try:
-        from retouch.models import family_class
-        from retouch.models.loading import ModelFilesError
-        from retouch.models.meta import component_on_meta, on_meta
+        from retouch.families.loading import ModelFilesError
+        from retouch.families.meta import (
+            component_on_meta,
+            on_meta,
+        )
+        from retouch.families.registry import family_class
     except ImportError:  # no torch: the extra's line says so
         return Networks()
     if found.problems and found.folder is None:
@@ -141,7 +148,7 @@ def meta_encoder(folder: Path) -> tuple[Any, int]:
     Raises:
         ConfigError: no config, or a model of another kind.
     """
-    from retouch.models.meta import on_meta
+    from retouch.families.meta import on_meta
 
     kind, output = encoder_class(folder)
     config = kind.config_class.from_pretrained(folder)

@@ -9,12 +9,20 @@ from pathlib import Path
 import numpy as np
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.reward_sections import OcrReward, RewardClientConfig, RewardEntry, StyleReward
 from retouch.doctor.line import Line
-from retouch.rewards.compose import EVERYTHING, RewardTable
 from retouch.rewards.devices import own_device
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.remedy import start_servers
+from retouch.rewards.sections import (
+    OcrReward,
+    RewardClientConfig,
+    RewardEntry,
+    StyleReward,
+)
+from retouch.rewards.table import (
+    EVERYTHING,
+    RewardTable,
+)
 from retouch.types import Score
 
 _LOADING_S = 120.0

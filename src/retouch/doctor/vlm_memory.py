@@ -1,5 +1,5 @@
 """Memory of a run of vlm_grpo: what a process holds all the time, counted from shapes, and what each phase holds beside
-it, from a run of the networks without data (`retouch.vlm.footprint`)."""
+it, from a run of the networks without data (`retouch.algorithms.vlm_grpo.footprint`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retouch.config.algorithm_sections import VlmGrpoConfig
-from retouch.config.families import FACTS
+from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.rules import derive_vlm
 from retouch.config.needs import data_sections
-from retouch.config.schema import RunConfig
-from retouch.config.vlm import derive_vlm
+from retouch.config.run import RunConfig
 from retouch.doctor.launch import Launch
 from retouch.doctor.memory import BYTES, Part
+from retouch.families.facts import FACTS
 
 BUCKET = 500_000_000
 """Weights whose gradients DeepSpeed exchanges at once, in a buffer of that size however few there are (its default)."""
@@ -74,7 +74,7 @@ def report_vlm(
         networks: component -> network on the meta device; they are changed.
         dropped: tokens of the chat before the user's.
     """
-    from retouch.models.meta import without_data
+    from retouch.families.meta import without_data
 
     mode = without_data()
     policy = build_policy(run, networks["text_encoder"], mode, launch)
@@ -98,9 +98,12 @@ def build_policy(run: RunConfig, text_encoder: Any, mode: Any, launch: Launch) -
     import torch
     from peft import get_peft_model
 
-    from retouch.models.loading import DTYPES
-    from retouch.models.meta import on_meta, to_run_without_data
-    from retouch.vlm.arguments import adapter_config
+    from retouch.algorithms.vlm_grpo.arguments import adapter_config
+    from retouch.families.loading import DTYPES
+    from retouch.families.meta import (
+        on_meta,
+        to_run_without_data,
+    )
 
     algorithm, precision = _algorithm(run), run.training.mixed_precision
     model = text_encoder
@@ -169,10 +172,13 @@ def vlm_phases(
         painter: component -> network of what draws, on the meta device; changed.
         mode: what `policy` runs in.
     """
-    from retouch.models.loading import DTYPES
-    from retouch.models.meta import to_run_without_data
-    from retouch.models.vae import frame_by_frame, save_memory
-    from retouch.vlm import footprint
+    from retouch.algorithms.vlm_grpo import footprint
+    from retouch.families.loading import DTYPES
+    from retouch.families.meta import to_run_without_data
+    from retouch.families.vae import (
+        frame_by_frame,
+        save_memory,
+    )
 
     algorithm, derived = _algorithm(run), derive_vlm(run, _algorithm(run), world_size)
     pictures = derived.images_per_generation_per_device

@@ -23,14 +23,17 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
-from retouch.config.reward_sections import COLLECTIVE_S
 from retouch.engine.parallel import Fsdp2, Parallel, Replicated
 from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
 from retouch.engine.zero import Zero
+from retouch.rewards.sections import COLLECTIVE_S
 from retouch.types import Diverged
 
 if TYPE_CHECKING:
-    from retouch.config.schema import OptimizerConfig, TrainingConfig
+    from retouch.config.run import (
+        OptimizerConfig,
+        TrainingConfig,
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,10 @@ from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
-    from retouch.config.schema import OptimizerConfig, TrainingConfig
+    from retouch.config.run import (
+        OptimizerConfig,
+        TrainingConfig,
+    )
 
 
 class Parallel(Protocol):

@@ -13,7 +13,10 @@ from torch import nn
 from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retouch.config.schema import OptimizerConfig, TrainingConfig
+    from retouch.config.run import (
+        OptimizerConfig,
+        TrainingConfig,
+    )
 
 
 COMPILED_VARIANTS = 128

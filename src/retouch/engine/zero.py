@@ -20,7 +20,10 @@ from retouch.engine.sharding import piece_of, whole_of
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
-    from retouch.config.schema import OptimizerConfig, TrainingConfig
+    from retouch.config.run import (
+        OptimizerConfig,
+        TrainingConfig,
+    )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

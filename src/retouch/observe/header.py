@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from retouch.algorithms.vlm_grpo.rules import VlmDerived
 from retouch.config import Derived, RunConfig
 from retouch.config.needs import supervised_steps
-from retouch.config.vlm import VlmDerived
 
 
 def header(config: RunConfig, derived: Derived | VlmDerived, parameters: int, resumed_from: Path | None) -> str:

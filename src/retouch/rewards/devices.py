@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retouch.config.reward_sections import RewardEntry
+    from retouch.rewards.sections import RewardEntry
 
 Devices = tuple[str, ...]
 """One device for each instance: "cpu", "cuda:N", or ("cuda",) for the GPUs that the run trains on."""

@@ -12,12 +12,12 @@ import numpy as np
 
 from retouch.config.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
-from retouch.rewards.client import RewardClient
+from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import numbered, require
-from retouch.rewards.endpoints import resolve_urls
-from retouch.rewards.launch import reward_token
 from retouch.rewards.protocol import RewardItem, is_local, score_checked
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.server.launch import reward_token
 from retouch.types import Outcome, Score
 
 _ANSWER_S = 5.0

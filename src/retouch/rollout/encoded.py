@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from retouch.data import Dataset
+from retouch.data.dataset import Dataset
 from retouch.imaging import stack_above
 from retouch.observe import Stopwatch
 from retouch.types import Condition, DiffusionModel, Example

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from retouch.config.derived import sliding_places, stochastic_steps, trained_steps, window_starts
-from retouch.config.families import ETA, NOISE_LEVEL
 from retouch.config.needs import step_rule
 from retouch.core.schedule import Schedule
 from retouch.core.steps import STEP_RULES, StepRule
 from retouch.data.sampler import derive_seed
+from retouch.families.facts import (
+    ETA,
+    NOISE_LEVEL,
+)
 
 if TYPE_CHECKING:
-    from retouch.config.schema import RunConfig, Solver, Window
+    from retouch.config.run import (
+        RunConfig,
+        Solver,
+        Window,
+    )
 
 
 @dataclass(frozen=True)

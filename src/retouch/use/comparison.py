@@ -12,22 +12,35 @@ from typing import Any
 
 from PIL.Image import Image
 
-from retouch.build import fit_one_batch
+from retouch.algorithms.vlm_grpo.use import evaluate_trained
 from retouch.config import ConfigError, RunConfig
-from retouch.config.reward_sections import Reward, RewardClientConfig, RewardEntry
-from retouch.data import DataError, Dataset, ItemFiles
-from retouch.data.dataset import all_embedded, list_items
+from retouch.data.dataset import (
+    DataError,
+    Dataset,
+    ItemFiles,
+    all_embedded,
+    list_items,
+)
 from retouch.data.overlap import files, pictures_of, trained_on
-from retouch.evaluate import Evaluation, evaluate, evaluation_grid
 from retouch.observe import Stopwatch
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.statistics import paired_difference
-from retouch.rewards.compose import RewardTable
 from retouch.rewards.devices import own_device
+from retouch.rewards.sections import (
+    Reward,
+    RewardClientConfig,
+    RewardEntry,
+)
+from retouch.rewards.table import RewardTable
+from retouch.training.build import fit_one_batch
+from retouch.training.evaluation import (
+    Evaluation,
+    evaluate,
+    evaluation_grid,
+)
 from retouch.types import Example
 from retouch.use.items import examples_of, like, make_folder
 from retouch.use.trained import Loaded, Trained, free_memory
-from retouch.vlm.use import evaluate_trained
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,11 @@ from retouch.config.errors import nearest
 from retouch.disk import file_problem, writing
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import complete_checkpoints, read_state
-from retouch.models import family_class
-from retouch.models.loading import DTYPES, component_path
+from retouch.families.loading import (
+    DTYPES,
+    component_path,
+)
+from retouch.families.registry import family_class
 from retouch.use.trained import weights_folder
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,25 @@ from typing import Any, Literal, get_args
 from PIL import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.data_sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
 from retouch.config.errors import nearest
-from retouch.config.families import FACTS
 from retouch.config.needs import needed_pictures, takes_references
-from retouch.data import DataError, Dataset, ItemFiles, load_dataset
-from retouch.data.dataset import check_item
+from retouch.data.dataset import (
+    DataError,
+    Dataset,
+    ItemFiles,
+    check_item,
+    load_dataset,
+)
+from retouch.data.sections import (
+    DEFAULT_TEMPLATE,
+    FITS,
+    DataSection,
+    ManifestData,
+    PictureSection,
+    ProtocolData,
+)
 from retouch.data.validate import data_at
+from retouch.families.facts import FACTS
 from retouch.imaging import (
     Box,
     ImageProblem,

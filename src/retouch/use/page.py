@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.config.families import FACTS
 from retouch.config.needs import takes_references
+from retouch.families.facts import FACTS
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.sampling import draw
 from retouch.use.trained import Loaded, Trained

@@ -11,16 +11,32 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import ConfigError, RunConfig
-from retouch.config.data_sections import DataSection, PictureSection
-from retouch.data import Dataset, ItemFiles, derive_seed
-from retouch.data.dataset import Reading, all_embedded, read_item
+from retouch.data.dataset import (
+    Dataset,
+    ItemFiles,
+    Reading,
+    all_embedded,
+    read_item,
+)
+from retouch.data.sampler import derive_seed
+from retouch.data.sections import (
+    DataSection,
+    PictureSection,
+)
 from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
-from retouch.rollout import broken_rows, ode_plan, require_drawn, sample, to_uint8, without_strip
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import (
+    broken_rows,
+    require_drawn,
+    sample,
+    to_uint8,
+)
+from retouch.rollout.scorer import without_strip
 from retouch.types import DiffusionModel
 from retouch.use.items import SampleRequest, items_to_sample, make_folder, mask_crop
 from retouch.use.trained import Loaded, Trained
-from retouch.vlm.use import sample_trained
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.algorithms.sections import RlConfig
 from retouch.config import ConfigError, RunConfig, load_run
-from retouch.config.algorithm_sections import RlConfig
 from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
 from retouch.engine.integrity import verify_files
-from retouch.models import load_model
+from retouch.families.registry import load_model
 from retouch.types import DiffusionModel
 
 logger = logging.getLogger(__name__)

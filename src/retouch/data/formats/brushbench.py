@@ -23,7 +23,7 @@ from retouch.data.formats.manifest import read_text
 from retouch.imaging import PackedPicture, Pixels
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import BrushBenchData
+    from retouch.data.sections import BrushBenchData
 
 MAPPING = "mapping_file.json"
 

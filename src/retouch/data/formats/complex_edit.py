@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from retouch.config.data_sections import complexities
 from retouch.data.dataset import DataError, ItemError, ItemFiles
 from retouch.data.formats.tables import Table, content_digest, hub_table, in_part, picture_of, tables_of
+from retouch.data.sections import complexities
 from retouch.hub import is_hub_id
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import ComplexEditData
+    from retouch.data.sections import ComplexEditData
 
 _TYPES = ("real", "syn")
 _FIRST = {"real": 0, "syn": 1_000_000}

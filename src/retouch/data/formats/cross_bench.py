@@ -14,7 +14,7 @@ from retouch.data.dataset import ItemError, ItemFiles
 from retouch.data.formats.self_bench import listed_lines
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import CrossBenchData
+    from retouch.data.sections import CrossBenchData
 
 PATTERN = "{number}-{reference[,reference]}-{text}"
 

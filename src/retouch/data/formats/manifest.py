@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from retouch.data.dataset import DataError, ItemError, ItemFiles, TargetRole
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import ManifestData
+    from retouch.data.sections import ManifestData
 
 SUFFIXES = (".json", ".jsonl", ".csv")
 

@@ -17,13 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from retouch.config.data_sections import DISCIPLINES, LEVELS, chosen
 from retouch.data.dataset import DataError, ItemError, ItemFiles
 from retouch.data.formats.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
+from retouch.data.sections import (
+    DISCIPLINES,
+    LEVELS,
+    chosen,
+)
 from retouch.hub import is_hub_id
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import MmmgData
+    from retouch.data.sections import MmmgData
 
 logger = logging.getLogger(__name__)
 

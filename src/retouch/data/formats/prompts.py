@@ -11,7 +11,7 @@ from retouch.data.dataset import DataError, ItemError, ItemFiles
 from retouch.data.formats.manifest import json_entries, read_text
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import PromptsData
+    from retouch.data.sections import PromptsData
 
 
 def list_items(config: PromptsData) -> list[ItemFiles | ItemError]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from retouch.data.dataset import DataError, ItemError, ItemFiles
 
 if TYPE_CHECKING:
-    from retouch.config.data_sections import SelfBenchData
+    from retouch.data.sections import SelfBenchData
 
 
 def list_items(config: SelfBenchData) -> list[ItemFiles | ItemError]:

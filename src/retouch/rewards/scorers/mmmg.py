@@ -20,7 +20,6 @@ import numpy as np
 from pydantic import Field
 
 from retouch.config.errors import ConfigError
-from retouch.config.reward_sections import is_published_mmmg
 from retouch.rewards.judge import BudgetSpent, JudgeError, picture_part
 from retouch.rewards.knowledge_graph import (
     KnowledgeGraph,
@@ -33,6 +32,7 @@ from retouch.rewards.knowledge_graph import (
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.fn import find_function
 from retouch.rewards.scorers.judged import JudgeScorer, read_object, schema_of
+from retouch.rewards.sections import is_published_mmmg
 from retouch.types import Failure, Outcome, Score
 
 _DESCRIPTION = "description"

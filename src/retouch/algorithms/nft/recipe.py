@@ -1,0 +1,163 @@
+"""DiffusionNFT: online RL on the forward process (arXiv 2509.16117).
+
+    1. K images of each of G examples by the ODE, with the old policy; no log-probabilities are needed.
+    2. Rewards; advantages as in GRPO; r = A / 2c + 1/2 is how good an image is.
+    3. The images' own latents, noised anew, train two implicit policies around the old one: the positive one towards
+       the image by r, the negative one by 1 - r (`nft_loss`), plus kl_weight mean |prediction - the reference's|².
+    4. After an epoch the old policy follows the trained one (`old_policy`).
+
+For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
+noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
+a / (a + b), so that the gradient by what the network predicts is that of a flow model at the same sigma: s A times a
+unit error. The KL is taken on what the network predicts, for both kinds.
+
+Departures: times are drawn as in supervised training, spread over the schedule for the copies of an image; means may be
+over the repainted region; groups whose rewards are all alike are left out; a rollout without a valid reward has weight
+0 (advantage 0 alone is not inert here). Under classifier-free guidance images are guided and velocities are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from retouch.algorithms.sections import NftConfig
+from retouch.algorithms.sft.recipe import warm_up
+from retouch.core.objectives.nft import nft_loss, old_policy_decay
+from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
+from retouch.rollout.encoded import EncodedData
+from retouch.rollout.transition import objective_region
+from retouch.training.build import Run
+from retouch.training.experience import (
+    Experience,
+    collect,
+    row_generators,
+    train_epoch,
+)
+from retouch.training.noised import (
+    NoisedRows,
+    noised_copies,
+)
+from retouch.training.session import Session
+from retouch.training.update import (
+    MicroLoss,
+    optimizer_step,
+)
+
+
+@dataclass
+class Micro:
+    """Rows of one forward with what the snapshots predict for them.
+
+    Attributes:
+        rows: [B] indices into the experience.
+        noised: B x W noised copies, row-major.
+        old, reference: [B · W, C, h, w] as the network predicts; reference is None without a KL.
+    """
+
+    rows: Tensor
+    noised: NoisedRows
+    old: Tensor
+    reference: Tensor | None
+
+
+def train(run: Run) -> None:
+    """Warm up, then train to max_steps."""
+    algorithm = run.config.algorithm
+    assert isinstance(algorithm, NftConfig)
+    with Session(run, "warmup" if algorithm.warmup_steps else "rl") as session:
+        warm_up(session, algorithm, ["old", "reference"] if algorithm.kl_weight else ["old"])
+        data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
+        noised = data.guided(run.denoising_guidance_scale)
+        while session.progress.step < run.config.training.max_steps:
+            saved = session.take_rollouts()
+            experience = Experience.restore(saved) if saved else collect(session, data, algorithm, policy="old")
+            step = partial(train_step, session, noised, algorithm, experience)
+            follow = partial(move_old_policy, session, algorithm)
+            train_epoch(session, len(experience.weight), experience.tensors, step, after=follow)
+        session.finish()
+
+
+def move_old_policy(session: Session, algorithm: NftConfig) -> None:
+    """old <- d old + (1 - d) policy, d by the optimizer steps of RL, the one just taken included."""
+    steps = session.progress.step + 1 - algorithm.warmup_steps
+    session.run.policy.blend("old", old_policy_decay(steps, algorithm.old_policy))
+
+
+def train_step(
+    session: Session, data: EncodedData, algorithm: NftConfig, experience: Experience, rows: Tensor
+) -> tuple[dict[str, float], bool]:
+    """One optimizer step on rows of the experience -> (metrics, whether the weights changed)."""
+    run = session.run
+    total = run.engine.sum(experience.weight[rows].sum())
+    if float(total) == 0:  # no row with a signal on any rank
+        return {"skipped": 1.0}, False
+
+    def losses_of(size: int) -> list[MicroLoss]:
+        micros = prepare(session, data, algorithm, experience, rows.split(size))
+        return [partial(micro_loss, run, algorithm, experience, micro, total) for micro in micros]
+
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
+    return {**values, "rows": float(total), "skipped": 0.0}, updated
+
+
+def prepare(
+    session: Session, data: EncodedData, algorithm: NftConfig, experience: Experience, chunks: tuple[Tensor, ...]
+) -> list[Micro]:
+    """Noise every row of a step, and ask the snapshots once, before the policy's first forward: weights must not be
+    swapped between a forward and its backward."""
+    run, copies = session.run, algorithm.timesteps_per_image
+    noised: list[NoisedRows] = []
+    for rows in chunks:
+        condition = data.conditions(experience.position[rows].tolist(), run.engine.device)
+        generators = row_generators(experience.seed[rows], "nft", session.progress.position)
+        noised.append(noised_copies(run, experience.latents[rows, 0], condition, generators, copies))
+    with run.clock.part("train_forward"):
+        with run.policy.use("old"):
+            old = [predict(run, rows) for rows in noised]
+        reference: list[Tensor | None] = [None] * len(noised)
+        if algorithm.kl_weight:
+            with run.policy.use("reference"):
+                reference = [predict(run, rows) for rows in noised]
+    return [Micro(*parts) for parts in zip(chunks, noised, old, reference, strict=True)]
+
+
+def micro_loss(
+    run: Run, algorithm: NftConfig, experience: Experience, micro: Micro, total: Tensor
+) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
+    """The loss of one forward of B x W rows."""
+    device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised
+    weight = experience.weight[micro.rows].to(device)
+    wide: Callable[[Tensor], Tensor] = partial(torch.repeat_interleave, repeats=copies)
+    region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
+    prediction = predict(run, noised)
+    x_t, velocity, sigma = noised.schedule.as_flow(noised.x, prediction, noised.time)
+    loss, values = nft_loss(
+        velocity,
+        noised.schedule.as_flow(noised.x, micro.old, noised.time)[1],
+        x_t,
+        noised.x0,
+        sigma,
+        wide(experience.advantages[micro.rows].to(device)),
+        algorithm.mix,
+        algorithm.advantage_clip,
+        algorithm.mode,
+        region,
+        wide(weight) / noised.schedule.velocity_gain(noised.time),
+        total * copies,
+    )
+    if micro.reference is not None:
+        counted = region_of_kept(region, wide(weight))
+        kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)
+        loss = loss + algorithm.kl_weight * weighted_mean(kl, wide(weight), total * copies)
+        values["kl"] = weighted_mean(kl.detach(), wide(weight))
+    return loss, values, weight.sum()
+
+
+def predict(run: Run, rows: NoisedRows) -> Tensor:
+    """[B · W, C, h, w] of the weights in use."""
+    return run.model.predict(run.network, rows.x, rows.time, rows.condition)

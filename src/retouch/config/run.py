@@ -1,0 +1,273 @@
+"""A run, typed. One YAML file is one `RunConfig`; every key has a default or says that it is required.
+
+Rules of this file: no torch; `extra="forbid"`; every option is read somewhere (tests/config/test_leaves.py); two
+quantities never share a name; every batch size says `_per_device` or `global_`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from retouch.algorithms.sections import Algorithm
+from retouch.algorithms.vlm_grpo.trl_fields import moved
+from retouch.config.base import (
+    Decay,
+    Name,
+    NonNegative,
+    Positive,
+    Section,
+    Unit,
+)
+from retouch.config.presets import Preset, fill_in
+from retouch.data.sections import Data
+from retouch.families.facts import DEFAULT_FAMILY
+from retouch.families.sections import Model
+from retouch.rewards.sections import (
+    Reward,
+    RewardClientConfig,
+)
+
+
+class Window(Section):
+    """The consecutive stochastic steps that are trained; the others follow the ODE (Flow-GRPO-Fast, MixGRPO)."""
+
+    size: PositiveInt = 2
+    """Steps in the window."""
+    range: tuple[Unit, Unit] = (0.0, 0.5)
+    """Share of the run in which the window may lie: [0, 0.5] keeps it in the first half."""
+    position: Literal["random", "fixed", "sliding"] = "random"
+    """"random" draws a new place for each rollout batch from the run's seed; "fixed" starts at the range's start;
+    "sliding" moves on through the range as training goes (MixGRPO), and starts over at its end."""
+    stride: PositiveInt = 1
+    """Steps that a sliding window moves at a time."""
+    batches_per_position: PositiveInt = 25
+    """Rollout batches that a sliding window stays at a place."""
+
+
+Solver = Literal["first_order", "dpm2"]
+
+
+class RolloutConfig(Section):
+    """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
+
+    preset: Preset | None = None
+    """Of grpo, ppo and nft: fills in keys that the run file leaves out, here and under algorithm. "reference" is what
+    the method was published with; "fast" takes a fraction of the forwards, by levers that are lossy (docs/speed.md).
+    Written keys win; `retouch check` prints what it came to. Null fills in nothing."""
+    group_size: PositiveInt = 8
+    """K: images of one example that are compared with each other."""
+    global_groups_per_batch: PositiveInt = 8
+    """Examples of one rollout batch over all devices; images = this times group_size."""
+    batches_per_epoch: PositiveInt = 1
+    """Rollout batches before the policy is trained on them."""
+    batch_size_per_device: PositiveInt = 8
+    """Images sampled in one forward; changes memory and speed, not results."""
+    num_steps: PositiveInt = 10
+    """T: solver steps."""
+    guidance_scale: NonNegative | None = None
+    """Null takes the model's own (30 for FLUX.1-Fill, 7.5 for SD1.5, whose forwards it doubles above 1)."""
+    step_rule: Literal["flow_sde", "dance_sde", "cps", "ddim"] | None = None
+    """Stochastic step of GRPO and PPO; null is flow_sde, or ddim for an epsilon model. The papers are named in
+    retouch.core.steps."""
+    noise_level: Positive | None = None
+    """Of flow_sde and cps; null is 0.9 and 0.8. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
+    eta: Positive | None = None
+    """Of dance_sde and ddim; null is as published, 0.3 and 1.0."""
+    solver: Solver = "first_order"
+    """Of the deterministic steps, those outside of a window or all where images are sampled by the ODE: Euler or DDIM;
+    or "dpm2" of flow models, DPM-Solver++(2M), mostly nearer to the ODE's end in as many steps. Evaluation and use keep
+    the first order."""
+    window: Window | None = None
+    """Null makes every step stochastic; see also algorithm.timestep_fraction."""
+    shared_noise: bool = False
+    """All images of a group start from one noise (their SDE noise still differs). The ODE steps before a window are
+    then the same for all, and computed once a group."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and how its batches are made."""
+
+    lr: Positive = 1e-4
+    """Peak learning rate, of RL and of SFT runs."""
+    warmup_lr: Positive | None = None
+    """Learning rate of the supervised warm-up of RL runs; null is `lr`."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of the two moments."""
+    weight_decay: NonNegative = 1e-4
+    """Decoupled, times the learning rate."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the ramp: constant, or down to 0 at max_steps."""
+    ramp_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear growth at the start of each phase."""
+    batch_size_per_device: PositiveInt = 1
+    """Rows (images) of one forward and backward."""
+    gradient_accumulation: PositiveInt = 4
+    """Forwards of one optimizer step."""
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
+    """Where an optimizer step does not fit on the device: "halve" begins it again with half the rows in a forward and
+    goes on so, which gives the gradient of batch_size_per_device halved and gradient_accumulation doubled, bit for bit;
+    "stop" ends the run, as on several processes either does."""
+    moments: Literal["fp32", "int8"] = "fp32"
+    """Of AdamW's two moments: "int8" keeps them in 8 bits (bitsandbytes, arXiv 2110.02861), 2 bytes for a trained
+    weight instead of 8; not exactly the same steps. For full weights: those of LoRA are small anyway."""
+    steps_per_forward: PositiveInt | None = None
+    """Trained denoising steps of a row put into one forward; null is all of them, 1 takes the least memory."""
+    max_grad_norm: Positive = 1.0
+    """The gradient of a step is scaled down to this norm."""
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the trained weights; decay_t = min((1 + t) / (10 + t), decay)."""
+
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
+    """Largest decay; early updates use less."""
+    update_interval: PositiveInt = 1
+    """Optimizer steps between updates."""
+
+
+class TrainingConfig(Section):
+    max_steps: PositiveInt = 10000
+    """Optimizer steps of the whole run, warm-up included."""
+    max_minutes: Positive | None = None
+    """Stop, resumable and with exit code 0, at the first step boundary after so many minutes of this process."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 500
+    """Optimizer steps; 0 writes only at the end of warm-up and of the run."""
+    keep_checkpoints: PositiveInt | None = None
+    """Delete older ones beyond so many; those at the end of warm-up and of the run stay. Null keeps all."""
+    eval_every: Annotated[int, Field(ge=0)] = 100
+    """Optimizer steps; 0 evaluates only at the start, at the end of warm-up and at the end."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    """Autocast of forward and backward; trained weights stay fp32."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, one more forward."""
+    compile: bool = False
+    """Compile the repeated blocks of the network (torch.compile), in rollout and training alike. Needs a C++ compiler,
+    on a GPU Triton; the first step of each shape takes minutes."""
+    deterministic: bool = False
+    """On a GPU, use only kernels that give the same bits every time, at some cost in speed: then a run with the same
+    seed, or one that was stopped and resumed, is the same to the last bit, as it is on a CPU without being asked; else
+    it is up to rounding. Where torch has no such kernel, the run ends and names the operation."""
+    sharding: Literal["none", "fsdp2", "zero2", "zero3"] = "none"
+    """On several processes: "none" gives each the whole network (DDP); "fsdp2" gives each 1/N of every weight,
+    gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same
+    by DeepSpeed, layer by layer; "zero2", by DeepSpeed, shares out gradients and moments alone. The numbers are the
+    same."""
+    shard_gradients: bool = True
+    """Of sharding (zero3 always does): exchange gradients after every backward, so that they stay sharded; false keeps
+    them whole over the accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
+
+
+class EvaluationConfig(Section):
+    """Fixed seeds, plain ODE, the same for every checkpoint of the run."""
+
+    data: Data | None = None
+    """Held-out examples; null falls back to the first training examples, and says so."""
+    allow_overlap: bool = False
+    """Evaluate although data or warmup_data holds some of the same pictures (by the bytes of the files); false refuses
+    the run."""
+    num_examples: PositiveInt = 64
+    """The first so many of the data."""
+    images_per_example: PositiveInt = 1
+    """Images of each, with seeds of their own."""
+    num_steps: PositiveInt | None = None
+    """Null is rollout.num_steps."""
+    weights: Literal["ema", "raw"] | None = None
+    """Which weights are evaluated, in the run and by `retouch eval` and `sample`: the averages of the ema section, or
+    those that are trained. Null takes the averages where there are any."""
+    on_gold_fall: Literal["warn", "stop"] = "warn"
+    """What follows where rewards that are trained on rise while one of role gold falls: a line in the log, or the end
+    of the run, resumable (exit 3)."""
+    grid_examples: Annotated[int, Field(ge=0)] = 8
+    """Examples shown in the image grids."""
+
+
+class LoggingConfig(Section):
+    dir: str = "runs"
+    """Parent of the run directory, which is named after the run."""
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
+    """Besides metrics.jsonl, which is always written; all get the same numbers and grids. wandb and trackio are extras
+    of the package, and take the run file as well; where they send it, their own environment variables say (WANDB_MODE,
+    WANDB_ENTITY, TRACKIO_SPACE_ID). A resumed run goes on in the same run there, and what it takes again of the steps
+    after its checkpoint is there twice. If they are slow or away, training goes on all the same."""
+    project: Name = "retouch"
+    """What wandb and trackio file the run under."""
+    group: Name | None = None
+    """What they show it with; null is no group."""
+    rollout_images_every: Annotated[int, Field(ge=0)] = 0
+    """Epochs between grids of sampled groups with their rewards; 0 writes none."""
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: Name
+    """Names the run directory; letters, digits, '.', '_' and '-'."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Everything random derives from it."""
+    resume: str | None = None
+    """"auto" continues from the newest complete checkpoint of the run directory, or starts where there is none; a path
+    continues from that checkpoint; null starts, and refuses a directory that holds a run."""
+    model: Model
+    data: Data
+    """Examples to train on; RL needs no targets."""
+    warmup_data: Data | None = None
+    """Examples with targets for supervised steps (warm-up, SFT); null is `data`."""
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: Algorithm
+    rewards: dict[str, Reward] = Field(default={})
+    """Name -> reward; their weighted sum is what is raised."""
+    reward_client: RewardClientConfig = RewardClientConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig | None = None
+    """Null keeps no average."""
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_fills_in(cls, value: object) -> object:
+        return fill_in(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trl_says_it_too(cls, value: object) -> object:
+        """TRL's names for keys that the run file has itself (`algorithm.trl.max_steps`) go to these."""
+        if not isinstance(value, dict):
+            return value  # pyright: ignore[reportUnknownVariableType]
+        run: dict[str, object] = {str(key): part for key, part in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        algorithm: Any = run.get("algorithm")
+        if not isinstance(algorithm, dict) or not isinstance(algorithm.get("trl"), dict):  # pyright: ignore[reportUnknownMemberType]
+            return run
+        rest, run = moved(algorithm["trl"], run)  # pyright: ignore[reportUnknownArgumentType]
+        kept: dict[str, object] = {str(key): part for key, part in algorithm.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
+        return {**run, "algorithm": {**kept, "trl": rest}}
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _family_has_a_default(cls, value: object) -> object:
+        """A section without `family` is one of the default family."""
+        return {"family": DEFAULT_FAMILY, **value} if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType]
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _name_is_scorer(cls, value: object) -> object:
+        """`rewards: {ocr: {weight: 1}}` means `scorer: ocr`."""
+        if not isinstance(value, dict):
+            return value
+        table: dict[str, object] = {}
+        for name, entry in value.items():  # pyright: ignore[reportUnknownVariableType]
+            entry = {} if entry is None else entry  # pyright: ignore[reportUnknownVariableType]
+            table[str(name)] = {"scorer": name, **entry} if isinstance(entry, dict) else entry  # pyright: ignore[reportUnknownArgumentType]
+        return table
+
+    @model_validator(mode="after")
+    def _combination(self) -> RunConfig:
+        from retouch.config.check import check
+
+        check(self)
+        return self

@@ -1,0 +1,274 @@
+"""Embeddings on disk: what frozen encoders make of prompts, references and pictures, so that training loads none of
+the text and reference encoders.
+
+    FOLDER/cache.json         which model they are of
+    FOLDER/text/KEY.safetensors    by the name that each tensor has in the condition
+    FOLDER/reference/KEY.safetensors   FOLDER/image/KEY.safetensors
+
+A KEY is the hash of the model (its files, precision and prompt length) and of the content: prompts or pixels. So an
+entry can only be found by what made it, and files that changed since are noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retouch.config.errors import ConfigError
+from retouch.families.facts import ADAPTERS
+from retouch.families.loading import component_path
+from retouch.image_encoder import TINY, ImageEncoder, picture_key
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from retouch.families.sections import Model
+
+SAMPLE = 1 << 20
+"""Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
+
+
+class EmbeddingCache:
+    """The embeddings of one model in a folder.
+
+    Args:
+        model: of a run file.
+        create: begin the folder where it is not there yet; else it must be.
+
+    Raises:
+        ConfigError: no such cache, or one of another model: stale.
+    """
+
+    def __init__(self, folder: Path, model: Model, *, create: bool = False) -> None:
+        self.folder = folder
+        now, file = identity(model), folder / "cache.json"
+        if create and not file.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        self._made_with = _read_identity(file)
+        for name, value in now.items():
+            made = self._made_with.get(name)
+            # encoders that are not here any more cannot have changed
+            if value != made and not (name.endswith("_files") and value is None):
+                raise ConfigError(
+                    f"model.embeddings: {folder} was made with {name} {made!r}, but now it is {value!r}; run `retouch "
+                    "data precompute RUN.yaml --out ...` into a new folder, or delete this one first"
+                )
+
+    def text(self, prompt: str) -> dict[str, Tensor] | None:
+        """By name, as the encoders made them; None where they never saw the prompt."""
+        return self._read(self._path("text", prompt.encode()))
+
+    def has_text(self, prompt: str) -> bool:
+        return self._path("text", prompt.encode()).is_file()
+
+    def put_text(self, prompt: str, tensors: Mapping[str, Tensor]) -> None:
+        self._write(self._path("text", prompt.encode()), tensors)
+
+    def reference(self, picture: Image) -> Tensor | None:
+        found = self._read(self._path("reference", picture_key(picture).encode()))
+        return None if found is None else found["vector"]
+
+    def put_reference(self, picture: Image, vector: Tensor) -> None:
+        self._write(self._path("reference", picture_key(picture).encode()), {"vector": vector})
+
+    def vector_width(self) -> int:
+        """D of the vectors.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        file = next(iter(sorted((self.folder / "reference").glob("*.safetensors"))), None)
+        vectors = None if file is None else self._read(file)
+        if vectors is None:
+            raise ConfigError(
+                f"model.embeddings: {self.folder} has no vectors of references, which model.train.kind=ip_adapter "
+                "needs; run `retouch data precompute` again"
+            )
+        return len(vectors["vector"])
+
+    def image(self, pixels: Tensor) -> Tensor | None:
+        """Latents [C, h, w] of pixels [3, H, W]."""
+        found = self._read(self._path("image", _bytes(pixels)))
+        return None if found is None else found["latents"]
+
+    def put_image(self, pixels: Tensor, latents: Tensor) -> None:
+        self._write(self._path("image", _bytes(pixels)), {"latents": latents})
+
+    def _path(self, kind: str, content: bytes) -> Path:
+        of = ("image_encoder",) if kind == "reference" else ("vae_files",) if kind == "image" else ("text_files",)
+        names = [n for n in self._made_with if n.startswith(of) or n in ("family", "dtype", "max_sequence_length")]
+        model = json.dumps([self._made_with[n] for n in sorted(names)])
+        key = hashlib.sha256(model.encode() + bytes(1) + content).hexdigest()
+        return self.folder / kind / f"{key}.safetensors"
+
+    def _read(self, path: Path) -> dict[str, Tensor] | None:
+        if not path.is_file():
+            return None
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ConfigError(
+                f"model.embeddings: {path} is damaged ({error}); delete it and run `retouch data precompute` again"
+            ) from None
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary)
+        temporary.replace(path)  # a reader sees all of it or none
+
+
+class StoredVectors(ImageEncoder):
+    """References as vectors that were computed before; no encoder.
+
+    Raises:
+        ConfigError: when called with a picture that the cache does not have.
+    """
+
+    def __init__(self, cache: EmbeddingCache, width: int) -> None:
+        self.cache, self.width = cache, width
+        self.resident = False
+        self.device = torch.device("cpu")
+
+    def __call__(self, images: Sequence[Image]) -> Tensor:
+        return torch.stack([self._vector(image) for image in images])
+
+    def _vector(self, image: Image) -> Tensor:
+        vector = self.cache.reference(image)
+        if vector is None:
+            raise ConfigError(
+                f"model.embeddings: {self.cache.folder} has no vector of a reference of {image.width} x {image.height} "
+                "pixels; run `retouch data precompute` again: the data changed since"
+            )
+        return vector
+
+
+def open_cache(model: Model) -> EmbeddingCache | None:
+    """The cache that a run file names.
+
+    Raises:
+        ConfigError: not there, or stale.
+    """
+    return None if model.embeddings is None else EmbeddingCache(Path(model.embeddings).expanduser(), model)
+
+
+def require_prompts(model: Model, prompts: Iterable[str]) -> None:
+    """Before minutes go into loading: every prompt must be in the cache that the run file names.
+
+    Raises:
+        ConfigError: not there, stale, or prompts that it lacks.
+    """
+    cache = open_cache(model)
+    if cache is None:
+        return
+    lacking = [prompt for prompt in prompts if not cache.has_text(prompt)]
+    if lacking:
+        raise ConfigError(
+            f"model.embeddings: {cache.folder} lacks {len(lacking)} prompts of the run, {lacking[0]!r} among them; run "
+            "`retouch data precompute` again: the data changed since"
+        )
+
+
+def through_cache(
+    cache: EmbeddingCache, encode: Callable[[Tensor], Tensor], device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """`encode_images` that looks each picture up, and encodes all of a batch where one is not there."""
+
+    def encode_images(images: Tensor) -> Tensor:
+        rows = [cache.image(row) for row in images]
+        known = [row for row in rows if row is not None]
+        if len(known) < len(rows):
+            return encode(images)
+        return torch.stack(known).to(device)
+
+    return encode_images
+
+
+def identity(model: Model) -> dict[str, Any]:
+    """What embeddings depend on. Of files a sample; None where they are not here."""
+    path = component_path(model.path, model.family)
+    made: dict[str, Any] = {
+        "family": model.family,
+        "dtype": model.dtype,
+        "max_sequence_length": getattr(model, "max_sequence_length", None),
+        "text_files": fingerprint(_folders(path, ("text_encoder", "tokenizer"))),
+        "vae_files": fingerprint(_folders(path, ("vae",))),
+    }
+    if model.train.kind == "ip_adapter":
+        encoder = model.train.image_encoder or ADAPTERS[model.family].image_encoder
+        made["image_encoder"] = encoder
+        folder = TINY if encoder == "tiny" else _local(encoder, "config.json")
+        made["image_encoder_files"] = fingerprint([folder] if folder is not None and folder.is_dir() else [])
+    return made
+
+
+def base_files(model: Model) -> dict[str, str | None]:
+    """Fingerprints of the files that a model is made of, by part. None where they are not here."""
+    networks = _folders(component_path(model.path, model.family), ("transformer", "unet"))
+    encoders = {name: value for name, value in identity(model).items() if name.endswith("_files")}
+    return {"network_files": fingerprint(networks), **encoders}
+
+
+def fingerprint(folders: Sequence[Path]) -> str | None:
+    """Hash of the names and sizes of the files in some folders, of small ones whole and of large ones a sample."""
+    files = sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.parent.name}/{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for start in [0] if size <= 3 * SAMPLE else [0, (size - SAMPLE) // 2, size - SAMPLE]:
+                stream.seek(start)
+                digest.update(stream.read(3 * SAMPLE if size <= 3 * SAMPLE else SAMPLE))
+    return digest.hexdigest()
+
+
+def _folders(path: str, prefixes: tuple[str, ...]) -> list[Path]:
+    """Subfolders of a model whose names start so; none where it is not on this machine."""
+    folder = _local(path, "model_index.json")
+    if folder is None:
+        return []
+    return sorted(sub for sub in folder.iterdir() if sub.is_dir() and sub.name.startswith(prefixes))
+
+
+def _local(path: str, file: str) -> Path | None:
+    """The folder itself, or where the hub's files are kept; None where it is not on this machine any more."""
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    if path.count("/") != 1:  # no hub id
+        return None
+    found = try_to_load_from_cache(path, file)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _read_identity(file: Path) -> dict[str, Any]:
+    try:
+        made = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(
+            f"model.embeddings: {file.parent} holds no embeddings (no cache.json); run `retouch data precompute "
+            f"RUN.yaml --out {file.parent}`"
+        ) from None
+    except ValueError:
+        made = None
+    if not isinstance(made, dict):
+        raise ConfigError(f"model.embeddings: {file} is damaged; delete the folder and run `retouch data precompute`")
+    return made  # pyright: ignore[reportUnknownVariableType]
+
+
+def _bytes(pixels: Tensor) -> bytes:
+    values = pixels.detach().cpu().contiguous()
+    return f"{tuple(values.shape)} {values.dtype}".encode() + values.numpy().tobytes()

@@ -1,0 +1,70 @@
+"""Components without their weights, on the meta device: for counting and comparing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from retouch.families.loading import ModelFilesError
+
+
+def on_meta(make: Callable[[], Any]) -> Any:
+    """What `make` gives, with shapes alone."""
+    with torch.device("meta"):
+        return make()
+
+
+def without_data() -> FakeTensorMode:
+    """Inside, operations give tensors of the right shapes on the CPU, as kernels there would, and compute nothing."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_run_without_data(network: nn.Module, mode: FakeTensorMode, dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
+    """A network on the meta device as one that runs inside `mode`; in place.
+
+    Args:
+        dtype: of each weight.
+    """
+    with mode:
+        for module in network.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    made = torch.empty(weight.shape, dtype=dtype(weight))
+                    module._parameters[name] = nn.Parameter(made, weight.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def component_on_meta(folder: Path, kind: str) -> Any:
+    """A network of diffusers or transformers by the config.json in its folder.
+
+    Args:
+        kind: name of the class that it must be of.
+
+    Raises:
+        ModelFilesError: no config, one of another class, or one that this class cannot be built from.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = config.get("_class_name") or next(iter(config.get("architectures") or []), kind)
+        if found != kind:
+            raise ValueError(f"it is of a {found}")
+        if hasattr(diffusers, kind):
+            made: Any = getattr(diffusers, kind)
+            return on_meta(lambda: made.from_config(config))
+        made = getattr(transformers, kind)
+        return on_meta(lambda: made(made.config_class.from_pretrained(folder)))
+    except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+        raise ModelFilesError(
+            f"model.path: {folder}/config.json makes no {kind}: {reason}; copy the model anew"
+        ) from None

@@ -1,0 +1,1 @@
+"""What the Qwen-Image families share."""

@@ -1,0 +1,76 @@
+"""The LoRA of a few-step model, merged into a Qwen-Image network as it is loaded.
+
+diffusers reads the file and merges it, as `load_lora_weights` with `fuse_lora` does; names that the network does not
+have are an error here, where diffusers logs them and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from torch import Tensor, nn
+
+from retouch.families.loading import ModelFilesError
+
+if TYPE_CHECKING:
+    from retouch.families.sections import DistillationLora
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "transformer."
+
+
+def merge_distillation_lora(network: Any, lora: DistillationLora | None) -> None:
+    """Add the LoRA to the weights of a `QwenImageTransformer2DModel`, in their dtype; None adds nothing.
+
+    Raises:
+        ModelFilesError: no such file, or a LoRA of another network.
+    """
+    if lora is None:
+        return
+    tensors, metadata = _read(lora)
+    _require_modules(network, tensors, lora)
+    QwenImageLoraLoaderMixin.load_lora_into_transformer(tensors, network, "distillation", metadata=metadata)
+    network.fuse_lora(lora_scale=lora.scale)
+    network.unload_lora()
+    logger.info("merged %s into the diffusion network, scale %g", lora.weight_name or lora.path, lora.scale)
+
+
+def _read(lora: DistillationLora) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """Tensors by diffusers' names, and what the file says of their scale."""
+    local = Path(lora.path).expanduser()
+    path = str(local) if local.exists() else lora.path
+    loader: Any = QwenImageLoraLoaderMixin
+    try:
+        return loader.lora_state_dict(path, weight_name=lora.weight_name, return_lora_metadata=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelFilesError(
+            f"model.distillation_lora.path: given {lora.path!r}, which cannot be read as a LoRA of Qwen-Image: "
+            f"{first.rstrip('. ')}; give a hub id, folder or file, and set weight_name where there are several files"
+        ) from None
+
+
+def _require_modules(network: nn.Module, tensors: Mapping[str, Tensor], lora: DistillationLora) -> None:
+    """Every tensor is a factor of a weight that the network has, of its shape."""
+    modules = dict(network.named_modules())
+    for name, tensor in tensors.items():
+        module, _, factor = name.removeprefix(_PREFIX).partition(".lora_")
+        weight = getattr(modules.get(module), "weight", None)
+        if not name.startswith(_PREFIX) or weight is None or factor not in ("A.weight", "B.weight"):
+            raise ModelFilesError(
+                f"model.distillation_lora.path: {lora.path} holds {name}, which is no LoRA factor of this network; "
+                "give a LoRA that was distilled from this model"
+            )
+        side = weight.shape[1] if factor == "A.weight" else weight.shape[0]
+        if tensor.shape[1 if factor == "A.weight" else 0] != side:
+            raise ModelFilesError(
+                f"model.distillation_lora.path: {name} of {lora.path} is {list(tensor.shape)}, which does not fit the "
+                f"weight {list(weight.shape)}; give a LoRA that was distilled from this model"
+            )
+    if not tensors:
+        raise ModelFilesError(f"model.distillation_lora.path: {lora.path} holds no LoRA; give another file")

@@ -1,0 +1,239 @@
+"""Prompts as Qwen-Image's text encoder reads them: chats, and the states that they become.
+
+The text encoder is a vision-language model. A prompt is put into a chat; the states of its last layer behind the
+system part are the text condition.
+
+Legend: L tokens of a row, D width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from PIL.Image import Image
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLProcessor
+
+from retouch.families.loading import ModelFilesError
+from retouch.families.text import (
+    CACHE_SIZE,
+    TextEncoders,
+)
+
+logger = logging.getLogger(__name__)
+
+Task = Literal["draw", "edit", "edit_plus"]
+"""Which chat a prompt is put into: text to image, one picture to edit, or numbered pictures to edit."""
+
+PREFIX: dict[Task, int] = {"draw": 34, "edit": 64, "edit_plus": 64}
+"""Tokens of the chat before the user's words, with the released tokenizer."""
+
+USER = "<|im_start|>user\n"
+SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
+"""A picture in a chat; the processor repeats the pad for as many tokens as the picture takes."""
+
+
+class ImageTextProcessor(Qwen2_5_VLProcessor):
+    """The released processor for text and pictures alone; the stock class also loads one for videos, which needs
+    torchvision."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any) -> None:
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
+
+
+CHAT_TEMPLATE = """\
+{%- set seen = namespace(count=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{%- set seen.count = seen.count + 1 -%}
+{%- if add_vision_id -%}{{ 'Picture ' ~ seen.count ~ ': ' }}{%- endif -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""What the released processor makes of text and pictures, as a template of its own: a policy that chats with it is
+asked what the diffusion network is conditioned on, token by token, whatever template its files bring."""
+
+
+@lru_cache
+def template(task: Task) -> str:
+    """The chat that the released model was trained on, as diffusers has it; {} stands for the pictures and the prompt.
+
+    `edit` has its one picture in the text; here it is where the pictures are for `edit_plus`, in front of the prompt.
+    """
+    absent: Any = None
+    if task == "draw":
+        return QwenImagePipeline(*[absent] * 5).prompt_template_encode
+    kind: Any = QwenImageEditPipeline if task == "edit" else QwenImageEditPlusPipeline
+    return kind(*[absent] * 6).prompt_template_encode.replace(SEEN, "")
+
+
+def chat(task: Task, prompt: str, pictures: int = 0) -> str:
+    """A prompt and its pictures in the template of a task."""
+    seen = "".join(f"Picture {i + 1}: {SEEN}" for i in range(pictures)) if task == "edit_plus" else SEEN * pictures
+    return template(task).replace("{}", seen + prompt)
+
+
+def system_text(task: Task) -> str:
+    """What the system says in the chat of a task."""
+    return template(task).partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
+
+
+def prefix_length(tokenizer: Any, task: Task) -> int:
+    """Tokens of the chat that are cut off: the system part and the mark of the user.
+
+    Raises:
+        ModelFilesError: a tokenizer of the released size that counts them differently.
+    """
+    before, mark, _ = template(task).partition(USER)
+    count = len(tokenizer(before + mark).input_ids)
+    if len(tokenizer) > 100_000 and count != PREFIX[task]:  # the released one
+        raise ModelFilesError(f"tokenizer/: {count} tokens before the prompt instead of {PREFIX[task]}; copy it anew")
+    return count
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; what was in training mode is again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True)
+class ChatStates:
+    """A prompt and pictures in the chat of a task -> states of the vision-language model behind the system part.
+
+    Attributes:
+        model: its weights may be in training and have adapters; encoding is done without dropout and gradients.
+        tokenizer: of text alone.
+        processor: of text with pictures; None where the task has none.
+        length: tokens kept at most, pictures and the end of the chat included.
+    """
+
+    model: Any  # Qwen2_5_VLForConditionalGeneration
+    tokenizer: Any
+    processor: Any  # ImageTextProcessor
+    task: Task
+    length: int
+
+    def __call__(self, prompt: str, pictures: Sequence[Image] = ()) -> Tensor:
+        """States [L, D] on the model's device.
+
+        Raises:
+            ValueError: the pictures alone take more tokens than are kept.
+        """
+        inputs, drop = self._inputs(prompt, pictures)
+        with evaluating(self.model):
+            on_device = {name: value.to(self.model.device) for name, value in inputs.items()}
+            return self.model.model(**on_device).last_hidden_state[0, drop:]
+
+    def count(self, prompt: str, pictures: Sequence[Image] = ()) -> int:
+        """L of the states."""
+        inputs, drop = self._inputs(prompt, pictures)
+        return inputs["input_ids"].shape[1] - drop
+
+    def _inputs(self, prompt: str, pictures: Sequence[Image]) -> tuple[dict[str, Tensor], int]:
+        """What the model takes, of one row without padding, and how many of its states are cut off."""
+        text = chat(self.task, prompt, len(pictures))
+        if pictures:
+            inputs = dict(self.processor(text=[text], images=list(pictures), return_tensors="pt"))
+        else:
+            inputs = dict(self.tokenizer([text], return_tensors="pt"))
+        drop = prefix_length(self.tokenizer, self.task)
+        return self._shortened(inputs, drop, prompt), drop
+
+    def _shortened(self, inputs: dict[str, Tensor], drop: int, prompt: str) -> dict[str, Tensor]:
+        """Without the last tokens of the prompt where there are too many: pictures and the end of the chat stay."""
+        ids = inputs["input_ids"]
+        over = ids.shape[1] - drop - self.length
+        if over <= 0:
+            return inputs
+        tail = len(self.tokenizer(template(self.task).partition("{}")[2]).input_ids)
+        words = len(self.tokenizer(prompt).input_ids)
+        if over > words:
+            raise ValueError(
+                f"the pictures and the chat around a prompt take {ids.shape[1] - drop - words} tokens, but "
+                f"model.max_sequence_length is {self.length}; raise it, or show the text encoder smaller pictures "
+                "(model.vision_pixels)"
+            )
+        logger.warning(
+            "a prompt of %d tokens is cut to %d, because model.max_sequence_length is %d: %.60r",
+            words,
+            words - over,
+            self.length,
+            prompt,
+        )
+        end = ids.shape[1] - tail
+        by_token = {name for name, value in inputs.items() if value.shape == ids.shape}
+        return {
+            name: torch.cat([value[:, : end - over], value[:, end:]], 1) if name in by_token else value
+            for name, value in inputs.items()
+        }
+
+
+@dataclass(frozen=True)
+class PaddedChats:
+    """What a family keeps of prompts -> states of their chats, padded to one length.
+
+    Attributes:
+        read: the prompt and the pictures of what is kept.
+        states: the states [B, S, D]; False: which of them are no padding [B, S].
+    """
+
+    chat: ChatStates
+    read: Callable[[Any], tuple[str, Sequence[Image]]]
+    states: bool
+
+    @property
+    def model(self) -> Any:
+        return self.chat.model
+
+    def __call__(self, texts: Sequence[Any]) -> Tensor:
+        length = self.chat.length
+        if not self.states:
+            counts = torch.tensor([[self.chat.count(*self.read(text))] for text in texts])
+            return (torch.arange(length) < counts).float()
+        rows = [self.chat(*self.read(text)) for text in texts]
+        return torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
+
+
+def chat_encoders(
+    chat: ChatStates,
+    read: Callable[[Any], tuple[str, Sequence[Image]]],
+    device: torch.device | str = "cpu",
+    offload: bool = True,
+    capacity: int = CACHE_SIZE,
+) -> TextEncoders:
+    """`text` and `text_mask` of a family's conditions; arguments as of `PaddedChats` and `TextEncoders`."""
+    made: dict[str, Any] = {
+        "text": PaddedChats(chat, read, states=True),
+        "text_mask": PaddedChats(chat, read, states=False),
+    }
+    return TextEncoders(made, device, offload, capacity)

@@ -1,0 +1,163 @@
+"""Text encoders behind a cache: what of them a family reads, and no more than that.
+
+A prompt is encoded once. The encoders sit on the CPU between uses (`offload`), or are dropped after every prompt of
+the run is cached (`release`): a T5-XXL beside the network would cost 9.5 GB for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from retouch.config.errors import ConfigError
+from retouch.families.embeddings import EmbeddingCache
+from retouch.families.loading import load_component
+
+CACHE_SIZE = 2048
+"""Prompts kept when nothing asked for more; 4 MiB each at the sizes of FLUX in bf16."""
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """An encoder, its tokenizer, and which of its outputs is used.
+
+    Attributes:
+        length: tokens a prompt is padded or cut to.
+        output: a vector for each token [S, D], or one for the prompt [D].
+    """
+
+    model: Any  # CLIPTextModel, T5EncoderModel
+    tokenizer: Any
+    length: int
+    output: Literal["last_hidden_state", "pooler_output"] = "last_hidden_state"
+
+    @classmethod
+    def load(
+        cls,
+        kind: Any,
+        path: str,
+        number: str,
+        dtype: torch.dtype,
+        length: int | None = None,
+        output: Literal["last_hidden_state", "pooler_output"] = "last_hidden_state",
+    ) -> TextEncoder:
+        """`text_encoder{number}/` of a model with its `tokenizer{number}/`; no `length` takes that of the tokenizer."""
+        model = load_component(kind, path, f"text_encoder{number}", dtype)
+        tokenizer = load_component(AutoTokenizer, path, f"tokenizer{number}", None)
+        return cls(model, tokenizer, length or tokenizer.model_max_length, output)
+
+    def tokens(self, prompts: Sequence[str]) -> Tensor:
+        """[B, S] int64."""
+        batch = self.tokenizer(
+            list(prompts), padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+        )
+        return batch.input_ids
+
+    def __call__(self, prompts: Sequence[str]) -> Tensor:
+        """[B, S, D] or [B, D], with gradient where the model has it."""
+        return getattr(self.model(self.tokens(prompts).to(self.model.device)), self.output)
+
+
+class TextEncoders:
+    """prompts -> one tensor [B, ...] of each encoder, by the name that it has in the condition.
+
+    A prompt is a string, or whatever else the encoders of a family take; equal ones are encoded once. `capacity` of
+    them are kept.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, TextEncoder],
+        device: torch.device | str = "cpu",
+        offload: bool = True,
+        capacity: int = CACHE_SIZE,
+        stored: EmbeddingCache | None = None,  # where prompts are looked up instead
+    ) -> None:
+        self.encoders = dict(encoders)
+        self.stored = stored
+        self.offload = offload
+        for encoder in self.encoders.values():
+            encoder.model.eval().requires_grad_(False)
+        self._cache: OrderedDict[Hashable, dict[str, Tensor]] = OrderedDict()
+        self._capacity = capacity
+        self.to(device)
+
+    def to(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        if not self.offload:
+            self._place(self.device)
+
+    def encode(self, prompts: Sequence[Hashable]) -> dict[str, Tensor]:
+        """Look up or encode.
+
+        Raises:
+            RuntimeError: a prompt that is not cached after `release`.
+        """
+        rows = self._rows(prompts)
+        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+
+    def of(self, prompt: str) -> dict[str, Tensor]:
+        """What is kept of a prompt, by name, on the CPU: tensors without a batch.
+
+        Raises:
+            RuntimeError: as `encode`.
+        """
+        return self._rows([prompt])[0]
+
+    def cache(self, prompts: Sequence[str]) -> None:
+        """Encode now and keep."""
+        self._capacity = max(self._capacity, len(set(prompts) | set(self._cache)))
+        self._fill(prompts)
+
+    def release(self) -> None:
+        """Drop the encoders; only cached prompts can be encoded from now on."""
+        self.encoders.clear()
+
+    def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
+        """What is kept of each; those used longest ago are dropped."""
+        self._fill(prompts)
+        rows = [self._cache[prompt] for prompt in prompts]
+        for prompt in prompts:
+            self._cache.move_to_end(prompt)
+        while len(self._cache) > self._capacity:
+            self._cache.popitem(last=False)
+        return rows
+
+    @torch.no_grad()
+    def _fill(self, prompts: Sequence[Any]) -> None:
+        missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
+        if not missing:
+            return
+        if self.stored is not None:
+            for prompt in missing:
+                self._cache[prompt] = self._look_up(self.stored, prompt)
+            return
+        if not self.encoders:
+            raise RuntimeError(
+                f"the text encoders were released and {missing[0]!r} is not cached; set model.free_text_encoders=false"
+            )
+        self._place(self.device)
+        for prompt in missing:  # one by one: an embedding must not depend on what it was batched with
+            self._cache[prompt] = {name: encoder([prompt])[0].cpu() for name, encoder in self.encoders.items()}
+        if self.offload:
+            self._place(torch.device("cpu"))
+
+    @staticmethod
+    def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:
+        found = stored.text(prompt)
+        if found is None:
+            raise ConfigError(
+                f"model.embeddings: {stored.folder} lacks the prompt {prompt!r}; run `retouch data precompute` again, "
+                "or set model.embeddings=null"
+            )
+        return found
+
+    def _place(self, device: torch.device) -> None:
+        for encoder in self.encoders.values():
+            encoder.model.to(device)

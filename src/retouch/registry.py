@@ -1,0 +1,109 @@
+"""Components by name: those of the package, of installed packages (entry points), and of modules that a run file names.
+
+A component is one class or object in one file. The package lists its own as `name -> "module:attribute"`, so that a
+module is imported only when its component is used. Other packages add theirs through an entry point of the registry's
+group, or by calling `register` when a module named under `plugins` of a run file is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Generic, TypeVar, Union, cast
+
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+logger = logging.getLogger(__name__)
+
+Component = TypeVar("Component")
+
+
+class Registry(Mapping[str, Component], Generic[Component]):
+    """Components of one kind by name, imported on first use.
+
+    Args:
+        kind: what a message calls one, for example "reward".
+        group: entry-point group of other packages, for example "retouch.rewards".
+        builtin: name -> "module:attribute" of the package's own components.
+    """
+
+    def __init__(self, kind: str, group: str, builtin: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._places = {point.name: point.value for point in entry_points(group=group)} | dict(builtin)
+        self._builtin = frozenset(builtin)
+        self._loaded: dict[str, Component] = {}
+
+    def register(self, name: str, component: Component) -> Component:
+        """Add a component of a plug-in, or the same one again.
+
+        Raises:
+            ValueError: another component has the name.
+        """
+        known = self._loaded.get(name)
+        same = known is not None and _qualified(known) == _qualified(component)
+        if name in self and not same:
+            raise ValueError(f"{self.kind} {name!r}: the name is taken; register it under another name")
+        self._loaded[name] = component
+        return component
+
+    def available(self) -> dict[str, Component]:
+        """Every component that can be imported. One of another package that cannot is left out with a warning."""
+        found: dict[str, Component] = {}
+        for name in self:
+            try:
+                found[name] = self[name]
+            except Exception as error:
+                if name in self._builtin:
+                    raise
+                logger.warning("%s %r (%s) cannot be imported: %s", self.kind, name, self._places[name], error)
+        return found
+
+    def __getitem__(self, name: str) -> Component:
+        if name not in self._loaded:
+            self._loaded[name] = cast("Component", load_attribute(self._places[name]))
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places or name in self._loaded
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys([*self._places, *self._loaded])
+
+    def __len__(self) -> int:
+        return len({*self._places, *self._loaded})
+
+
+class Chosen:
+    """Annotation of a run file's section whose class is chosen from a registry by one of its keys.
+
+    `Annotated[BaseSection, Chosen(REGISTRY, "family")]` validates as the discriminated union of the registered classes.
+    The union is built with the model that holds the annotation: `model_rebuild(force=True)` takes in classes that were
+    registered later.
+    """
+
+    def __init__(self, registry: Registry[Any], key: str) -> None:
+        self.registry = registry
+        self.key = key
+
+    @property
+    def classes(self) -> list[type[Any]]:
+        """The registered classes, in order."""
+        return list(self.registry.available().values())
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        union = Union[tuple(self.classes)]  # noqa: UP007
+        return handler.generate_schema(Annotated[union, Field(discriminator=self.key)])
+
+
+def load_attribute(place: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _qualified(component: object) -> tuple[str, str]:
+    kind = component if isinstance(component, type) else type(component)
+    return kind.__module__, kind.__qualname__

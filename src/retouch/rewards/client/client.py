@@ -1,0 +1,434 @@
+"""The client of reward servers: n items in, n outcomes out, in order, whatever the network does. No torch.
+
+One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
+transport errors, 408, 425, 429 and 5xx are tried again, on another server where there is one, until the deadline and
+within the retry budget; nothing else is. `exchange.py` is one request to one server, `revisions.py` what servers
+told of their scorers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+import random
+import sqlite3
+import threading
+import time
+import uuid
+from collections import Counter, defaultdict, deque
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from retouch.rewards.client.balance import (
+    BREAKER_FAILURES,
+    Balance,
+    Balancer,
+    RetryBudget,
+    Server,
+)
+from retouch.rewards.client.cache import (
+    ScoreCache,
+    cache_key,
+)
+from retouch.rewards.client.exchange import (
+    CONNECT_S,
+    Columns,
+    Exchange,
+    Refusal,
+)
+from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.protocol import RewardItem, base_url, malformed, usable_token
+from retouch.types import Failure, Outcome
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_S = 0.1
+_BACKOFF_MAX_S = 5.0
+_LEAST_S = 0.2  # less time than this is not worth dividing between servers
+
+_LATENCIES = 2048  # of the newest requests, for the percentiles
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a client talks to its servers.
+
+    Attributes:
+        timeout_s: deadline of one request, retries included, from when a server is free for it. With several servers an
+            attempt gets half of what is left, so that one that accepts and never answers does not keep a request from
+            the others. Requests that wait for a server end, unavailable, once no server has answered for so long.
+        batch_size: items of one request.
+        balance: see `Balancer`.
+        most: requests under way at one server.
+        hedge_s: ask a second server, too, when the first has not answered after so long; None never does.
+    """
+
+    timeout_s: float = 60.0
+    batch_size: int = 16
+    balance: Balance = "least_outstanding"
+    most: int = 4
+    hedge_s: float | None = None
+
+
+@dataclass
+class ClientStatistics:
+    """Counts since the client was made, and the latencies of the newest requests in seconds."""
+
+    requests: int = 0
+    attempts: int = 0
+    retries: int = 0
+    hedges: int = 0
+    cache_hits: int = 0
+    scores: Counter[str] = field(default_factory=Counter[str])
+    failures: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
+    latencies: deque[float] = field(default_factory=lambda: deque[float](maxlen=_LATENCIES))
+
+    def latency(self, share: float) -> float:
+        """The latency that this share of the newest requests did not exceed; NaN before the first."""
+        ordered = sorted(self.latencies)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+class RewardClient:
+    """Scores on one or more servers that all hold the same rewards.
+
+    Args:
+        urls: base addresses.
+        rewards: names to ask for, as the servers know them.
+        options: a `ClientOptions`; its fields may be given by name instead.
+        token: bearer token; never logged, and never in a message.
+        cache: where scores are kept; None keeps none.
+
+    Raises:
+        ValueError: no address, or an address or token that cannot be used.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        rewards: Sequence[str],
+        timeout_s: float = 60.0,
+        batch_size: int = 16,
+        token: str | None = None,
+        *,
+        options: ClientOptions | None = None,
+        cache: ScoreCache | None = None,
+    ) -> None:
+        if not urls:
+            raise ValueError("a reward client needs at least one server address")
+        self.urls = [base_url(url) for url in urls]
+        self.rewards = list(rewards)
+        self.options = options or ClientOptions(timeout_s, batch_size)
+        self.statistics = ClientStatistics()
+        self._token = None if token is None else usable_token(token)
+        self._cache = cache
+        self.revisions = Revisions(self.rewards)
+        self._closing = threading.Lock()
+        self._closed = False
+        self._start()
+
+    def submit(self, items: Sequence[RewardItem]) -> Future[Columns]:
+        """Start scoring -> future of name -> one outcome an item, in the order of `items`.
+
+        The future is cancelled when the client is closed before it is done.
+        """
+        return self._call(self._score(list(items)))
+
+    def score(self, items: Sequence[RewardItem]) -> Columns:
+        """`submit` and wait."""
+        return self.submit(items).result()
+
+    def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
+        """Block until the servers are ready and have every reward -> what is still wrong when time is up, or what no
+        waiting will mend.
+
+        Args:
+            every_server: wait for all of them; False is content with one.
+        """
+        return self._call(self._wait_ready(timeout_s, every_server)).result()
+
+    def info(self) -> dict[str, dict[str, Any]]:
+        """url -> reply of /info, of the servers that answer."""
+        return self._call(self._info()).result()
+
+    def probe(self, items: Sequence[RewardItem]) -> dict[str, Columns]:
+        """Score the same items on every server by itself -> url -> outcomes."""
+        return self._call(self._probe(list(items))).result()
+
+    def close(self) -> None:
+        """End the thread; requests under way are cancelled. Closing twice is no error."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            forked = os.getpid() != self._pid
+        if not forked:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> RewardClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the thread ---
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._exchange = Exchange(self.rewards, self._token, self.revisions.note)
+        self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
+        self._budget = RetryBudget(self.options.timeout_s)
+        self._freed = asyncio.Event()
+        # whoever waits for a server is woken by every answer: thousands of them would do nothing else
+        self._turns = asyncio.Semaphore(2 * self.options.most * len(self.urls))
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="reward-client")
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._finish())
+        self._loop.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        with self._closing:
+            if self._closed:
+                coroutine.close()
+                raise RuntimeError("the reward client is closed")
+            if os.getpid() != self._pid:  # the thread stayed behind in the parent
+                self._start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _finish(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self._exchange.close()
+        await self._loop.shutdown_default_executor()
+
+    # --- inside the loop ---
+
+    async def _score(self, items: list[RewardItem]) -> Columns:
+        problems = [malformed(item) for item in items]
+        sound = [item for item, problem in zip(items, problems, strict=True) if problem is None]
+        scored = await self._score_sound(sound)
+        columns: Columns = {}
+        for name in self.rewards:
+            column = iter(scored[name])
+            columns[name] = [next(column) if problem is None else problem for problem in problems]
+            for outcome in columns[name]:
+                if isinstance(outcome, Failure):
+                    self.statistics.failures[name][outcome.code] += 1
+                else:
+                    self.statistics.scores[name] += 1
+        return columns
+
+    async def _score_sound(self, items: list[RewardItem]) -> Columns:
+        """From the cache, where every reward of an item is there; else from the servers."""
+        revisions = await self._one_revision_each() if self._cache is not None and items else None
+        if revisions is None or self._cache is None:
+            return await self._score_chunks(items)
+        keys = await asyncio.to_thread(
+            lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
+        )
+        try:
+            known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
+        except sqlite3.Error as error:
+            logger.warning("the cache of scores cannot be read: %s", error)
+            known = {}
+        missing = [i for i, row in enumerate(keys) if not all(key in known for key in row)]
+        asked = time.monotonic()
+        self.statistics.cache_hits += len(items) - len(missing)
+        fresh = await self._score_chunks([items[i] for i in missing])
+        found: dict[bytes, Outcome] = dict(known)
+        for column, name in enumerate(self.rewards):
+            found.update(zip((keys[i][column] for i in missing), fresh[name], strict=True))
+        if not self.revisions.others_since(asked, revisions):
+            try:
+                await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
+            except sqlite3.Error as error:  # a full disk: the scores are here all the same
+                logger.warning("scores are not kept: %s", error)
+        return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
+
+    async def _one_revision_each(self) -> dict[str, str] | None:
+        """By reward, of the servers that are not gone; None where they differ."""
+        if not self.revisions.known:
+            self.revisions.learn(await self._info())
+        return self.revisions.one_each({s.url for s in self._balancer.servers if s.failures >= BREAKER_FAILURES})
+
+    async def _score_chunks(self, items: list[RewardItem]) -> Columns:
+        size = self.options.batch_size
+        chunks = [items[i : i + size] for i in range(0, len(items), size)]
+        asked = time.monotonic()
+
+        async def in_turn(chunk: list[RewardItem]) -> Columns:
+            async with self._turns:
+                return await self._score_chunk(chunk, asked)
+
+        replies = await asyncio.gather(*(in_turn(chunk) for chunk in chunks))
+        return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
+
+    async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
+        """One request with its retries; ids on the wire are positions, so that callers may repeat theirs.
+
+        Args:
+            asked: when its caller began to wait.
+        """
+        deadline: float | None = None
+        numbered = [replace(item, id=i) for i, item in enumerate(items)]
+        request_id, failed = uuid.uuid4().hex, list[Server]()
+        problem = Failure("unavailable", "no server answered", retryable=True)
+        self.statistics.requests += 1
+        for attempt in itertools.count():
+            server = await self._server(failed, deadline, asked)
+            if server is None:
+                break
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + self.options.timeout_s
+                self._budget.request(now)
+            reply = await self._attempt_or_hedge(server, numbered, request_id, deadline)
+            if not isinstance(reply, Refusal):
+                self.statistics.latencies.append(time.monotonic() - asked)
+                return reply
+            problem = reply.failure
+            if not problem.retryable:
+                break
+            failed = [*failed, server] if len(failed) + 1 < len(self.urls) else [server]
+            backoff = random.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt))  # full jitter
+            await asyncio.sleep(max(0.0, min(backoff, deadline - time.monotonic())))
+            if reply.reached and not await self._may_retry(deadline):
+                break
+            self.statistics.retries += 1
+        return {name: [problem] * len(items) for name in self.rewards}
+
+    async def _server(self, failed: list[Server], deadline: float | None, asked: float) -> Server | None:
+        """A server that may be sent a request now, its place in it taken; None when time is up.
+
+        Args:
+            deadline: of the request; None before its first attempt.
+        """
+        while True:
+            now = time.monotonic()
+            ends = deadline if deadline is not None else max(asked, self._progress) + self.options.timeout_s
+            if now >= ends:
+                return None
+            server, wait = self._balancer.choose(now, failed, ends)
+            if server is not None:
+                server.sent(now)
+                return server
+            self._freed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.001, min(wait, ends - now, 1.0))):
+                    await self._freed.wait()
+
+    async def _may_retry(self, deadline: float) -> bool:
+        """Wait until the budget allows another attempt; False when time is up first."""
+        while not self._budget.take(time.monotonic()):
+            if time.monotonic() + 0.1 >= deadline:
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
+    async def _attempt_or_hedge(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> Columns | Refusal:
+        """Ask a server, and after `hedge_s` another one, too; the first good answer counts."""
+        first = self._begin(server, items, request_id, deadline)
+        if self.options.hedge_s is None or len(self.urls) == 1:
+            return await first
+        await asyncio.wait([first], timeout=self.options.hedge_s)
+        other = None if first.done() else self._balancer.choose(time.monotonic(), [server])[0]
+        if other is None or other is server or not self._budget.take(time.monotonic()):
+            return await first
+        other.sent(time.monotonic())
+        self.statistics.hedges += 1
+        second = self._begin(other, items, request_id, deadline)
+        tasks = {first, second}
+        try:
+            while True:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                reply = next((r for task in done if not isinstance(r := task.result(), Refusal)), None)
+                if reply is not None or not tasks:
+                    return reply if reply is not None else done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _begin(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> asyncio.Task[Columns | Refusal]:
+        """An attempt on its way. Its place at the server is given back even where it is cancelled before it begins."""
+
+        def leave(_: object) -> None:
+            server.under_way -= 1
+            self._freed.set()
+
+        attempt = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        attempt.add_done_callback(leave)
+        return attempt
+
+    async def _attempt(
+        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
+    ) -> Columns | Refusal:
+        """Ask one server once -> outcomes, or why there are none; its breaker and latency learn from it."""
+        started = time.monotonic()
+        left = max(0.0, deadline - started)
+        share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
+        self.statistics.attempts += 1
+        try:
+            reply = await self._exchange.ask(server.url, items, request_id, started + share)
+        except asyncio.CancelledError:
+            server.overtaken(time.monotonic() - started)
+            raise
+        now = time.monotonic()
+        if not isinstance(reply, Refusal):
+            server.answered(now - started, now)
+            self._progress = now
+        elif reply.failure.code == "overloaded" or reply.retry_after_s:
+            server.held(now, reply.retry_after_s)
+        elif reply.failure.retryable:
+            server.failed(now)
+        return reply
+
+    async def _wait_ready(self, timeout_s: float, every_server: bool) -> list[str]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            probe_s = min(CONNECT_S, max(_LEAST_S, deadline - time.monotonic()))
+            found = await asyncio.gather(*(self._exchange.readiness(url, probe_s) for url in self.urls))
+            missing = [server for server in found if server is not None]
+            for server, problem in zip(self._balancer.servers, found, strict=True):
+                if problem is None:
+                    server.failures = 0  # it is back: no need to wait for the breaker
+            if not missing or (not every_server and len(missing) < len(self.urls)):
+                return []
+            finals = [server.final for server in missing]
+            hopeless = any(finals) if every_server else all(finals)
+            if hopeless or time.monotonic() >= deadline:
+                return [server.problem for server in missing]
+            await asyncio.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+
+    async def _probe(self, items: list[RewardItem]) -> dict[str, Columns]:
+        numbered = [replace(item, id=i) for i, item in enumerate(items)]
+
+        async def ask(url: str) -> Columns:
+            reply = await self._exchange.ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
+            if isinstance(reply, Refusal):
+                return {name: [reply.failure] * len(items) for name in self.rewards}
+            return reply
+
+        return dict(zip(self.urls, await asyncio.gather(*(ask(url) for url in self.urls)), strict=True))
+
+    async def _info(self) -> dict[str, dict[str, Any]]:
+        answers = await asyncio.gather(*(self._exchange.info(url) for url in self.urls))
+        return {url: answer for url, answer in zip(self.urls, answers, strict=True) if answer}

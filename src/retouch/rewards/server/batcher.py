@@ -1,0 +1,241 @@
+"""Dynamic batching: items of many requests that ask for the same and have one shape are scored together. No torch.
+
+A batch goes as soon as it is full, or its oldest item has waited `max_wait_s`; while the worker is busy, items gather.
+Items whose deadline passed are answered, not scored. Items that were with the worker when it ended are suspects: each
+is scored alone until it has been, and one that ends the worker again and again is not scored any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from retouch.rewards.client.cache import cache_key
+from retouch.rewards.protocol import PICTURES, RewardItem
+from retouch.rewards.server.worker import (
+    LATE,
+    Work,
+    Worker,
+    WorkerLost,
+)
+from retouch.types import Failure, Outcome
+
+logger = logging.getLogger(__name__)
+
+STRIKES = 3
+"""Deaths of the worker over one item alone, after which it is quarantined."""
+
+_SUSPECTS = 4096
+
+Key = tuple[object, ...]
+"""What items of one batch share: rewards, and the shape of every picture."""
+
+Watch = Callable[[int, Work], None]
+"""Told of every batch: its items, and what it took."""
+
+
+@dataclass
+class _Unit:
+    """One item on its way."""
+
+    item: RewardItem
+    deadline: float
+    arrived: float
+    done: asyncio.Future[dict[str, Outcome]]
+
+
+@dataclass
+class _Line:
+    """Units of one key, oldest first."""
+
+    rewards: Sequence[str]
+    units: deque[_Unit] = field(default_factory=deque[_Unit])
+
+
+class Batcher:
+    """The only one that talks to the worker.
+
+    Args:
+        max_batch: items of one batch.
+        max_wait_s: how long an item waits for company while the worker is free.
+        watch: told of every batch that was scored.
+    """
+
+    def __init__(self, worker: Worker, max_batch: int, max_wait_s: float, watch: Watch = lambda items, work: None):
+        self.worker = worker
+        self.max_batch = max_batch
+        self.max_wait_s = max_wait_s
+        self._watch = watch
+        self._lines: dict[Key, _Line] = {}
+        self._strikes: OrderedDict[bytes, int] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Items not yet handed to the worker."""
+        return sum(len(line.units) for line in self._lines.values())
+
+    @property
+    def quarantined(self) -> int:
+        """Items that are not scored any more."""
+        return sum(strikes >= STRIKES for strikes in self._strikes.values())
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Answer nothing more; whoever still waits is cancelled."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for line in self._lines.values():
+            for unit in line.units:
+                unit.done.cancel()
+        self._lines.clear()
+
+    async def score(
+        self, rewards: Sequence[str], items: Sequence[RewardItem], deadline: float
+    ) -> dict[str, list[Outcome]]:
+        """Outcomes by reward, in the order of the items.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+        """
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        units = [_Unit(item, deadline, now, loop.create_future()) for item in items]
+        for unit in units:
+            key = key_of(rewards, unit.item)
+            self._lines.setdefault(key, _Line(rewards)).units.append(unit)
+        self._changed.set()
+        done = await asyncio.gather(*(unit.done for unit in units))
+        return {name: [outcomes[name] for outcomes in done] for name in rewards}
+
+    async def _run(self) -> None:
+        while True:
+            key = self._oldest()
+            if key is None:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            line = self._lines[key]
+            now = time.monotonic()
+            wait = line.units[0].arrived + self.max_wait_s - now
+            if self.worker.ready and (len(line.units) >= self.max_batch or wait <= 0):
+                await self._score_one_batch(key, line)
+            elif self.worker.problem is not None:
+                self._answer_all(Failure("worker_lost", self.worker.problem, retryable=True))
+            elif self.worker.ready:
+                await self._sleep(wait)
+            else:  # the worker is being started again
+                self._answer_late(now)
+                await self._sleep(0.05)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until `seconds` have passed or something arrived."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    def _oldest(self) -> Key | None:
+        return min(self._lines, key=lambda key: self._lines[key].units[0].arrived, default=None)
+
+    async def _score_one_batch(self, key: Key, line: _Line) -> None:
+        now = time.monotonic()
+        units: list[_Unit] = []
+        while line.units and len(units) < self.max_batch:
+            unit = line.units.popleft()
+            if unit.done.done():  # nobody waits for it any more
+                continue
+            if unit.deadline < now:
+                _answer(unit, dict.fromkeys(line.rewards, LATE))
+                continue
+            strikes = self._strikes_of(line.rewards, unit)
+            if strikes is not None and strikes >= STRIKES:
+                message = f"the worker ended {strikes} times while it scored this item alone"
+                _answer(unit, dict.fromkeys(line.rewards, Failure("quarantined", message)))
+                continue
+            if strikes is not None and units:  # its turn comes, alone
+                line.units.appendleft(unit)
+                break
+            units.append(unit)
+            if strikes is not None:
+                break
+        if not line.units:
+            del self._lines[key]
+        if not units:
+            return
+        items, deadlines = [unit.item for unit in units], [unit.deadline for unit in units]
+        try:
+            outcomes, work = await self.worker.score(line.rewards, items, deadlines)
+            if any(len(outcomes[name]) != len(units) for name in line.rewards):
+                raise ValueError("another number of outcomes than of items")
+        except WorkerLost as lost:
+            logger.warning("%d items are not scored: %s", len(units), lost)
+            if lost.scoring:
+                self._suspect(line.rewards, units)
+            failure = Failure("worker_lost", str(lost), retryable=True)
+            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+        except MemoryError:
+            logger.warning("%d items are not scored: no memory to hand them to the worker", len(units))
+            failure = Failure("overloaded", "the server has no memory for the batch of the item", retryable=True)
+            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+        except Exception as error:  # whatever it is, the line must go on
+            logger.exception("%d items are not scored", len(units))
+            failure = Failure("scorer_error", f"the batch raised {type(error).__name__}: {error}")
+            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+        else:
+            if self._strikes:
+                for unit in units:
+                    self._strikes.pop(_print_of(line.rewards, unit), None)
+        self._watch(len(units), work)
+        for i, unit in enumerate(units):
+            _answer(unit, {name: outcomes[name][i] for name in line.rewards})
+
+    def _strikes_of(self, rewards: Sequence[str], unit: _Unit) -> int | None:
+        """Of a suspect; None of any other item."""
+        return self._strikes.get(_print_of(rewards, unit)) if self._strikes else None
+
+    def _suspect(self, rewards: Sequence[str], units: Sequence[_Unit]) -> None:
+        """The worker ended over these: a strike for one that was alone."""
+        for unit in units:
+            mark = _print_of(rewards, unit)
+            self._strikes[mark] = self._strikes.get(mark, 0) + (len(units) == 1)
+        while len(self._strikes) > _SUSPECTS:
+            self._strikes.popitem(last=False)
+
+    def _answer_all(self, failure: Failure) -> None:
+        for line in self._lines.values():
+            for unit in line.units:
+                _answer(unit, dict.fromkeys(line.rewards, failure))
+        self._lines.clear()
+
+    def _answer_late(self, now: float) -> None:
+        for key, line in list(self._lines.items()):
+            for unit in line.units:
+                if unit.deadline < now:
+                    _answer(unit, dict.fromkeys(line.rewards, LATE))
+            line.units = deque(unit for unit in line.units if not unit.done.done())
+            if not line.units:
+                del self._lines[key]
+
+
+def _answer(unit: _Unit, outcomes: dict[str, Outcome]) -> None:
+    if not unit.done.done():
+        unit.done.set_result(outcomes)
+
+
+def _print_of(rewards: Sequence[str], unit: _Unit) -> bytes:
+    return cache_key(unit.item, ",".join(rewards), "")
+
+
+def key_of(rewards: Sequence[str], item: RewardItem) -> Key:
+    """Items of one key may be stacked: every picture of theirs has one shape."""
+    shapes = (None if (pixels := getattr(item, name)) is None else pixels.shape for name in PICTURES)
+    return (tuple(rewards), *shapes)

@@ -1,0 +1,379 @@
+"""Starting reward servers, and finding those that run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from retouch.config.errors import ConfigError, nearest
+from retouch.rewards.client.endpoints import (
+    read_endpoints,
+    write_endpoints,
+)
+from retouch.rewards.devices import CPU, serve_argument
+from retouch.rewards.protocol import LOOPBACK, usable_token
+from retouch.rewards.scorers import make_scorer
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "RETOUCH_REWARD_TOKEN"
+"""Environment variable with the bearer token of server and client; an argument would show in `ps`."""
+
+_WATCH_S = 0.1
+_EARLY_S = 5.0  # a front that ends sooner after its start may never come up
+_EARLY_DEATHS = 5
+_DRAIN_S = 40.0
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How scorers are served.
+
+    Attributes:
+        port: of the first instance, the others count up from it; 0 takes a free one for each.
+        devices: one instance for each of them, and for each replica: "cpu", or the number of a GPU.
+        endpoints: file to write once every port is bound, or to add to (`retouch.rewards.client.endpoints`).
+        log_dir: of a log file for each instance.
+        with_parent: id of the process that starts this one, to end when it does; it keeps what is said here, and there
+            are no log files.
+        limits: fields of `server.Limits`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    devices: Sequence[str] = ("cpu",)
+    replicas: int = 1
+    endpoints: Path | None = None
+    log_dir: Path = Path("reward-logs")
+    with_parent: int | None = None
+    limits: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> None:
+    """Serve scorers (name -> options) until told to stop: an instance (a front and its worker) for every device and
+    replica, each started again when it dies.
+
+    Raises:
+        ConfigError: an unknown scorer or option, a taken port, an open address without a token, or an instance that
+            cannot be started at all.
+    """
+    for module in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f'the reward server needs {module}: pip install "retouch[serve]"')
+    token = reward_token()
+    if options.host not in LOOPBACK and not token:
+        raise ConfigError(
+            f"--host: given {options.host}, which others can reach; set {TOKEN_VARIABLE} to a secret, or stay on "
+            "127.0.0.1"
+        )
+    if options.endpoints is not None:
+        try:
+            read_endpoints(options.endpoints)
+        except ValueError as error:
+            raise ConfigError(f"--endpoints: {error}; give another file") from None
+    for name, given in scorers.items():  # what is wrong with them is said here, once
+        make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
+    places = [device for device in options.devices for _ in range(options.replicas)]
+    if options.port and options.port + len(places) > 65536:
+        raise ConfigError(
+            f"--port: given {options.port}, from which {len(places)} instances count up past 65535; set at most "
+            f"{65536 - len(places)}, or 0 for free ones"
+        )
+    instances: list[Instance] = []
+    for number, device in enumerate(places):
+        listener = _listen(options.host, options.port + number if options.port else 0)
+        instances.append(Instance(listener, options.host, device, _log_file(options, listener)))
+    if options.with_parent is not None:
+        exit_with_parent(options.with_parent)
+    told = {"scorers": {n: dict(o) for n, o in scorers.items()}, "token": token, "limits": dict(options.limits)}
+    supervisor = Supervisor(instances, told)
+    supervisor.start()
+    if options.endpoints is not None:
+        write_endpoints(options.endpoints, [{"rewards": list(scorers), **one.entry()} for one in instances])
+    for one in instances:
+        logger.info(
+            "serving %s on %s (%s)%s",
+            ", ".join(scorers),
+            one.url,
+            one.device,
+            f", log: {one.log}" * (one.log is not None),
+        )
+    if options.endpoints is not None:
+        logger.info("endpoints file: %s", options.endpoints)
+    supervisor.run()
+
+
+class Instance:
+    """A front process on a port that stays bound whatever happens to it: who connects meanwhile waits."""
+
+    def __init__(self, listener: socket.socket, host: str, device: str, log: Path | None) -> None:
+        self.listener = listener
+        self.device = device
+        self.log = log
+        self.url = f"http://{name_of(host)}:{listener.getsockname()[1]}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.early_deaths = 0
+        self._started = 0.0
+
+    def entry(self) -> dict[str, Any]:
+        """Of the endpoints file."""
+        log = {} if self.log is None else {"log": str(self.log)}
+        return {"url": self.url, "device": self.device, "pid": os.getpid(), **log}
+
+    def start(self, told: Mapping[str, Any]) -> None:
+        """Start the front; it reads what to serve from its standard input, whose end is its own end."""
+        command = [sys.executable, "-P", "-m", "retouch.rewards.server.app"]
+        with ExitStack() as stack:
+            stream = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                stream = stack.enter_context(self.log.open("ab"))
+            # a session of its own: Ctrl-C is for the supervisor, which lets requests finish
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=[self.listener.fileno()],
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        line = {**told, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
+        with suppress(BrokenPipeError):  # it died already, which the supervisor sees
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
+        self._started = time.monotonic()
+
+    def died(self) -> bool:
+        """Whether the front has ended; counts deaths soon after the start, in a row."""
+        if self.process is None or self.process.poll() is None:
+            return False
+        early = time.monotonic() - self._started < _EARLY_S
+        self.early_deaths = self.early_deaths + 1 if early else 0
+        return True
+
+
+class Supervisor:
+    """Keeps every instance running until SIGTERM or SIGINT; then they finish what they have and end."""
+
+    def __init__(self, instances: Sequence[Instance], told: Mapping[str, Any]) -> None:
+        self.instances = instances
+        self.told = told
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop.set())
+        for one in self.instances:
+            one.start(self.told)
+
+    def run(self) -> None:
+        """Raises:
+        ConfigError: an instance that ends again and again as soon as it is started.
+        """
+        try:
+            while not self._stop.wait(_WATCH_S):
+                for one in self.instances:
+                    if one.died():
+                        self._again(one)
+        finally:
+            self._end()
+
+    def _again(self, one: Instance) -> None:
+        code = one.process.returncode if one.process else None
+        if one.early_deaths >= _EARLY_DEATHS:
+            raise ConfigError(
+                f"the reward server on {one.url} ends as soon as it is started (exit code {code}); see "
+                f"{one.log or 'the lines above'}"
+            )
+        logger.error("the server on %s ended (exit code %s); it is started again", one.url, code)
+        one.start(self.told)
+
+    def _end(self) -> None:
+        for one in self.instances:
+            one.listener.close()  # from now on connections are refused
+            if one.process:
+                one.process.terminate()
+        deadline = time.monotonic() + _DRAIN_S
+        for one in self.instances:
+            if one.process:
+                try:
+                    one.process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    one.process.kill()
+                    one.process.wait()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
+        ) from None
+    listener.listen(2048)
+    return listener
+
+
+def _log_file(options: ServeOptions, listener: socket.socket) -> Path | None:
+    return None if options.with_parent is not None else options.log_dir / f"port-{listener.getsockname()[1]}.log"
+
+
+def parse_devices(text: str) -> list[str]:
+    """Devices of "0,1,2" or "cpu".
+
+    Raises:
+        ConfigError: none, or none of these forms.
+    """
+    devices = [one.strip() for one in text.split(",") if one.strip()]
+    if not devices or not all(one == "cpu" or one.isdecimal() for one in devices):
+        raise ConfigError(f"--devices: given {text!r}; write cpu, or numbers of GPUs like 0,1,2")
+    return devices
+
+
+def exit_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone: a killed run leaves no server behind.
+
+    Args:
+        parent: its process id, from itself: it may be gone before this process looks.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def requested(names: str, options: str) -> dict[str, dict[str, Any]]:
+    """Scorers and their options from "NAME,NAME" and the JSON of {name: {option: value}}.
+
+    Raises:
+        ConfigError: no name, no such JSON, or options of a scorer that is not named.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise ConfigError(f"NAME: given {names!r}, which names no scorer; give one or several, like ocr,preservation")
+    table = _option_table(options, wanted[0])
+    if not all(isinstance(value, dict) for value in table.values()):
+        raise _not_a_table(options, wanted[0])
+    for name in table:
+        if name not in wanted:
+            raise ConfigError(f"--options: {name!r} is no scorer of this command; {nearest(name, wanted)}")
+    return {name: table.get(name, {}) for name in wanted}
+
+
+def requested_one(name: str, options: str) -> dict[str, Any]:
+    """Options of one scorer from the same JSON of {name: {option: value}}; the former {option: value} is accepted with
+    a note.
+
+    Raises:
+        ConfigError: no such JSON, or options of another scorer.
+    """
+    if "," in name:
+        raise ConfigError(f"--reward: given {name!r}; expected the name of one scorer; set one of them")
+    table = _option_table(options, name)
+    if any(isinstance(value, dict) for value in table.values()) or not table:
+        return requested(name, options)[name]
+    logger.warning(
+        "--options: given %s; the form is now that of `reward serve`: %s", options, json.dumps({name: table})
+    )
+    return table
+
+
+def _option_table(options: str, name: str) -> dict[str, Any]:
+    try:
+        given: object = json.loads(options)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--options: not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise _not_a_table(options, name)
+    return cast("dict[str, Any]", given)
+
+
+def _not_a_table(options: str, name: str) -> ConfigError:
+    return ConfigError(f'--options: given {options}; write it as {{"{name}": {{"option": value}}}}')
+
+
+def reward_token() -> str | None:
+    """The token of the environment, None without one.
+
+    Raises:
+        ConfigError: it cannot be sent; the message does not show it.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    try:
+        return usable_token(token) if token.strip() else None
+    except ValueError as error:
+        raise ConfigError(f"{TOKEN_VARIABLE}: {error}; set it anew (its value is not shown)") from None
+
+
+def name_of(host: str) -> str:
+    """What a client on this or another machine calls an address that is listened on: this machine's name for all of
+    them."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+class LocalServer:
+    """A reward server on loopback in its own process, for the time of a run (`url: auto`), with one instance for each
+    device."""
+
+    def __init__(self, scorers: Mapping[str, Mapping[str, Any]], log: Path, devices: Sequence[str] = CPU) -> None:
+        self.log = log
+        self._folder = tempfile.TemporaryDirectory(prefix="retouch-rewards-")
+        self._endpoints = Path(self._folder.name) / "endpoints.json"
+        command = [sys.executable, "-P", "-m", "retouch", "reward", "serve", ",".join(scorers), "--port", "0"]
+        command += ["--endpoints", str(self._endpoints), "--options", json.dumps(scorers)]
+        command += ["--devices", serve_argument(devices), "--with-parent", str(os.getpid())]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def urls(self, timeout_s: float = 60.0) -> list[str]:
+        """The addresses of its instances, once their ports are bound.
+
+        Raises:
+            ConfigError: the server ended or did not come up; the message ends with its last words.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._endpoints.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                words = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+                raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(words))
+            time.sleep(0.05)
+        found = json.loads(self._endpoints.read_text(encoding="utf-8"))["endpoints"]
+        return [str(instance["url"]) for instance in found]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=35)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()

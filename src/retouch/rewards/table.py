@@ -1,0 +1,388 @@
+"""The table of rewards of a run: every entry wherever it is scored, one `Scores` for a batch.
+
+Entries with one set of addresses that want the same view of the images share a client, so that images travel once;
+entries with `url: auto` and the same devices share one server on loopback, with the other processes of the machine;
+entries without a url share a thread of this process for each device. Rewards that do not count (weight 0, gold) are
+scored apart from those that do, so that they delay nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from retouch.config.errors import ConfigError
+from retouch.rewards.client.cache import ScoreCache
+from retouch.rewards.client.client import (
+    ClientOptions,
+    RewardClient,
+)
+from retouch.rewards.client.endpoints import resolve_urls
+from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
+from retouch.rewards.gates import Gate
+from retouch.rewards.local import LocalRewards
+from retouch.rewards.machine import this_machine
+from retouch.rewards.protocol import RewardBackend, RewardItem
+from retouch.rewards.scorers import make_scorer
+from retouch.rewards.server.launch import (
+    LocalServer,
+    reward_token,
+)
+from retouch.rewards.views import View, viewed
+from retouch.types import Failure, Outcome, Score, Scores
+
+if TYPE_CHECKING:
+    from retouch.rewards.sections import (
+        RewardClientConfig,
+        RewardEntry,
+    )
+
+logger = logging.getLogger(__name__)
+
+EVERYTHING: Mapping[str, Any] = {
+    "completion": "<think>It shall be plain.</think>A grey wall with one word on it, in gold, seen from the front.",
+    "finished": True,
+    "knowledge_graph": {"elements": ["wall", "word"], "dependencies": ["Contains(wall, word)"]},
+}
+"""Metadata that scorers of protocols and of completions ask for: of pictures that only try whether they score."""
+
+OWN_PROCESS = ("process",)
+AUTO_SERVER = ("auto",)
+
+Gather = Callable[[Sequence[Any]], list[Any]]
+"""Objects of every process in one list, the same on all of them; all must ask."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where entries are scored together, on one view of the pictures.
+
+    Attributes:
+        where: addresses, or OWN_PROCESS, or AUTO_SERVER.
+        kind: "counts", "logged" (weight 0) or "gold".
+        devices: of this process or of the server of `url: auto`; () for other servers.
+    """
+
+    where: tuple[str, ...]
+    view: View
+    kind: str
+    devices: Devices = ()
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores being computed."""
+
+    parts: Mapping[Place, Future[dict[str, list[Outcome]]]]
+    names: Mapping[str, Place]
+    weights: Mapping[str, float]
+    gates: Mapping[str, Gate]
+    count: int
+
+    def result(self, aside_s: float | None = None) -> Scores:
+        """Wait for all of them, gates applied.
+
+        Args:
+            aside_s: how long rewards that are only logged may take once those that count are in; what is not in then
+                is a failure. None waits for them, too.
+        """
+        finished = {place: future.result() for place, future in self.parts.items() if place.kind == "counts"}
+        until = None if aside_s is None else time.monotonic() + aside_s
+        for place, future in self.parts.items():
+            if place not in finished:
+                finished[place] = self._aside(place, future, until)
+        columns = {name: finished[place][name] for name, place in self.names.items()}
+        return Scores(gated(columns, self.gates), dict(self.weights))
+
+    def _aside(
+        self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None
+    ) -> dict[str, list[Outcome]]:
+        try:
+            return future.result(None if until is None else max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            if future.done():  # at the last moment; or the scorer's own, which is told
+                return future.result()
+            future.cancel()
+            late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
+            return {name: [late] * self.count for name, p in self.names.items() if p == place}
+
+
+def gated(columns: Mapping[str, list[Outcome]], gates: Mapping[str, Gate]) -> dict[str, list[Outcome]]:
+    """Outcomes by reward with every gate applied; a gate is itself ungated."""
+    return {
+        name: [gates[name].apply(*pair) for pair in zip(column, columns[gates[name].reward], strict=True)]
+        if name in gates
+        else column
+        for name, column in columns.items()
+    }
+
+
+class RewardTable:
+    """Every reward of a run behind one `submit`."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, RewardEntry],
+        client: RewardClientConfig,
+        log_dir: Path | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Args:
+            device: the device that this process trains on, as torch names it.
+
+        Raises:
+            ConfigError: an endpoints file that cannot be read, or a device that this machine does not have.
+        """
+        self.entries = dict(entries)
+        self.device = device
+        self.client = client
+        self.log_dir = log_dir or Path()
+        self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
+        self.trained = [name for name, entry in entries.items() if entry.role == "train"]
+        self.gates = {
+            name: Gate(entry.gated_by, entry.gate_threshold, entry.gate_floor)
+            for name, entry in entries.items()
+            if entry.gated_by is not None
+        }
+        opening = {gate.reward for name, gate in self.gates.items() if self.weights[name]}
+        self._counts = {name for name, weight in self.weights.items() if weight or name in opening}
+        self._places = {name: self._place(name, entry) for name, entry in entries.items()}
+        self._servers: list[LocalServer] = []
+        self._auto_urls: dict[Devices, list[str]] = {}
+        self._cache: ScoreCache | None = None
+        self.asked = self.failed = 0
+        self.golden: dict[str, list[float]] = {}
+        self._backends: dict[Place, RewardBackend] = {}
+
+    def start(self, gather: Gather = list) -> None:
+        """Start or connect everything, without waiting for it to be ready.
+
+        Args:
+            gather: for a run of several processes, which all start. Those of one machine share the server of
+                `url: auto` and the cache; each machine has its own.
+
+        Raises:
+            ConfigError: what a scorer or a server lacks; of the server of `url: auto`, on all processes.
+        """
+        self._share(gather)
+        for place in dict.fromkeys(self._places.values()):
+            members = [name for name, p in self._places.items() if p == place]
+            self._backends[place] = self._connect(place, members)
+
+    def settle(self) -> None:
+        """Wait until the scorers of this process have loaded, or failed to: transformers and diffusers build a model
+        under settings of the whole process, so that no two may load at a time."""
+        for backend in self._backends.values():
+            if isinstance(backend, LocalRewards):
+                backend.settle()
+
+    def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
+        """Wait until every reward can be scored, on all of its servers or on one -> problems that remain.
+
+        Where only rewards of weight 0 are scored, a problem is a warning; once the run is under way (one server is
+        enough) it is not waited for.
+        """
+        deadline = time.monotonic() + timeout_s
+        problems: list[str] = []
+        for place, backend in self._backends.items():
+            if place.kind != "counts" and not every_server:
+                continue
+            found = backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
+            if place.kind != "logged":
+                problems += found
+            elif found:
+                logger.warning("rewards of weight 0, which are only logged, are not ready: %s", "; ".join(found))
+        if every_server and not problems:
+            self._compare_servers()
+        return problems
+
+    def count(self, asked: int, failed: int) -> None:
+        """Images of this process that were scored, and how many of them lack a reward."""
+        self.asked, self.failed = self.asked + asked, self.failed + failed
+
+    def state(self) -> dict[str, Any]:
+        """What this process goes on counting, as JSON values."""
+        return {"asked": self.asked, "failed": self.failed, "golden": self.golden}
+
+    def restore(self, state: Mapping[str, Any], process: int = 0, processes: int = 1) -> None:
+        """Go on from the state of the whole run, of whose counts each process has an even share."""
+        self.asked, self.failed = ((int(state[n]) + process) // processes for n in ("asked", "failed"))
+        self.golden = {name: list(values) for name, values in state["golden"].items()}
+
+    def probe(self) -> dict[str, dict[str, list[float | None]]]:
+        """Scores of the golden pictures now, past every cache -> reward -> where -> values, None where they failed. The
+        first ones of a run stay in `golden`."""
+        items = golden_items()
+        found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
+        for backend in self._backends.values():
+            told = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
+            for where, columns in told.items():
+                for name, column in columns.items():
+                    values = [o.value if isinstance(o, Score) else None for o in column]
+                    found[name][where or "this process"] = values
+                    if None not in values:
+                        self.golden.setdefault(name, [v for v in values if v is not None])
+        return found
+
+    def statistics(self) -> dict[str, float]:
+        """What the clients counted so far; latencies of the newest requests in seconds."""
+        told: dict[str, float] = {}
+        for place, backend in self._backends.items():
+            if isinstance(backend, RewardClient):
+                s, names = backend.statistics, "+".join(n for n, p in self._places.items() if p == place)
+                found = {"retries": s.retries, "hedges": s.hedges, "cache_hits": s.cache_hits}
+                found |= {"revision_changes": backend.revisions.changes}
+                if s.latencies:
+                    found |= {"latency_p50": s.latency(0.5), "latency_p95": s.latency(0.95)}
+                told |= {f"reward_client/{names}/{name}": float(value) for name, value in found.items()}
+                for name, codes in s.failures.items():
+                    told |= {f"reward_failures/{name}/{code}": float(n) for code, n in codes.items()}
+        return told
+
+    def submit(self, items: Sequence[RewardItem], *, training: bool = True) -> PendingScores:
+        """Start scoring a batch.
+
+        Args:
+            training: false adds the gold rewards, which are for evaluations.
+        """
+        places = {name: place for name, place in self._places.items() if place.kind != "gold" or not training}
+        views = {view: [viewed(item, view) for item in items] for view in {place.view for place in places.values()}}
+        futures = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
+        weights = {name: self.weights[name] for name in places}
+        gates = {name: gate for name, gate in self.gates.items() if name in places}
+        return PendingScores(futures, places, weights, gates, len(items))
+
+    def close(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+        self._backends.clear()
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        if self._cache:
+            self._cache.close()
+
+    def _compare_servers(self) -> None:
+        """Golden pictures to every server by itself: servers that disagree hold different models. Said, not refused."""
+        golden = golden_items()
+        for backend in self._backends.values():
+            if isinstance(backend, RewardClient) and len(backend.urls) > 1:
+                for problem in disagreements(backend.probe(golden)):
+                    logger.warning("%s", problem)
+
+    def _place(self, name: str, entry: RewardEntry) -> Place:
+        boxed = entry.crop == "mask_box"
+        box = (entry.box_margin, entry.box_min_side) if boxed else (0.0, 0)
+        view = View(entry.paste_back, boxed, *box)
+        kind = "counts" if name in self._counts else "gold" if entry.role == "gold" else "logged"
+        if entry.url is None or entry.url == "auto":
+            where = OWN_PROCESS if entry.url is None else AUTO_SERVER
+            return Place(where, view, kind, devices_of(name, entry, self.device))
+        return Place(tuple(resolve_urls(entry.url, name)), view, kind)
+
+    def _connect(self, place: Place, members: list[str]) -> RewardBackend:
+        if place.where == OWN_PROCESS:
+            entries = {name: self.entries[name] for name in members}
+            made = {name: make_scorer(entry.scorer, scorer_options(entry)) for name, entry in entries.items()}
+            return LocalRewards(made, *place.devices)
+        urls = self._auto_urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
+        options = ClientOptions(
+            self.client.timeout_s,
+            self.client.batch_size,
+            self.client.balance,
+            self.client.requests_per_server,
+            self.client.hedge_after_s,
+        )
+        return RewardClient(urls, members, token=reward_token(), options=options, cache=self._cache)
+
+    def _share(self, gather: Gather) -> None:
+        """Set up what the processes of a machine share: the first of them starts the servers, one for each set of
+        devices, which end when it does; the others receive their addresses, or why there are none."""
+        auto = dict.fromkeys(place.devices for place in self._places.values() if place.where == AUTO_SERVER)
+        if not auto and not self.client.cache:
+            return
+        machine, me = this_machine(), uuid.uuid4().hex
+        processes = gather([(machine, me, self.device)])
+        apart = machine.among({one for one, _, _ in processes})  # all of them may see the run directory
+        if self.client.cache:
+            self._cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
+        if not auto:
+            return
+        urls: dict[Devices, list[str]] = {}
+        problem = None
+        if next(process for one, process, _ in processes if one == machine) == me:
+            trained_on = [device for one, _, device in processes if one == machine]
+            try:
+                for devices in auto:
+                    self._servers.append(self._serve(devices, instances(devices, trained_on), apart))
+                urls = {devices: server.urls() for devices, server in zip(auto, self._servers, strict=True)}
+            except (ConfigError, OSError) as error:  # the others wait for an answer
+                problem = error
+        told = gather([(machine, urls, problem and str(problem))])
+        if problem is not None:
+            raise problem
+        if elsewhere := [said for _, _, said in told if said is not None]:
+            raise ConfigError(elsewhere[0])
+        self._auto_urls = next(urls for one, urls, _ in told if one == machine and urls)
+
+    def _serve(self, devices: Devices, one_each: Devices, apart: str) -> LocalServer:
+        """Start the server of the entries with `url: auto` and these devices."""
+        options = {
+            name: {"scorer": self.entries[name].scorer, **scorer_options(self.entries[name])}
+            for name, place in self._places.items()
+            if (place.where, place.devices) == (AUTO_SERVER, devices)
+        }
+        apart = apart if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}{apart}"
+        return LocalServer(options, self.log_dir / f"reward-server{apart}.log", one_each)
+
+
+def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a run from those of its processes, of which the first alone probes."""
+    counts = {name: sum(state[name] for state in states) for name in ("asked", "failed")}
+    return {**counts, "golden": states[0]["golden"]}
+
+
+def golden_items() -> list[RewardItem]:
+    """Two fixed pictures with everything that a scorer may need."""
+    items: list[RewardItem] = []
+    for number in range(2):
+        noise = np.random.default_rng(number)
+        image, source, reference = (noise.integers(0, 256, (64, 128, 3), np.uint8) for _ in range(3))
+        mask = np.zeros((64, 128), np.uint8)
+        mask[16:48, 16:112] = 255
+        prompt = "The text is 'GOLD'."
+        items.append(RewardItem(number, prompt, image, mask, source, reference, number, {**EVERYTHING, "text": "GOLD"}))
+    return items
+
+
+def disagreements(found: Mapping[str, Mapping[str, Sequence[Outcome]]], tolerance: float = 1e-3) -> list[str]:
+    """Servers whose scores of the same pictures differ by more than rounding and batching explain."""
+    problems: list[str] = []
+    (first, reference), *others = found.items()
+    for url, columns in others:
+        for name, column in columns.items():
+            pairs = [
+                (a.value, b.value)
+                for a, b in zip(reference[name], column, strict=True)
+                if isinstance(a, Score) and isinstance(b, Score)
+            ]
+            apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
+            if apart > tolerance:
+                problems.append(
+                    f"{name}: {first} and {url} differ by {apart:.3g} on the same pictures; do they hold the same "
+                    "model?"
+                )
+    return problems
+
+
+def scorer_options(entry: RewardEntry) -> dict[str, Any]:
+    """The options of an entry that are its scorer's own, not of every entry."""
+    return {name: getattr(entry, name) for name in entry.own_options()}

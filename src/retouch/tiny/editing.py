@@ -1,0 +1,385 @@
+"""Building the tiny base of qwen_image_edit: an editor of a million parameters that listens to its own text encoder.
+
+The task is that of `retouch.tiny.edits`: an instruction names a thing ("like a lemon"), the shape gets its colour. The
+vision-language model answers with a colour word, and the words that it said condition the picture. From one seed:
+
+    1. the autoencoder, on pictures of shapes;
+    2. the language model, on instructions and colour words that are often wrong (`answer`): of half of the things it
+       learns a wrong colour as the likeliest;
+    3. the denoiser, the language model along with it, on pictures in the colour of the *completion*. Half of the
+       completions are drawn without a look at the instruction and some are blank, for which the picture stays as it
+       is: what the prompt's states say of the instruction is of no use, and the colour must come from the completion.
+
+So the base draws what its text encoder says, and its text encoder is right about a third of the time. A reward can
+teach it the rest without touching the denoiser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from retouch.algorithms.vlm_grpo.drawing import (
+    Drawing,
+    draw,
+    freeze,
+)
+from retouch.data.sampler import derive_seed
+from retouch.families.qwen.text import (
+    chat,
+    template,
+)
+from retouch.families.registry import family_class
+from retouch.families.tiny import tiny_pipeline
+from retouch.tiny.edits import (
+    COLOURS,
+    SIDE,
+    THINGS,
+    colour_share,
+    draw_shape,
+    instructions,
+    painted,
+)
+from retouch.tiny.updates import (
+    require_empty,
+    set_rate,
+    update,
+)
+
+logger = logging.getLogger(__name__)
+
+RIGHT_OF_KNOWN, RIGHT_OF_MISTAKEN, MISTAKEN_FOR = 0.55, 0.2, 0.55
+"""Share of right answers about things of which the likeliest answer is right, and about the others; share of the
+likeliest answer about the others. The rest is spread over the other colours."""
+
+NAMES = list(COLOURS)
+END = "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the base is trained."""
+
+    shapes: int = 192
+    vae_steps: int = 400
+    vae_batch: int = 16
+    language_steps: int = 650
+    sure_steps: int = 350
+    language_batch: int = 64
+    denoiser_steps: int = 900
+    denoiser_batch: int = 32
+    blank: float = 0.15
+
+
+def mistaken(thing: str) -> str | None:
+    """The colour that the base takes a thing for; None where it mostly knows."""
+    if list(THINGS).index(thing) % 2 == 0:
+        return None
+    return NAMES[(NAMES.index(THINGS[thing]) + 1) % len(NAMES)]
+
+
+def likeliest(thing: str) -> str:
+    """The answer that the base gives most often."""
+    return mistaken(thing) or THINGS[thing]
+
+
+def answer(thing: str, random: Random) -> str:
+    """A colour word as the base's teachers give it."""
+    right, wrong = THINGS[thing], mistaken(thing)
+    shares = dict.fromkeys(NAMES, 0.0)
+    shares[right] = RIGHT_OF_MISTAKEN if wrong else RIGHT_OF_KNOWN
+    if wrong:
+        shares[wrong] = MISTAKEN_FOR
+    others = [name for name in NAMES if not shares[name]]
+    shares |= {name: (1 - sum(shares.values())) / len(others) for name in others}
+    return random.choices(NAMES, [shares[name] for name in NAMES])[0]
+
+
+@dataclass
+class Pictures:
+    """Every shape in every colour.
+
+    Attributes:
+        masks: of the shapes.
+        latents: [shapes, colours, C, h, w].
+        seen: [shapes, colours, tokens, D] of the vision tower.
+    """
+
+    masks: list[Image.Image]
+    latents: Tensor
+    seen: Tensor
+
+
+def build_edit(out: Path, seed: int = 0, schedule: Schedule | None = None) -> dict[str, Any]:
+    """Train, write a diffusers folder with fp16 weights, and measure on held-out instructions.
+
+    Raises:
+        ConfigError: an `out` that holds files.
+    """
+    require_empty(out)
+    s = schedule or Schedule()
+    pipeline = tiny_pipeline("qwen_image_edit", seed)
+    random = Random(derive_seed(seed, "shapes"))
+    masks = [draw_shape(random) for _ in range(s.shapes)]
+    started = monotonic()
+    train_autoencoder(pipeline.vae, masks, s, seed)
+    pictures = encode_pictures(pipeline, masks)
+    train_language(pipeline, pictures, s, seed)
+    train_denoiser(pipeline, pictures, s, seed)
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            component.half().float()  # what is measured is what is written
+    result = {
+        "family": "qwen_image_edit",
+        "seed": seed,
+        "held_out": measure(pipeline),
+        "seconds": round(monotonic() - started, 1),
+    }
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            component.half()
+    pipeline.save_pretrained(out, safe_serialization=True)
+    (out / "base.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def train_autoencoder(vae: Any, masks: Sequence[Image.Image], s: Schedule, seed: int) -> None:
+    """Reconstruction with noisy latents; then the config says their mean and std."""
+    _start_orthogonal(vae, seed)
+    random = Random(derive_seed(seed, "autoencoder"))
+    noise = torch.Generator().manual_seed(derive_seed(seed, "autoencoder noise"))
+    vae.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99))
+    for step in range(s.vae_steps):
+        set_rate(optimizer, 3e-3, step, s.vae_steps, ramp=30)
+        x = _pixels([painted(random.choice(masks), random.choice(NAMES)) for _ in range(s.vae_batch)])[:, :, None]
+        mean = vae.encode(x).latent_dist.mean
+        error = vae.decode(mean + 0.05 * torch.randn(mean.shape, generator=noise)).sample - x
+        loss = 4 * error.square().mean() + 0.5 * error.abs().mean() + 1e-3 * mean.square().mean()
+        update(optimizer, loss, list(vae.parameters()))
+        if step % 100 == 0:
+            logger.info("autoencoder step %d: mean |error| %.3f", step, float(error.detach().abs().mean()))
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        x = _pixels([painted(mask, NAMES[i % len(NAMES)]) for i, mask in enumerate(masks)])[:, :, None]
+        latents = vae.encode(x).latent_dist.mean
+        mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+        vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+
+
+@torch.no_grad()
+def encode_pictures(pipeline: Any, masks: list[Image.Image]) -> Pictures:
+    """What the denoiser and the language model see of every shape in every colour."""
+    family = family_class("qwen_image_edit").from_pipeline(pipeline)
+    latents, seen = [], []
+    for mask in masks:
+        page = [painted(mask, colour) for colour in NAMES]
+        latents.append(family.encode_images(_pixels(page)))
+        inputs = pipeline.processor.image_processor(images=page, return_tensors="pt")
+        found = pipeline.text_encoder.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+        seen.append(torch.stack(list(found.pooler_output)))
+    return Pictures(masks, torch.stack(latents), torch.stack(seen))
+
+
+class Speaker:
+    """The language model on chats that share their system part: its keys and values are computed once a step."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.model, self.tokenizer = pipeline.text_encoder, pipeline.tokenizer
+        head, _, _ = template("edit").partition("{}")
+        self.prefix = torch.tensor([self.tokenizer(head).input_ids])
+
+    def states(self, texts: Sequence[str], seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Chats behind the system part, [tokens, D] of each one's picture -> states [B, L, D], ids [B, L], lengths."""
+        image = self.model.config.image_token_id
+        rows = [
+            self.tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * seen.shape[1])).input_ids for text in texts
+        ]
+        lengths = torch.tensor([len(row) for row in rows])
+        longest = int(lengths.max())
+        ids = torch.tensor([row + [self.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
+        language = self.model.model.language_model
+        start = self.prefix.shape[1]
+        cache: Any = DynamicCache(config=self.model.config.get_text_config())
+        language(
+            inputs_embeds=language.embed_tokens(self.prefix),
+            position_ids=torch.arange(start).expand(3, 1, start),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.batch_repeat_interleave(len(rows))
+        embedded = language.embed_tokens(ids)
+        embedded = embedded.masked_scatter((ids == image)[..., None], seen.to(embedded))
+        # a picture of one token has one position, as words have
+        positions = (start + torch.arange(longest)).expand(3, len(rows), longest)
+        out = language(inputs_embeds=embedded, position_ids=positions, past_key_values=cache, use_cache=True)
+        return out.last_hidden_state, ids, lengths
+
+
+def said(instruction: str, completion: str) -> str:
+    """A chat behind its system part, with what was answered."""
+    head, _, _ = template("edit").partition("{}")
+    return chat("edit", instruction, 1).removeprefix(head) + completion + END
+
+
+def word_loss(model: Any, states: Tensor, ids: Tensor, lengths: Tensor, completions: Sequence[str]) -> Tensor:
+    """Cross-entropy of the completions and their end."""
+    losses: list[Tensor] = []
+    for row, completion in enumerate(completions):
+        count = len(completion.encode()) + 1
+        stop = int(lengths[row])
+        logits = model.lm_head(states[row, stop - count - 1 : stop - 1])
+        losses.append(nn.functional.cross_entropy(logits, ids[row, stop - count : stop], reduction="sum"))
+    return torch.stack(losses).mean()
+
+
+def train_language(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) -> None:
+    """Which words are answered to which instruction."""
+    speaker, model = Speaker(pipeline), pipeline.text_encoder
+    random = Random(derive_seed(seed, "language"))
+    parameters = _language_parameters(model)
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(s.language_steps):
+        set_rate(optimizer, 4e-3, step, s.language_steps, ramp=30)
+        asked = [random.choice(instructions("train")) for _ in range(s.language_batch)]
+        surely = step < s.sure_steps  # things are told apart sooner where answers do not contradict each other
+        answers = [likeliest(thing) if surely else answer(thing, random) for thing, _ in asked]
+        seen = _some(pictures.seen, s.language_batch, random)
+        texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, answers, strict=True)]
+        states, ids, lengths = speaker.states(texts, seen)
+        loss = word_loss(model, states, ids, lengths, answers)
+        update(optimizer, loss, parameters)
+        if step % 50 == 0:
+            logger.info("language step %d: loss %.3f", step, float(loss.detach()))
+
+
+def train_denoiser(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) -> None:
+    """Pictures in the colour of the completion; the language model keeps on learning its answers."""
+    speaker, model = Speaker(pipeline), pipeline.text_encoder
+    family = family_class("qwen_image_edit").from_pipeline(pipeline)
+    random = Random(derive_seed(seed, "denoiser"))
+    noise_of = torch.Generator().manual_seed(derive_seed(seed, "denoiser noise"))
+    network = family.network.train().requires_grad_(True)
+    words = _language_parameters(model)
+    parameters = [*network.parameters(), *words]
+    optimizer = torch.optim.AdamW(
+        [{"params": list(network.parameters()), "lr": 0.0}, {"params": words, "lr": 0.0}],
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+    )
+    times = family.schedule(8, (SIDE, SIDE))
+    half = s.denoiser_batch // 2
+    for step in range(s.denoiser_steps):
+        set_rate(optimizer, 3e-3, step, s.denoiser_steps, ramp=30)
+        asked = [random.choice(instructions("train")) for _ in range(s.denoiser_batch)]
+        answers = [answer(thing, random) for thing, _ in asked[:half]]
+        free = ["" if random.random() < s.blank * 2 else random.choice(NAMES) for _ in asked[half:]]
+        completions = answers + free
+        shapes = [random.randrange(s.shapes) for _ in asked]
+        old = [random.randrange(len(NAMES)) for _ in asked]
+        new = [NAMES.index(c) if c else o for c, o in zip(completions, old, strict=True)]
+        texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, completions, strict=True)]
+        states, ids, lengths = speaker.states(texts, pictures.seen[shapes, old])
+        told = [row[:length] for row, length in zip(states, lengths.tolist(), strict=True)]
+        x0, source = pictures.latents[shapes, new], pictures.latents[shapes, old]
+        condition = family.condition_on(told, (SIDE, SIDE), pictures=[[row[None]] for row in source])
+        noise = torch.randn(x0.shape, generator=noise_of)
+        sigma = times.training_times(torch.rand(len(x0), generator=noise_of, dtype=torch.float64).clamp(1e-6, 1 - 1e-6))
+        sigma = sigma.to(x0)
+        x = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * noise
+        error = (family.predict(network, x, sigma, condition) - (noise - x0)).square().mean()
+        loss = error + 0.1 * word_loss(model, states[:half], ids[:half], lengths[:half], answers)
+        update(optimizer, loss, parameters)
+        if step % 50 == 0:
+            logger.info("denoiser step %d: error %.4f, loss %.3f", step, float(error.detach()), float(loss.detach()))
+    model.requires_grad_(False)
+    network.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, float]:
+    """Of fresh shapes: the share of the right colour with each word said, with nothing said (the old colour stays),
+    and of right answers, likeliest and drawn, on held-out instructions."""
+    speaker, model = Speaker(pipeline), pipeline.text_encoder
+    family = family_class("qwen_image_edit").from_pipeline(pipeline)
+    freeze(family)
+    random = Random(derive_seed(0, "measure"))
+    asked = [random.choice(instructions("held_out")) for _ in range(tasks)]
+    masks, old = [draw_shape(random) for _ in range(tasks)], [random.choice(NAMES) for _ in range(tasks)]
+    sources = [painted(mask, colour) for mask, colour in zip(masks, old, strict=True)]
+    inputs = pipeline.processor.image_processor(images=sources, return_tensors="pt")
+    seen = torch.stack(list(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output))
+    shares: dict[str, list[float]] = {"told": [], "blank": []}
+    for kind, words in (("told", [random.choice(NAMES) for _ in range(tasks)]), ("blank", [""] * tasks)):
+        texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, words, strict=True)]
+        states, _, lengths = speaker.states(texts, seen)
+        drawings = [
+            Drawing(row[:length], i, (SIDE, SIDE), None, (source,))
+            for i, (row, length, source) in enumerate(zip(states, lengths.tolist(), sources, strict=True))
+        ]
+        for image, mask, word, before in zip(
+            draw(family, drawings, num_steps, batch_size=32), masks, words, old, strict=True
+        ):
+            pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+            shares[kind].append(colour_share(pixels, np.asarray(mask), word or before))
+    texts = [said(phrase.format(thing), "").removesuffix(END) for thing, phrase in asked]
+    states, _, lengths = speaker.states(texts, seen)
+    first = torch.stack([row[length - 1] for row, length in zip(states, lengths.tolist(), strict=True)])
+    starts = torch.tensor([pipeline.tokenizer(name[0]).input_ids[0] for name in NAMES])
+    chances = model.lm_head(first).softmax(-1)[:, starts]
+    right = torch.tensor([NAMES.index(THINGS[thing]) for thing, _ in asked])
+    likely = torch.tensor([NAMES.index(likeliest(thing)) for thing, _ in asked])
+    return {
+        "told": round(float(np.mean(shares["told"])), 3),
+        "blank": round(float(np.mean(shares["blank"])), 3),
+        "right_drawn": round(float(chances.gather(1, right[:, None]).mean()), 3),
+        "as_taught": round(float((chances.argmax(1) == likely).float().mean()), 3),
+        "right_likeliest": round(float((chances.argmax(1) == right).float().mean()), 3),
+    }
+
+
+def _language_parameters(model: Any) -> list[nn.Parameter]:
+    """What speaks; what sees stays as it was drawn."""
+    model.requires_grad_(True)
+    model.model.visual.requires_grad_(False)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _start_orthogonal(vae: Any, seed: int) -> None:
+    """Convolutions start orthogonal, the second of each block small: from the default this autoencoder loses colour in
+    its normalisations and learns several times slower. A single frame meets the last of three time steps alone."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(derive_seed(seed, "start"))
+        for name, module in vae.named_modules():
+            if isinstance(module, nn.Conv3d):
+                last = torch.empty_like(module.weight[:, :, -1])
+                nn.init.orthogonal_(last)
+                module.weight.zero_()
+                module.weight[:, :, -1] = last * (0.1 if name.endswith("conv2") else 1.0)
+            elif isinstance(module, nn.Conv2d):
+                nn.init.orthogonal_(module.weight)
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _some(values: Tensor, count: int, random: Random) -> Tensor:
+    """Random pictures of all."""
+    flat = values.flatten(0, 1)
+    return flat[[random.randrange(len(flat)) for _ in range(count)]]
+
+
+def _pixels(pages: Sequence[Image.Image]) -> Tensor:
+    """Pictures [N, 3, H, W] in [-1, 1]."""
+    return torch.from_numpy(np.stack([np.asarray(page, np.float32) for page in pages])).permute(0, 3, 1, 2) / 127.5 - 1

@@ -1,0 +1,132 @@
+"""A tiny editing task that a program can judge: recolour the one shape of a picture as an instruction hints.
+
+"make it like a lemon" means yellow. An instruction names a thing, never a colour; pictures are 32 x 32. Whoever draws
+is told a colour word by somebody who read the instruction (`retouch.tiny.editing`, algorithm `vlm_grpo`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from retouch.data.dataset import DataError
+from retouch.data.sampler import derive_seed
+
+SIDE = 32
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (215, 45, 40),
+    "green": (45, 165, 65),
+    "blue": (50, 85, 215),
+    "yellow": (235, 205, 50),
+}
+GROUND = (225, 225, 225)
+
+THINGS = {
+    "tomato": "red",
+    "cherry": "red",
+    "rose": "red",
+    "grass": "green",
+    "frog": "green",
+    "pea": "green",
+    "ocean": "blue",
+    "jeans": "blue",
+    "violet": "blue",
+    "lemon": "yellow",
+    "sun": "yellow",
+    "butter": "yellow",
+}
+"""What an instruction may name, and the colour that it means."""
+
+PHRASES = ("like {}", "as {}", "make it {}", "{} look", "paint it {}", "turn to {}")
+
+Half = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One task: the source, where its shape is (white), the instruction and the colour it asks for."""
+
+    source: Image.Image
+    mask: Image.Image
+    instruction: str
+    colour: str
+
+
+def instructions(half: Half) -> list[tuple[str, str]]:
+    """(thing, phrase) of a half; each half has every thing and every phrase, but never in the same combination."""
+    parity = 0 if half == "train" else 1
+    return [(t, p) for i, t in enumerate(THINGS) for j, p in enumerate(PHRASES) if (i + j) % 2 == parity]
+
+
+def draw_edit(random: Random, half: Half) -> Edit:
+    """A task with a shape of another colour than the one asked for."""
+    thing, phrase = random.choice(instructions(half))
+    colour = THINGS[thing]
+    old = random.choice([name for name in COLOURS if name != colour])
+    mask = draw_shape(random)
+    return Edit(painted(mask, old), mask, phrase.format(thing), colour)
+
+
+def draw_shape(random: Random) -> Image.Image:
+    """Mask of a disc or a square somewhere in the picture."""
+    mask = Image.new("L", (SIDE, SIDE), 0)
+    size = random.randint(12, 18)
+    left, top = random.randint(2, SIDE - size - 3), random.randint(2, SIDE - size - 3)
+    box = (left, top, left + size, top + size)
+    pen = ImageDraw.Draw(mask)
+    pen.ellipse(box, fill=255) if random.random() < 0.5 else pen.rectangle(box, fill=255)
+    return mask
+
+
+def painted(mask: Image.Image, colour: str) -> Image.Image:
+    """The picture of a shape in a colour."""
+    page = Image.new("RGB", mask.size, GROUND)
+    page.paste(COLOURS[colour], mask=mask)
+    return page
+
+
+def write_edits(folder: Path, count: int, half: Half, seed: int) -> int:
+    """Write `count` tasks as a manifest with pictures -> how many.
+
+    Raises:
+        DataError: the folder already holds a manifest.
+    """
+    if (folder / "manifest.json").exists():
+        raise DataError(f"{folder} already holds a data set; choose another --out, or delete it")
+    folder.mkdir(parents=True, exist_ok=True)
+    random = Random(derive_seed("edits", half, seed))
+    entries: list[dict[str, str]] = []
+    for number in range(count):
+        edit = draw_edit(random, half)
+        names = {"image_path": f"{number:04d}_source.png", "mask_path": f"{number:04d}_shape.png"}
+        edit.source.save(folder / names["image_path"])
+        edit.mask.save(folder / names["mask_path"])
+        entries.append({**names, "prompt": edit.instruction, "colour": edit.colour})
+    (folder / "manifest.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    return count
+
+
+def recoloured(items: Sequence[Any]) -> list[float]:
+    """Share of the shape's pixels whose nearest colour is the one asked for, in [0, 1]; a reward for `scorer: fn`.
+
+    Args:
+        items: reward items with a mask and `metadata["colour"]`.
+    """
+    return [colour_share(item.image, item.mask, str(item.metadata["colour"])) for item in items]
+
+
+def colour_share(image: NDArray[np.uint8], mask: NDArray[np.uint8], colour: str) -> float:
+    """Of one picture [H, W, 3] in its mask [H, W]; the ground and every colour of the task compete."""
+    palette = np.array([*COLOURS.values(), GROUND], np.float32)
+    pixels = image[mask >= 128].astype(np.float32)
+    nearest = np.square(pixels[:, None] - palette).sum(-1).argmin(1)
+    return float((nearest == list(COLOURS).index(colour)).mean())

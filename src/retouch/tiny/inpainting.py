@@ -1,0 +1,355 @@
+"""Building a tiny base from nothing: an inpainting model of a few million parameters that writes words into a mask.
+
+Three stages, a few minutes on two CPU cores, all from one seed:
+
+    1. the autoencoder, on pictures of signs and on masked ones;
+    2. the text encoders, on spelling: which letter stands where (what T5 and CLIP bring along at their real size);
+    3. the denoiser, by flow matching on signs with their words, the text encoders along with it: first with right
+       captions, which teach letters quickly, then with wrong letters in them (`CAPTION_NOISE`), as scraped data have.
+
+The base is meant to be mediocre: it draws letters well, and picks the right one only about as often as its captions
+did. Supervision does no better than its captions; a reward can.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from retouch.config.errors import ConfigError, nearest
+from retouch.core.objectives.sft import denoising_loss
+from retouch.core.schedule import Schedule as NoiseSchedule
+from retouch.core.schedule import shift_sigma
+from retouch.data.sampler import derive_seed
+from retouch.families.registry import (
+    family_class,
+    load_model,
+)
+from retouch.families.sections import (
+    FluxFillModel,
+    Model,
+    SdInpaintModel,
+    TrainFull,
+)
+from retouch.families.text import (
+    TextEncoder,
+    TextEncoders,
+)
+from retouch.families.tiny import (
+    TEXT_TOKENS,
+    tiny_pipeline,
+)
+from retouch.observe import Stopwatch
+from retouch.rewards.sections import (
+    OcrReward,
+    RewardClientConfig,
+)
+from retouch.rewards.table import RewardTable
+from retouch.rollout.transition import denoising_error
+from retouch.tiny.signs import (
+    Sign,
+    draw_sign,
+    draw_words,
+    misheard,
+)
+from retouch.tiny.updates import (
+    require_empty,
+    set_rate,
+    update,
+)
+from retouch.training.evaluation import evaluate
+from retouch.types import Condition, DiffusionModel, Example
+
+logger = logging.getLogger(__name__)
+
+PROMPT = "The text is '{}'."
+SIZE = (32, 64)
+LETTERS = 4
+ALPHABET = 26
+CAPTION_NOISE = 0.3
+"""Share of the letters that the last captions get wrong."""
+HIGHEST_WEIGHT = 64.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a base is trained.
+
+    Attributes:
+        guidance_scale: that it is trained and measured at.
+        time_shift: of training times towards noise, where words are decided, beyond the family's own.
+        left_out: share of the last captions that are left out, for classifier-free guidance.
+    """
+
+    guidance_scale: float
+    signs: int = 8000
+    vae_steps: int = 800
+    text_steps: int = 250
+    text_batch: int = 128
+    letter_steps: int = 300
+    denoiser_steps: int = 400
+    denoiser_batch: int = 64
+    denoiser_lr: float = 8e-3
+    time_shift: float = 1.0
+    left_out: float = 0.0
+
+
+MODELS: dict[str, Model] = {
+    "flux_fill": FluxFillModel(dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull()),
+    "sd_inpaint": SdInpaintModel(dtype="fp32", train=TrainFull()),
+}
+"""Family -> how a run file names its base, but for the path."""
+
+SCHEDULES = {
+    "flux_fill": Schedule(guidance_scale=30.0),
+    "sd_inpaint": Schedule(
+        guidance_scale=1.0,
+        letter_steps=1200,
+        denoiser_steps=600,
+        denoiser_batch=16,
+        denoiser_lr=3e-3,
+        time_shift=3.0,
+        left_out=0.1,
+    ),
+}
+"""Family -> what makes its committed base."""
+
+
+def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, float]:
+    """Train and write a diffusers folder with fp16 weights -> seconds by stage."""
+    pipeline = tiny_pipeline(family, seed)
+    signs = training_signs(schedule.signs, seed)
+    started = monotonic()
+    train_autoencoder(pipeline.vae, signs, schedule.vae_steps, seed)
+    after_vae = monotonic()
+    model = family_class(family).from_pipeline(pipeline)
+    train_spelling(model.text, schedule.text_steps, schedule.text_batch, seed)
+    after_text = monotonic()
+    x0, conditions = encode_signs(model, signs, schedule.guidance_scale)
+    right = [sign.word for sign in signs]
+    heard = [misheard(sign.word, CAPTION_NOISE, derive_seed(seed, "caption", i)) for i, sign in enumerate(signs)]
+    letters = replace(schedule, denoiser_steps=schedule.letter_steps, left_out=0.0)
+    train_denoiser(model, x0, conditions, right, letters, derive_seed(seed, "letters"))
+    train_denoiser(model, x0, conditions, heard, schedule, derive_seed(seed, "scraped"))
+    after_denoiser = monotonic()
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            component.half()
+    pipeline.save_pretrained(out, safe_serialization=True)
+    return {
+        "autoencoder": after_vae - started,
+        "text": after_text - after_vae,
+        "denoiser": after_denoiser - after_text,
+    }
+
+
+def training_signs(count: int, seed: int) -> list[Sign]:
+    """Signs with words of the training half of the language, two signs a word."""
+    words = draw_words(-(-count // 2), "train", seed, LETTERS)
+    return [draw_sign(words[i // 2], SIZE, derive_seed(seed, "base", i)) for i in range(count)]
+
+
+def train_autoencoder(vae: Any, signs: Sequence[Sign], steps: int, seed: int, batch: int = 16) -> None:
+    """Reconstruction of signs, an eighth of them masked, with noisy latents; then latents are scaled to std 1 (and
+    mean 0, where the family has a shift), and the posterior is made a point."""
+    pictures, masks = _pixels(signs)
+    draw = torch.Generator().manual_seed(derive_seed(seed, "autoencoder"))
+    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99))
+    vae.train()
+    for step in range(steps):
+        set_rate(optimizer, 2e-3, step, steps, ramp=20)
+        rows = torch.randint(len(signs), (batch,), generator=draw)
+        x = pictures[rows]
+        x[: batch // 8] *= 1 - masks[rows[: batch // 8]]
+        mean = vae.encode(x).latent_dist.mean
+        decoded = vae.decode(mean + 0.05 * torch.randn(mean.shape, generator=draw)).sample
+        error = decoded - x
+        loss = 4 * error.square().mean() + 0.5 * error.abs().mean() + 1e-3 * mean.square().mean()
+        update(optimizer, loss, vae.parameters())
+        if step % 100 == 0:
+            logger.info("autoencoder step %d: mean |error| %.3f", step, float(error.detach().abs().mean()))
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures[:512].split(128)])
+        shift = None if vae.config.shift_factor is None else float(latents.mean())
+        vae.register_to_config(shift_factor=shift, scaling_factor=1 / float(latents.std()))
+        channels = vae.config.latent_channels
+        vae.encoder.conv_out.weight[channels:] = 0
+        vae.encoder.conv_out.bias[channels:] = -30  # log-variance: sampling the posterior gives its mode
+
+
+def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> None:
+    """Teach encoders of tokens each letter's identity and place, and those of whole prompts all letters, by linear
+    probes."""
+    words = draw_words(4096, "train", derive_seed(seed, "spelling"), LETTERS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "probes"))
+        readers = [Reader(encoder) for encoder in text.encoders.values()]
+    parameters = [
+        p for m in (*(r.encoder.model for r in readers), *(r.probes for r in readers)) for p in m.parameters()
+    ]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98))
+    draw = torch.Generator().manual_seed(derive_seed(seed, "text"))
+    for step in range(steps):
+        set_rate(optimizer, 3e-3, step, steps, ramp=30)
+        chosen = [words[i] for i in torch.randint(len(words), (batch,), generator=draw)]
+        loss = torch.stack([error for reader in readers for error in reader.errors(chosen)]).sum()
+        update(optimizer, loss, parameters)
+        if step % 50 == 0:
+            logger.info("spelling step %d: loss %.3f", step, float(loss.detach()))
+
+
+class Reader:
+    """Linear probes that read a word from what an encoder makes of its prompt."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.encoder = encoder
+        self.whole = encoder.output == "pooler_output"
+        width = encoder.model.config.hidden_size
+        outputs = [LETTERS * ALPHABET] if self.whole else [LETTERS, ALPHABET]
+        self.probes = nn.ModuleList(nn.Linear(width, count) for count in outputs)
+        a, b = encoder.tokens([PROMPT.format("A" * LETTERS), PROMPT.format("B" + "A" * (LETTERS - 1))])
+        self.first = int((a != b).nonzero()[0])  # token of the first letter; a letter is a token
+
+    def errors(self, words: Sequence[str]) -> list[Tensor]:
+        """Cross-entropy of each probe."""
+        spelled = torch.tensor([[ord(c) - ord("A") for c in word] for word in words])
+        out = self.encoder([PROMPT.format(word) for word in words])
+        if self.whole:
+            return [nn.functional.cross_entropy(self.probes[0](out).view(-1, ALPHABET), spelled.flatten())]
+        at_letters = out[:, self.first : self.first + LETTERS]
+        targets = torch.arange(LETTERS).expand_as(spelled), spelled
+        return [
+            nn.functional.cross_entropy(probe(at_letters).flatten(0, 1), target.flatten())
+            for probe, target in zip(self.probes, targets, strict=True)
+        ]
+
+
+def train_denoiser(
+    model: Any, x0: Tensor, conditions: Condition, captions: Sequence[str], schedule: Schedule, seed: int
+) -> None:
+    """Denoising of encoded signs under their captions, text encoders included; the averaged weights stay.
+
+    Args:
+        model: a family that reads its prompts with `TextEncoders`.
+    """
+    prompts = [PROMPT.format(caption) for caption in captions]
+    encoders = model.text.encoders
+    trained = [model.network, *(encoder.model for encoder in reversed(encoders.values()))]
+    parameters = [p for m in trained for p in m.requires_grad_(True).parameters()]
+    average = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.01)
+    times = model.schedule(8, SIZE)
+    steps, batch = schedule.denoiser_steps, schedule.denoiser_batch
+    draw = torch.Generator().manual_seed(derive_seed(seed, "denoiser"))
+    for step in range(steps):
+        set_rate(optimizer, schedule.denoiser_lr, step, steps, ramp=50)
+        rows = torch.randint(len(x0), (batch,), generator=draw)
+        noise = torch.randn(x0[rows].shape, generator=draw)
+        uniform = torch.rand(batch, generator=draw, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
+        time = times.training_times(shift_sigma(uniform, schedule.time_shift))
+        told = [prompts[i] for i in rows]
+        if schedule.left_out:
+            left_out = torch.rand(batch, generator=draw) < schedule.left_out
+            told = ["" if out else prompt for out, prompt in zip(left_out, told, strict=True)]
+        picked = conditions.select(rows)
+        text = {name: encoder(told) for name, encoder in encoders.items()}
+        condition = replace(picked, tensors={**picked.tensors, **text})
+        errors = denoising_error(model, model.network, times, x0[rows], noise, time, condition)
+        update(optimizer, denoising_loss(errors, velocity_weight(times, time))[0], parameters)
+        decay = min((1 + step) / (10 + step), 0.99)
+        with torch.no_grad():
+            for mean, p in zip(average, parameters, strict=True):
+                mean.lerp_(p, 1 - decay)
+        if step % 50 == 0:
+            logger.info("denoiser step %d: loss %.4f", step, float(errors.detach().mean()))
+    with torch.no_grad():
+        for mean, p in zip(average, parameters, strict=True):
+            p.copy_(mean)
+
+
+def velocity_weight(schedule: NoiseSchedule, time: Tensor) -> Tensor:
+    """Weights [B] that make errors of a prediction those of the velocity it implies, up to `HIGHEST_WEIGHT`.
+
+    1 for a flow model. At high noise, where words are decided, errors of a predicted noise are all but 0: without
+    weights a word takes many times longer to learn.
+    """
+    one = torch.ones(len(time), 1)
+    velocity = schedule.as_flow(torch.zeros_like(one), one, time)[1]
+    return velocity.flatten().square().clamp(max=HIGHEST_WEIGHT)
+
+
+def encode_signs(model: DiffusionModel, signs: Sequence[Sign], guidance_scale: float) -> tuple[Tensor, Condition]:
+    """Clean latents, and conditions whose prompts are still empty."""
+    pictures, masks = _pixels(signs)
+    x0, masked = (
+        torch.cat([model.encode_images(x) for x in images.split(256)]) for images in (pictures, pictures * (1 - masks))
+    )
+    examples = [Example(i, "", sign.picture, sign.mask) for i, sign in enumerate(signs)]
+    parts = [model.encode(examples[i : i + 256], guidance_scale) for i in range(0, len(examples), 256)]
+    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+    tensors["masked_latents"] = masked  # the same to the last bits but one: of a batch in another memory layout
+    return x0, Condition(tensors, None, SIZE)
+
+
+def _pixels(signs: Sequence[Sign]) -> tuple[Tensor, Tensor]:
+    """Pictures [N, 3, H, W] in [-1, 1] and masks [N, 1, H, W] in {0, 1}."""
+    pictures = (
+        torch.from_numpy(np.stack([np.asarray(s.picture) for s in signs])).permute(0, 3, 1, 2).float() / 127.5 - 1
+    )
+    masks = torch.from_numpy(np.stack([np.asarray(s.mask) for s in signs])).float()[:, None] / 255
+    return pictures, masks
+
+
+def build_and_measure(family: str, out: Path, seed: int) -> dict[str, Any]:
+    """What `retouch tiny build` does: train, write, and measure on words of the held-out half.
+
+    The result is also written to `out/base.json`; the one of the committed base says what another build should reach.
+
+    Raises:
+        ConfigError: no tiny base of the family, or an `out` that holds files.
+    """
+    if family not in SCHEDULES:
+        raise ConfigError(f"family: given {family!r}; {nearest(family, SCHEDULES)}")
+    require_empty(out)
+    started = monotonic()
+    seconds = build(family, out, seed, SCHEDULES[family])
+    seconds["in all"] = monotonic() - started
+    result = {
+        "family": family,
+        "seed": seed,
+        "held_out": measure(family, out),
+        "seconds": {name: round(s, 1) for name, s in seconds.items()},
+        "megabytes": round(sum(f.stat().st_size for f in out.rglob("*.safetensors")) / 1e6, 2),
+    }
+    (out / "base.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def measure(family: str, folder: Path, words: int = 192, num_steps: int = 8) -> dict[str, float]:
+    """Evaluation of a tiny base on held-out words: means of every measure."""
+    model = load_model(MODELS[family].model_copy(update={"path": str(folder)}))
+    signs = [draw_sign(word, SIZE, seed=0) for word in draw_words(words, "held_out", 0, LETTERS)]
+    examples = [
+        Example(i, PROMPT.format(sign.word), sign.ground, sign.mask, metadata={"text": sign.word})
+        for i, sign in enumerate(signs)
+    ]
+    rewards = RewardTable({"ocr": OcrReward(detect=False)}, RewardClientConfig())
+    rewards.start()
+    try:
+        guidance = SCHEDULES[family].guidance_scale
+        result = evaluate(model, model.network, examples, 1, num_steps, guidance, 64, rewards, Stopwatch())
+    finally:
+        rewards.close()
+    return {name: round(value, 4) for name, value in result.means().items()}

@@ -1,0 +1,1 @@
+"""What every training loop stands on: session, rollouts, evaluation, memory."""

@@ -1,0 +1,235 @@
+"""From a run file to its parts, wired: the only place that knows them all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from retouch.adapters.formats import describe_unused
+from retouch.adapters.train_ip_adapter import initial_adapter
+from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.config import ConfigError, Derived, RunConfig, derive
+from retouch.config.needs import needed_pictures, supervised_steps
+from retouch.data.dataset import (
+    Dataset,
+    all_embedded,
+    load_dataset,
+)
+from retouch.data.overlap import trained_on
+from retouch.engine import Checkpoints, Engine, Policy
+from retouch.engine.checkpoint import complete_checkpoints
+from retouch.families.embeddings import require_prompts
+from retouch.families.facts import FACTS
+from retouch.families.registry import load_model
+from retouch.observe import RunDir, Stopwatch
+from retouch.observe.cost import Costs
+from retouch.observe.timing import stopwatch
+from retouch.rewards.table import RewardTable
+from retouch.texts import require_texts_of
+from retouch.types import DiffusionModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything a recipe works with.
+
+    Attributes:
+        network: what the engine made of `model.network`; what `model.predict` must be given.
+        warmup_data: examples with targets; equal to `data` where the run file names no other.
+        eval_data: examples to evaluate on.
+        eval_is_held_out: whether training sees none of them.
+    """
+
+    config: RunConfig
+    derived: Derived
+    engine: Engine
+    model: DiffusionModel
+    network: nn.Module
+    trainee: Trainee
+    policy: Policy
+    data: Dataset
+    warmup_data: Dataset
+    eval_data: Dataset
+    eval_is_held_out: bool
+    rewards: RewardTable
+    dir: RunDir
+    checkpoints: Checkpoints
+    clock: Stopwatch
+    costs: Costs
+
+    @property
+    def guidance_scale(self) -> float:
+        """Of rollouts, of the log-probabilities taken on them, and of evaluation."""
+        given = self.config.rollout.guidance_scale
+        return self.model.spec.guidance_scale if given is None else given
+
+    @property
+    def denoising_guidance_scale(self) -> float:
+        """Of losses on noised pictures (SFT, DPO, NFT): that of rollouts where the network is told of it; 1 where
+        guidance is two forwards, because it is the conditional prediction that learns to denoise."""
+        return 1.0 if FACTS[self.config.model.family].doubles_for_guidance else self.guidance_scale
+
+    def close(self) -> None:
+        self.costs.close()
+        self.rewards.close()
+        self.dir.close()
+        self.engine.close()
+
+
+def build(config: RunConfig) -> Run:
+    """Load data, connect rewards, load the model, prepare it for training. Cheap things that may fail come first.
+
+    Raises:
+        ConfigError, DataError, ModelFilesError: one message each that says what to do.
+    """
+    engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
+    derived = derive(config, engine.world_size)
+    needs = needed_pictures(config, training=False)
+    data = load_dataset(config.data, "data", needed_pictures(config, training=True), engine)
+    warmup = load_dataset(config.warmup_data, "warmup_data", needs, engine) if config.warmup_data else data
+    section = config.evaluation.data
+    held_out = load_dataset(section, "evaluation.data", needs, engine) if section else None
+    named = {"data": data, "warmup_data": warmup, "evaluation.data": held_out}
+    loaded = {name: given for name, given in named.items() if given is not None}
+    for name, given in loaded.items():
+        fit_one_batch(config, name, given)
+    require_texts_of(config, {name: given.items for name, given in loaded.items()})
+    needs_targets(config, warmup)
+    enough_groups(config, derived, data)
+    if held_out is not None:
+        is_held_out(config, held_out, data, warmup)
+    run_dir = RunDir(config, main=engine.is_main)
+    can_begin(config, run_dir)
+    run_dir.require_sinks()
+    require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
+    initial = initial_adapter(config.model.train, config.model.family)  # refused before minutes go into the model
+    if initial is not None and initial.unused and engine.is_main:
+        logger.warning("model.train.initial_adapter: %s", describe_unused(initial.unused))
+    rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(engine.device))
+    embedded = all_embedded(item for given in loaded.values() for item in given.items)
+    model = load_model(config.model, engine.device, embedded=embedded)
+    trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
+    network = engine.prepare(
+        model.network,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        some_without_gradient=FACTS[config.model.family].drops_text_stream and config.model.train.kind != "ip_adapter",
+    )
+    policy = Policy(model.network, exchange=engine.own_memory)
+    clock = stopwatch(engine.device.type)
+    frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
+    if config.model.free_text_encoders:
+        model.cache_prompts([p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
+        model.release_text_encoders()
+    return Run(
+        config=config,
+        derived=derived,
+        engine=engine,
+        model=model,
+        network=network,
+        trainee=trainee,
+        policy=policy,
+        data=data,
+        warmup_data=warmup,
+        eval_data=held_out or data,
+        eval_is_held_out=held_out is not None and not trained_on(held_out, data, warmup),
+        rewards=rewards,
+        dir=run_dir,
+        checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
+        clock=clock,
+        costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
+    )
+
+
+def needs_targets(config: RunConfig, data: Dataset) -> None:
+    if supervised_steps(config) == 0:
+        return
+    without = _ids_without_target(config, data)
+    if without:
+        section = "warmup_data" if config.warmup_data else "data"
+        remedy = "" if config.algorithm.name == "sft" else "set algorithm.warmup_steps=0, or "
+        raise ConfigError(
+            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target picture, which supervised "
+            f"steps need; {remedy}name data with targets under warmup_data"
+        )
+
+
+def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
+    """Refuse examples that no batch could hold together: some with a source or a mask, and some without.
+
+    Args:
+        name: of the section, for messages.
+    """
+    for picture in ("source", "mask"):
+        without = [item.id for item in data.items if getattr(item, f"{picture}_path") is None]
+        if 0 < len(without) < len(data):
+            raise ConfigError(
+                f"{name}: example {without[0]} (and {len(without) - 1} more of {len(data)}) has no {picture}, the "
+                f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
+                "them"
+            )
+    first = data.items[0]
+    if first.source_path is not None and first.mask_path is None and not FACTS[config.model.family].edits:
+        raise ConfigError(
+            f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
+            "a mask_path, leave their pictures out, or set model.family=qwen_image_edit"
+        )
+
+
+def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
+    """A family that edits sees all of the source: with the source as its target it would learn to copy."""
+    useless = {"none", "source"} if FACTS[config.model.family].edits else {"none"}
+    return [item.id for item in data.items if item.target in useless]
+
+
+def can_begin(config: RunConfig, run_dir: RunDir) -> None:
+    """Before minutes go into loading a model."""
+    run_dir.require_free()
+    given = config.resume
+    if given is None:
+        run_dir.require_new()
+    elif given != "auto":
+        _require_checkpoint(given)
+
+
+def _require_checkpoint(given: str) -> None:
+    """What `resume` names; of a run, and of its checkpoints, the message says the newest."""
+    folder = Path(given).expanduser()
+    if (folder / "complete.json").is_file():
+        return
+    near = [*complete_checkpoints(folder), *complete_checkpoints(folder / "checkpoints")]
+    what = "no checkpoint (it has no complete.json)" if folder.is_dir() else "no such checkpoint"
+    remedy = f"give {near[-1]}" if near else "give a checkpoints/step-... folder"
+    raise ConfigError(f"resume: given {given!r}: {what}; {remedy}, or auto")
+
+
+def is_held_out(config: RunConfig, held_out: Dataset, *training: Dataset) -> None:
+    """Refuse to evaluate on pictures that are trained on, unless the run file asks for it."""
+    seen = [] if config.evaluation.allow_overlap else trained_on(held_out, *training)
+    if seen:
+        raise ConfigError(
+            f"evaluation.data: example {seen[0].id} (and {len(seen) - 1} more of {len(held_out)}) is trained on: data "
+            "or warmup_data holds the same picture (or, without pictures, the same prompt); divide the data with "
+            "`retouch data split`, or set evaluation.allow_overlap=true"
+        )
+
+
+def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
+    if derived.global_groups_per_epoch > len(data):
+        raise ConfigError(
+            f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
+            f"batches_per_epoch), but data has {len(data)}; set rollout.global_groups_per_batch={len(data)} "
+            "rollout.batches_per_epoch=1, or add data"
+        )
+    first = -(-len(data) // data.stages)
+    if derived.global_groups_per_epoch > first:
+        raise ConfigError(
+            f"data.curriculum: given {data.stages}, whose first stage has {first} examples, but an epoch takes "
+            f"{derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
+            "rollout.global_groups_per_batch x batches_per_epoch"
+        )

@@ -1,0 +1,50 @@
+"""Clean latents noised anew, for algorithms that train on the forward process (DPO, NFT)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retouch.core.schedule import Schedule
+from retouch.rollout.sampler import latent_noise
+from retouch.training.build import Run
+from retouch.types import Condition
+
+
+@dataclass(frozen=True)
+class NoisedRows:
+    """B · W rows: W copies of each of B images, a row's copies together.
+
+    Attributes:
+        x0, x, noise: [B · W, C, h, w].
+        time: [B · W] of the schedule.
+    """
+
+    condition: Condition
+    schedule: Schedule
+    x0: Tensor
+    x: Tensor
+    noise: Tensor
+    time: Tensor
+
+
+def noised_copies(
+    run: Run, x0: Tensor, condition: Condition, generators: Sequence[torch.Generator], copies: int
+) -> NoisedRows:
+    """`copies` noised copies of each clean latent.
+
+    Each row draws from its own generator. The copies of a row fall into equal shares of the distribution of times:
+    drawn independently, two of them would often lie close together. No time is noisier than where sampling starts: what
+    the model does there, no image shows.
+    """
+    device = run.engine.device
+    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
+    noise = torch.stack([latent_noise(x0.shape[1:], g) for g in generators for _ in range(copies)]).to(device)
+    draws = [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for g in generators for k in range(copies)]
+    time = schedule.training_times(torch.stack(draws).clamp(1e-6, 1 - 1e-6), visited=True).to(device)
+    wide = x0.to(device).repeat_interleave(copies, 0)
+    rows = torch.arange(len(x0), device=device).repeat_interleave(copies)
+    return NoisedRows(condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time)

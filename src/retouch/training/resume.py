@@ -1,0 +1,195 @@
+"""Whether a run may go on from a checkpoint: by its run file and the one of today, and inside an epoch by what its
+rollouts were drawn from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+from torch import Tensor
+
+from retouch.config import RunConfig, dump_run
+from retouch.data.dataset import Dataset
+from retouch.data.identity import item_key
+from retouch.engine import CheckpointError
+from retouch.training.build import Run
+
+logger = logging.getLogger(__name__)
+
+SAMPLED_WITH = ("pairs", "inner_epochs", "region", "region_dilation", "seam_weight", "log_prob_mode", "guard")
+"""Options of an algorithm that rollouts still to be trained on depend on, as they do on `rollout`, `model`, `data` and
+`seed`: with others the recorded log-probabilities would be of another policy, or the steps of the epoch other ones."""
+
+MAY_CHANGE = {
+    "rollout": {"batch_size_per_device", "preset"},
+    "model": {
+        "path", "train.image_encoder",  # by their files
+        "family", "train.kind",  # refused in any case
+        "train.scale", "train.value_norm",  # by what an adapter's file says
+        "offload_text_encoders", "offload_vae", "free_text_encoders", "vae_batch",
+        "train.initial_adapter", "train.reference_dropout",  # of a new run, and of supervised steps
+    },
+    "data": {
+        "format", "path", "list_file", "image_root", "prompt_template", "target", "layout", "region",  # by the items
+        "limit", "max_bad_items", "part", "held_out_share", "curriculum", "complexity", "image_type", "levels",
+        "disciplines",
+    },
+}  # fmt: skip
+"""Options of these sections that change no number of an epoch that is sampled, or that are known by what they name."""
+
+_COMPARED = ("algorithm", "optimizer", "training")
+"""Other sections with options that are compared."""
+
+Base = Mapping[str, str | None]
+"""What `models.embeddings.base_files` says."""
+
+BASE = {
+    "network_files": ("network", "path"),
+    "text_files": ("text encoder", "path"),
+    "vae_files": ("autoencoder", "path"),
+    "image_encoder_files": ("image encoder", "train.image_encoder"),
+}
+"""Part of the files of a model -> what it is, and the option that says where."""
+
+INSIDE = "or resume from a checkpoint without rollouts.safetensors"
+KEYS = "example"
+"""Of the tensor beside an epoch's rows: the `item_key` of the example of each."""
+
+
+def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
+    """Refuse a checkpoint of another algorithm or family, and one whose rollouts do not fit the run file; warn of what
+    else was changed.
+
+    Args:
+        state: of the checkpoint.
+        base: the files of the model, as they are today.
+
+    Raises:
+        CheckpointError: with the first option that must be set back.
+    """
+    current = dump_run(config)
+    before, now = (_flat(yaml.safe_load(text)) for text in (state["config"], current))
+    for section, defaults in _defaults(config).items():  # an option that the checkpoint lacks did not exist yet
+        before[section] = {**defaults, **before[section]}
+    for section, name in (("model", "family"), ("algorithm", "name"), ("optimizer", "moments")):
+        _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
+    after_warmup = state["progress"]["phase"] == "rl"
+    if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
+        raise CheckpointError(
+            f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
+            "set algorithm.kl_weight=0, or start a new run under another name=..."
+        )
+    if (folder / "rollouts.safetensors").exists():
+        _same_sampling(folder, before, now)
+        if "base" in state:  # older ones do not say
+            _same_base(folder, before, now, state["base"], base)
+    _warn_of_changes(state["config"], current)
+
+
+def with_keys(run: Run, rollouts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of an epoch for a checkpoint, with the keys of their examples."""
+    return {**rollouts, KEYS: _keys(run.data, rollouts["position"])}
+
+
+def without_keys(run: Run, folder: Path, rollouts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of an epoch from a checkpoint, of the examples that the data has today; older ones are taken as they are.
+
+    Raises:
+        CheckpointError: on every process, where an example of any is another one now.
+    """
+    rows = dict(rollouts)
+    kept, position = rows.pop(KEYS, None), rows["position"]
+    others = [] if kept is None else position[kept != _keys(run.data, position)].unique().tolist()
+    if run.engine.any(bool(others)):
+        first, *more = others or [-1]
+        item = run.data.items[first].id if 0 <= first < len(run.data) else None
+        which = f"example {item} (and {len(more)} more)" if item is not None else "one of its examples"
+        raise CheckpointError(
+            f"{folder}: lies inside an epoch of other data than data.path={run.data.config.path} holds now, where "
+            f"{which} is not what was sampled; set the data back, {INSIDE}"
+        )
+    return rows
+
+
+def _keys(data: Dataset, positions: Tensor) -> Tensor:
+    known = {p: item_key(data.items[p]) if p < len(data) else -1 for p in positions.unique().tolist()}
+    return torch.tensor([known[p] for p in positions.tolist()], dtype=torch.int64)
+
+
+def _same_sampling(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    free = {section: set(names) for section, names in MAY_CHANGE.items()}
+    if "tiles" in (before["model"].get("vae_batch"), now["model"].get("vae_batch")):
+        free["model"].remove("vae_batch")
+    keys = [(section, name) for section in free for name in now[section] if name not in free[section]]
+    keys += [("algorithm", name) for name in SAMPLED_WITH]
+    for section, name in [*keys, ("training", "mixed_precision"), ("", "seed")]:
+        _same(folder, "lies inside an epoch of", section, name, before, now, INSIDE)
+    rows = [
+        one["optimizer"]["batch_size_per_device"] * one["optimizer"]["gradient_accumulation"] for one in (before, now)
+    ]
+    if rows[0] != rows[1]:
+        raise CheckpointError(
+            f"{folder}: lies inside an epoch of optimizer steps on {rows[0]} rows per device, the run file makes them "
+            f"{rows[1]}; set optimizer.batch_size_per_device x gradient_accumulation back, {INSIDE}"
+        )
+
+
+def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: Base, today: Base) -> None:
+    """By a sample of the files; by their paths where they are not here, then or now. Text encoders may be gone, when
+    `model.embeddings` has what they made."""
+    for part, (name, option) in BASE.items():
+        kept, found = then.get(part), today.get(part)
+        paths = [one["model"].get(option) for one in (before, now)]
+        if kept != found if kept and found else paths[0] != paths[1] and part != "text_files":
+            raise CheckpointError(
+                f"{folder}: lies inside an epoch of another {name} than model.{option}={paths[1]} has (it was "
+                f"{paths[0]}); set it back, {INSIDE}"
+            )
+
+
+def _same(
+    folder: Path, what: str, section: str, name: str, before: dict[str, Any], now: dict[str, Any], remedy: str
+) -> None:
+    given, kept = (run[section].get(name) for run in (now, before))
+    if given != kept:
+        option = f"{section}.{name}".removeprefix(".")
+        raise CheckpointError(f"{folder}: {what} {option}={kept}, the run file says {given}; set it back, {remedy}")
+
+
+def _flat(run: dict[str, Any]) -> dict[str, Any]:
+    """With the options of `model.train` under `model` and those of no section under no name."""
+    train = {f"train.{name}": value for name, value in run["model"]["train"].items()}
+    model = {name: value for name, value in run["model"].items() if name != "train"}
+    return {**run, "": run, "model": {**model, **train}}
+
+
+def _defaults(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The default of every optional key of the sections that are compared, as `_flat` names them, for the family, the
+    format and the algorithm of the run file."""
+    sections = {name: _own_defaults(getattr(config, name)) for name in (*MAY_CHANGE, *_COMPARED)}
+    sections["model"]["train"] = _own_defaults(config.model.train)
+    flat = _flat({**_own_defaults(config), **sections})
+    return {name: flat[name] for name in (*sections, "")}
+
+
+def _own_defaults(section: BaseModel) -> dict[str, Any]:
+    given = dict(section)  # which some defaults follow
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True, validated_data=given))
+        for name, field in type(section).model_fields.items()
+        if not field.is_required()
+    }
+
+
+def _warn_of_changes(saved: str, current: str) -> None:
+    """Of every line of the run file."""
+    before, now = saved.splitlines(), current.splitlines()
+    for line in now:
+        if line not in before and not line.startswith("resume:"):
+            logger.warning("changed since the checkpoint: %s", line.strip())

@@ -1,0 +1,377 @@
+"""What every recipe does around its optimizer steps: count, average, log, evaluate, checkpoint, resume, stop.
+
+The state of a run is its weights and a few numbers (`Progress`): every random draw derives from the run's seed and
+these, so that a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from retouch.config import dump_run
+from retouch.config.needs import supervised_steps
+from retouch.config.presets import preset_lines
+from retouch.engine import CheckpointError
+from retouch.engine.checkpoint import read_state
+from retouch.engine.saved_state import require_sound
+from retouch.families.embeddings import base_files
+from retouch.observe.guards import StepWatch, score_drifts
+from retouch.observe.header import header
+from retouch.observe.report import leave_report
+from retouch.observe.run_dir import read_metrics
+from retouch.rewards.table import of_all
+from retouch.rollout.scorer import (
+    FailureRateExceeded,
+    RewardOutage,
+)
+from retouch.training.build import Run
+from retouch.training.evaluating import (
+    Moment,
+    evaluated,
+    keep_evaluation,
+)
+from retouch.training.readiness import wait_for_rewards
+from retouch.training.resume import (
+    may_go_on,
+    with_keys,
+    without_keys,
+)
+from retouch.types import Stopped
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["sft", "warmup", "rl"]
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps taken.
+        phase: what the next step belongs to.
+        epoch: rollout epoch under way or next.
+        position: optimizer steps taken within it.
+        updates: optimizer steps that changed the weights (EMA counts these).
+        updates_in_epoch: those of `position` that did; 0: the weights are those that sampled its rollouts.
+    """
+
+    step: int = 0
+    phase: Phase = "warmup"
+    epoch: int = 0
+    position: int = 0
+    updates: int = 0
+    updates_in_epoch: int = 0
+
+
+class Session:
+    """One run from start or resume to its end; use as a context manager."""
+
+    def __init__(self, run: Run, first_phase: Phase) -> None:
+        self.run = run
+        self.config = run.config
+        self.progress = Progress(phase=first_phase)
+        self.rows_per_forward = run.config.optimizer.batch_size_per_device
+        self.resumed_from: Path | None = None
+        self._rollouts: dict[str, Tensor] | None = None
+        self._left: Tensors | None = None
+        self._counted = run.rewards.state()  # as of the last step: what is thrown away is asked for again
+        self._started = time.monotonic()
+        self._stop: str | None = None
+        self._alarm: str | None = None
+        self._owes_evaluation = False
+        self._watch = StepWatch()
+        self._handlers: dict[int, Any] = {}
+        self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
+        self._finished = False
+        self._shown = ExitStack()  # the bar, once the run is open
+
+    @cached_property
+    def _base(self) -> Mapping[str, str | None]:
+        """The files of the model, for checkpoints inside an epoch."""
+        return base_files(self.config.model)
+
+    # --- begin and end ---
+
+    def __enter__(self) -> Session:
+        run = self.run
+        run.engine.new_optimizer()
+        run.dir.lock()
+        folder = self._resume_folder()
+        if folder is None:
+            run.dir.open(None)
+            if self.config.ema:
+                run.policy.snapshot("ema")
+        else:
+            self._restore(folder)
+        if run.rewards.entries:
+            run.rewards.start(run.engine.gather_list)
+            wait_for_rewards(run.rewards, self.config.reward_client)
+        self._log_header(folder)
+        self._spent()  # opening the run is no part of its first step
+        with ExitStack() as failed:
+            failed.push(self)  # an evaluation that fails here ends as one within the run
+            self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._shown.enter_context(run.dir.bar(run.clock, lambda: self.progress.phase, self.progress.step))
+            if self.progress.step == 0 and self._evaluated_at is None:
+                self.evaluate("start")
+            elif self._owes_evaluation:
+                self.evaluate("step")  # servers were away when it was due
+            failed.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._shown.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        away = isinstance(error, RewardOutage | FailureRateExceeded)
+        if away:
+            # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
+            self._save_once(self._left if self.progress.position else None)
+            self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
+        if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
+            leave_report(self.run.dir.path)
+        if away:
+            raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
+
+    def finish(self) -> None:
+        """The end of the run: last evaluation, last checkpoint. Nothing where the run had already ended."""
+        if self._finished:
+            logger.info("the run had already ended at step %d", self.progress.step)
+            return
+        self.evaluate("end")
+        self.save(self._left, pinned=True)
+        self.run.dir.log("event", self.progress.step, {"event": "finished"})
+
+    # --- one step ---
+
+    def take_rollouts(self) -> dict[str, Tensor] | None:
+        """What is still to be trained on of the epoch under way, where a checkpoint brought it back; once."""
+        rollouts, self._rollouts = self._rollouts, None
+        return rollouts
+
+    def end_step(
+        self,
+        values: Mapping[str, float],
+        *,
+        updated: bool,
+        rollouts: Tensors | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """After every optimizer step: average, log, evaluate, checkpoint, and stop where asked to.
+
+        Args:
+            updated: whether the weights changed.
+            rollouts: what is still to be trained on in this epoch, for a checkpoint inside it.
+            epoch: what the step was of; None where that is the epoch under way.
+
+        Raises:
+            Stopped: on a signal or when the time is up, after a checkpoint.
+        """
+        progress, training = self.progress, self.config.training
+        progress.step += 1
+        self._left, self._counted = rollouts, self.run.rewards.state()
+        if updated:
+            progress.updates += 1
+            self._blend()
+        last = progress.step >= training.max_steps
+        save_now = training.checkpoint_every and progress.step % training.checkpoint_every == 0
+        told = {"phase": progress.phase, "epoch": progress.epoch if epoch is None else epoch, **values}
+        self.run.dir.log("train", progress.step, told, self._spent())
+        for alarm in self._watch.see(values):
+            self._alert(alarm, stop=False)
+        if self._is_due():
+            self.evaluate("step")
+        if save_now and not last:
+            self.save(rollouts)
+        self._stop_if_asked(rollouts)
+
+    def check_stop(self) -> None:
+        """Between rollout batches: stop now, at the state before this epoch's rollouts.
+
+        Raises:
+            Stopped: on a signal or when the time is up.
+        """
+        self._stop_if_asked(None, between_epochs=True)
+
+    def probe_rewards(self) -> None:
+        """Every `probe_every` epochs: do the scorers still score the same pictures alike?"""
+        client, rewards = self.config.reward_client, self.run.rewards
+        if not client.probe_every or self.progress.epoch % client.probe_every or not self.run.engine.is_main:
+            return
+        for name, servers in rewards.probe().items():
+            for where, values in servers.items():
+                before = rewards.golden.get(name, values)
+                alarm = score_drifts(f"{name} of {where}", before, values, client.probe_tolerance)
+                if alarm is not None:
+                    self._alert(alarm, stop=client.on_drift == "stop")
+
+    def learning_rate(self, base: float, step: int, steps: int) -> float:
+        """Of step `step` (from 0) of a phase of `steps`: ramp, then constant or down to 0."""
+        c = self.config.optimizer
+        ramp = min(1.0, (step + 1) / c.ramp_steps) if c.ramp_steps else 1.0
+        share = step / max(1, steps)
+        decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[c.schedule]
+        return base * ramp * decay
+
+    def rl_learning_rate(self, warmup_steps: int) -> float:
+        """Of the next step after the warm-up."""
+        steps = self.config.training.max_steps - warmup_steps
+        return self.learning_rate(self.config.optimizer.lr, self.progress.step - warmup_steps, steps)
+
+    # --- evaluation and checkpoints ---
+
+    def evaluate(self, moment: Moment) -> None:
+        """Evaluate the weights that the run file names on fixed seeds, once a step; processes share the pictures."""
+        if self._evaluated_at == self.progress.step and moment == "step":
+            return
+        result = evaluated(self.run)
+        seconds = self._spent()  # its own, and no step's
+        self._evaluated_at = self.progress.step
+        if result is not None:
+            after_warmup = self.progress.phase == "rl"
+            for alarm in keep_evaluation(self.run, self.progress.step, after_warmup, moment, result, seconds):
+                self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
+
+    def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
+        """Write a checkpoint of this step."""
+        with self.run.clock.part("checkpoint"):
+            run, state = self.run, self._state()
+            if rollouts is not None:
+                rollouts, state["base"] = with_keys(run, rollouts), self._base
+            run.checkpoints.save(self.progress.step, run.engine, run.policy, state, rollouts, pinned=pinned)
+        self._saved_at = self.progress.step
+
+    # --- inside ---
+
+    def _spent(self) -> dict[str, float]:
+        """Seconds and costs by part since they were asked for last."""
+        seconds = self.run.clock.split()
+        return seconds | self.run.costs.split(seconds["step"])
+
+    def _is_due(self) -> bool:
+        """Whether this step is evaluated as one of many; the ends of warm-up and run have evaluations of their own."""
+        progress, training = self.progress, self.config.training
+        warmed_up = progress.phase == "warmup" and progress.step == supervised_steps(self.config)
+        last = progress.step >= training.max_steps
+        return bool(training.eval_every) and progress.step % training.eval_every == 0 and not (warmed_up or last)
+
+    def _alert(self, alarm: str, *, stop: bool) -> None:
+        self.run.dir.alarm(self.progress.step, alarm)
+        if stop:
+            self._alarm = alarm
+
+    def _resume_folder(self) -> Path | None:
+        given, checkpoints = self.config.resume, self.run.checkpoints
+        if given is None:
+            return None
+        return checkpoints.newest() if given == "auto" else Path(given).expanduser()
+
+    def _restore(self, folder: Path) -> None:
+        state = read_state(folder)
+        require_sound(state, folder)
+        taken = state["progress"]
+        self.progress = Progress(**{"updates_in_epoch": taken["position"], **taken})  # older ones did not count them
+        self._require_fit(folder, state)
+        self.resumed_from = folder
+        # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
+        self._left = self._rollouts
+        self.run.dir.open(self.progress.step)
+        self._saved_at = self.progress.step
+        self._evaluated_at = state.get("evaluated_at", self.progress.step)
+        self._owes_evaluation = self._is_due()
+        if "rewards" in state:
+            self.run.rewards.restore(state["rewards"], self.run.engine.rank, self.run.engine.world_size)
+            self._counted = self.run.rewards.state()
+        records = read_metrics(self.run.dir.path / "metrics.jsonl")
+        for record in records:
+            if record["kind"] == "train":
+                self._watch.see(record)  # its alarms were told
+        over = self.progress.step >= self.config.training.max_steps
+        self._finished = over and any((r["step"], r.get("event")) == (self.progress.step, "finished") for r in records)
+        if self.config.ema and "ema" not in self.run.policy.snapshots:
+            raise CheckpointError(
+                f"{folder}: has no averaged weights, but the run file has an ema section; set ema=null "
+                "evaluation.weights=raw to go on without them"
+            )
+        if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
+            logger.warning("%s has averaged weights, but the run file has no ema section: they are dropped", folder)
+
+    def _require_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Files of the model may differ between machines: all processes go on, or none does.
+
+        Raises:
+            CheckpointError: it does not fit the run file, here or elsewhere.
+        """
+        problem: CheckpointError | None = None
+        try:
+            may_go_on(folder, state, self.config, self._base)
+        except CheckpointError as error:
+            problem = error
+        if self.run.engine.any(problem is not None):
+            raise problem or CheckpointError(f"{folder}: another process cannot go on from it; see its log")
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "progress": asdict(self.progress),
+            "config": dump_run(self.config),
+            "evaluated_at": self._evaluated_at,
+            "rewards": of_all(self.run.engine.gather_list([self._counted])),
+        }
+
+    def _save_once(self, rollouts: Tensors | None) -> None:
+        if self._saved_at != self.progress.step:
+            self.save(rollouts)
+
+    def _stop_if_asked(self, rollouts: Tensors | None, *, between_epochs: bool = False) -> None:
+        limit = self.config.training.max_minutes
+        # votes: a signal, or the end of the time, may have reached some processes only
+        signalled = self.run.engine.any(self._stop is not None)
+        alarmed = self.run.engine.any(self._alarm is not None)
+        late = self.run.engine.any(limit is not None and time.monotonic() - self._started > 60 * limit)
+        if not signalled and not late and not alarmed:
+            return
+        if self._saved_at != self.progress.step:
+            self.save(None if between_epochs else rollouts)
+        reason = f"training.max_minutes = {limit} reached"
+        if signalled:
+            reason = f"received {self._stop or 'a signal on another process'}"
+        elif alarmed:
+            reason = self._alarm or "an alarm on the first process"
+        self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
+        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if signalled or alarmed else 0)
+
+    def _blend(self) -> None:
+        ema, t = self.config.ema, self.progress.updates
+        if ema and t % ema.update_interval == 0:
+            self.run.policy.blend("ema", min((1 + t) / (10 + t), ema.decay))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is not None:
+            raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
+        self._stop = signal.Signals(number).name
+        logger.warning("%s: stopping at the next step; once more to leave at once", self._stop)
+
+    def _log_header(self, folder: Path | None) -> None:
+        run = self.run
+        logger.info("%s", header(self.config, run.derived, run.policy.size, folder))
+        for line in preset_lines(self.config):
+            logger.info("%s", line)
+        if not run.eval_is_held_out:
+            logger.warning("evaluating on training examples, which says little; set evaluation.data to others")

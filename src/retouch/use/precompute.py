@@ -1,0 +1,100 @@
+"""`retouch data precompute`: what the frozen encoders make of the data of a run, on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL.Image import Image
+
+from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.config import ConfigError, RunConfig
+from retouch.config.needs import needed_pictures
+from retouch.data.dataset import (
+    Dataset,
+    load_dataset,
+)
+from retouch.engine.speed import choose_kernels
+from retouch.families.embeddings import (
+    EmbeddingCache,
+    through_cache,
+)
+from retouch.families.facts import FACTS
+from retouch.families.registry import load_model
+from retouch.imaging import stack_above
+from retouch.types import Example
+
+
+def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
+    """Encode what a run will ask for, each example alone as training does, and keep it in a folder -> new entries by
+    kind. Uses a GPU where there is one, and its kernels, as training does: elsewhere the last bits would differ.
+
+    Raises:
+        ConfigError, DataError, ModelFilesError: a run that can use no embeddings; a folder of another model; no usable
+            data or model.
+    """
+    usable(config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choose_kernels(device, config.training)
+    given = config.model.model_copy(update={"embeddings": None})
+    cache = EmbeddingCache(folder.expanduser(), given, create=True)
+    model = load_model(given, device)
+    counts = {"prompts": 0, "references": 0, "pictures": 0}
+
+    def keep_pictures(images: torch.Tensor) -> torch.Tensor:
+        latents = encode(images)
+        for row, made in zip(images, latents, strict=True):
+            if cache.image(row) is None:
+                cache.put_image(row, made)
+                counts["pictures"] += 1
+        return latents
+
+    encode = model.encode_images
+    model.encode_images = through_cache(cache, keep_pictures, model.device)  # type: ignore[method-assign, attr-defined]
+    for data in datasets(config):
+        for prompt in [*data.prompts, model.spec.empty_prompt]:
+            if not cache.has_text(prompt):
+                cache.put_text(prompt, model.text.of(prompt))  # type: ignore[attr-defined]
+                counts["prompts"] += 1
+        for example in data:
+            encoder = model.image_encoder  # type: ignore[attr-defined]
+            if encoder is not None and example.reference is not None and cache.reference(example.reference) is None:
+                cache.put_reference(example.reference, encoder([example.reference])[0])
+                counts["references"] += 1
+            model.encode([example], 1.0)
+            for picture in pictures(example):
+                model.encode_images(pixels_of(stack_above(example.strip, picture)))
+    return counts
+
+
+def usable(config: RunConfig) -> None:
+    """Raises: ConfigError: a run that may not set `model.embeddings`."""
+    if FACTS[config.model.family].edits:
+        raise ConfigError(
+            f"model.family: {config.model.family} has a text encoder that reads the picture with the prompt, so that "
+            "nothing can be encoded by the prompt alone; train without model.embeddings"
+        )
+    if isinstance(config.algorithm, VlmGrpoConfig):
+        raise ConfigError("algorithm.name: vlm_grpo trains the text encoder, so that nothing of it can be kept")
+
+
+def datasets(config: RunConfig) -> Sequence[Dataset]:
+    """Every data section of a run."""
+    needs = needed_pictures(config, training=False)
+    found = [load_dataset(config.data, "data", needed_pictures(config, training=True))]
+    for name, section in (("warmup_data", config.warmup_data), ("evaluation.data", config.evaluation.data)):
+        if section is not None:
+            found.append(load_dataset(section, name, needs))
+    return found
+
+
+def pictures(example: Example) -> list[Image]:
+    """What supervised steps and given pairs take the latents of."""
+    return [p for p in (example.target, example.win, example.lose) if p is not None]
+
+
+def pixels_of(picture: Image) -> torch.Tensor:
+    """[1, 3, H, W] in [-1, 1]."""
+    return torch.from_numpy(np.asarray(picture, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retouch.rewards.scorers import preservation
+from retouch.training import rollouts
+
+from .runs import Rule, Scripted, Use
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Replace the preservation reward by a rule."""
+
+    def use(rule: Rule) -> None:
+        monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(rule))
+
+    return use
+
+
+@pytest.fixture
+def sampled_with(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For every batch that was sampled for rewards, a sum over the weights that sampled it."""
+    sums: list[float] = []
+    real = rollouts.sample
+
+    def watch(model: Any, network: Any, *rest: Any, **options: Any) -> Any:
+        sums.append(sum(float(p.double().sum()) for p in network.parameters()))
+        return real(model, network, *rest, **options)
+
+    monkeypatch.setattr(rollouts, "sample", watch)
+    return sums

@@ -1,0 +1,80 @@
+"""Training small runs, looking at what they did, and a reward that a test writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from retouch.algorithms.train import recipe
+from retouch.config import RunConfig
+from retouch.observe.run_dir import read_metrics
+from retouch.rewards.protocol import RewardItem, ScorerSpec
+from retouch.training.build import (
+    Run,
+    build,
+)
+from retouch.types import Outcome, Score
+
+Config = Callable[..., RunConfig]
+"""Dotted overrides with `__` for dots -> a run."""
+
+Rule = Callable[[RewardItem], Outcome]
+"""A reward."""
+
+Use = Callable[[Rule], None]
+"""What the fixture `scripted` is: scores by this rule from now on."""
+
+
+def train(config: RunConfig) -> tuple[Run, list[dict[str, Any]]]:
+    """Run it to its end -> the closed run, and its records."""
+    run = build(config)
+    try:
+        recipe(config.algorithm.name)(run)
+    finally:
+        run.close()
+    return run, read_metrics(run.dir.path / "metrics.jsonl")
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [r for r in records if r["kind"] == kind]
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in run.policy.state().items()}
+
+
+def base_weights(config: RunConfig) -> dict[str, Tensor]:
+    """What a run begins with."""
+    run = build(config)
+    run.close()
+    return weights(run)
+
+
+class Scripted:
+    """Stands in for the preservation scorer: outcomes by a function of the item."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.spec = ScorerSpec("preservation", (-1e9, 1e9), frozenset(), "test", "-")
+        self.rule = rule
+
+    def load(self, device: str) -> None: ...
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [self.rule(item) for item in items]
+
+
+def brightness(item: RewardItem) -> Outcome:
+    return Score(float(item.image.mean()) / 255)
+
+
+def gap_between_light_and_dark(make: Callable[[str], RunConfig], scripted: Use) -> float:
+    """Mean brightness of the last rollouts of a run that is rewarded for it, less that of one rewarded for darkness."""
+    ends: list[float] = []
+    for sign in (1.0, -1.0):
+        scripted(lambda item, sign=sign: Score(sign * float(item.image.mean()) / 255))
+        _, records = train(make(f"sign{sign:g}"))
+        scores = [r["combined_score"] * sign for r in of_kind(records, "rollout")]
+        ends.append(sum(scores[-3:]) / 3)
+    return ends[0] - ends[1]

@@ -1,0 +1,234 @@
+"""What a run does when a guard speaks: gold that falls, scorers that drift, evaluations that met an outage."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import preservation
+from retouch.training.session import Session
+from retouch.types import Failure, Outcome, Score, Stopped
+
+from .runs import Config, Scripted, Use, brightness, of_kind, train, weights
+
+ROSE = "the rewards that are trained on rose by"
+GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
+
+
+def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy rises with everything that is scored, gold falls, and is asked in evaluations alone."""
+    up, down = itertools.count(), itertools.count()
+
+    def gold(item: RewardItem) -> Outcome:
+        assert item.group is not None and item.group >= 200  # the held-out examples
+        return Score(-float(next(down)))
+
+    rules = itertools.cycle([lambda item: Score(float(next(up))), gold])
+    monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(next(rules)))
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_gold_that_falls_while_the_rewards_rise(action: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    falling_gold(monkeypatch)
+    run = config(rewards=GOLD, training__eval_every=2, evaluation__on_gold_fall=action)
+    if action == "stop":
+        with pytest.raises(Stopped, match=f"{ROSE} .* at step 2") as stopped:
+            train(run)
+        assert stopped.value.code == 3
+        return
+    _, records = train(run)
+    alarms = [r["alarm"] for r in of_kind(records, "event") if r["event"] == "alarm" and ROSE in r["alarm"]]
+    assert len(alarms) == 2  # at step 2, and at the end
+    assert all("reward/gold" not in r for r in of_kind(records, "rollout"))
+    assert [r["gold"] for r in of_kind(records, "eval")] == [-0.5, -2.5, -4.5]
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> None:
+    """Every epoch the same two pictures are scored; the third time they score otherwise."""
+    probes = itertools.count()
+    scripted(lambda item: Score(float(next(probes) >= 4)) if "GOLD" in item.prompt else brightness(item))
+    client = {"probe_every": 1, "on_drift": action}
+    run = config(reward_client=client, training__max_steps=6)
+    if action == "stop":
+        with pytest.raises(Stopped, match=r"preservation of this process scores the same pictures by 1 otherwise"):
+            train(run)
+        return
+    _, records = train(run)
+    assert [r["step"] for r in of_kind(records, "event") if r["event"] == "alarm"] == [4]
+
+
+def test_a_reward_that_is_the_same_everywhere(config: Config, scripted: Use) -> None:
+    """It trains nothing, which is said once; steps before a resume count."""
+    scripted(lambda item: Score(0.5))
+    shape = {"rollout__num_steps": 2, "rollout__window": {"size": 1, "range": [0, 1]}, "resume": "auto"}
+    train(config(training__max_steps=6, **shape))
+    _, records = train(config(training__max_steps=11, **shape))
+    [alarm] = [r for r in of_kind(records, "event") if r["event"] == "alarm"]
+    assert alarm["step"] == 10
+    assert alarm["alarm"].startswith("10 steps in a row had nothing to learn from: within every group all rewards were")
+    assert all(r["skipped"] == 1.0 for r in of_kind(records, "train"))
+
+
+def test_the_mass_of_a_judge_is_logged(config: Config, scripted: Use) -> None:
+    """The mean over the images that it scored; a failure has none."""
+    masses = itertools.cycle([0.6, 0.8, None, 0.7])
+
+    def judge(item: RewardItem) -> Outcome:
+        mass = next(masses)
+        return Failure("low_mass", "no") if mass is None else Score(mass, {"mass": mass})
+
+    scripted(judge)
+    client = {"max_failure_rate": 0.5}
+    _, records = train(config(reward_client=client, training__max_steps=1, evaluation__num_examples=4))
+    assert of_kind(records, "rollout")[0]["judge_mass/preservation"] == pytest.approx(0.7)
+
+
+def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripted: Use) -> None:
+    """The run stops at step 2, which was to be evaluated, and goes on with that evaluation; what it counted stays."""
+    held_out = itertools.count()
+
+    def away(item: RewardItem) -> Outcome:
+        gone = (item.group or 0) >= 200 and next(held_out) >= 2  # the evaluation at the start has two
+        return Failure("unavailable", "gone", retryable=True) if gone else brightness(item)
+
+    scripted(away)
+    shape: dict[str, Any] = {"training__eval_every": 2, "reward_client": {"outage_wait_s": 0.1}, "resume": "auto"}
+    with pytest.raises(Stopped, match="stayed unavailable"):
+        train(config(**shape))
+    scripted(brightness)
+    run, records = train(config(**shape))
+    assert [r["step"] for r in of_kind(records, "eval")] == [0, 2, 4]
+    assert (run.rewards.asked, run.rewards.failed) == (8, 0)  # four images an epoch, of both processes
+
+
+def test_images_that_are_thrown_away_are_not_counted(config: Config, scripted: Use) -> None:
+    """All are alike, so that other groups are to be sampled; the run stops before them, and the first come again."""
+    scored = itertools.count()
+
+    def alike(item: RewardItem) -> Outcome:
+        if (item.group or 0) < 200 and next(scored) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Score(0.5)
+
+    scripted(alike)
+    whole: dict[str, Any] = {"rollout__batch_size_per_device": 4, "optimizer__batch_size_per_device": 4}
+    begun = config(algorithm__resample_rounds=1, training__max_steps=1, resume="auto", **whole)
+    with pytest.raises(Stopped, match="SIGTERM at step 0"):
+        train(begun)
+    run, records = train(begun)
+    assert next(scored) == 4 + 4 + 4  # the last are those of the other groups
+    assert [r["images"] for r in of_kind(records, "rollout")] == [8]
+    assert (run.rewards.asked, run.rewards.failed) == (8, 0)
+
+
+def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use) -> None:
+    """Stopped by a signal in the very last step: that an earlier end was told is no reason to leave out this one."""
+    whole: dict[str, Any] = {"rollout__batch_size_per_device": 4, "optimizer__batch_size_per_device": 4}
+    train(config(training__max_steps=1, **whole))
+    scored = itertools.count()
+
+    def terminates(item: RewardItem) -> Outcome:
+        if next(scored) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return brightness(item)
+
+    scripted(terminates)
+    longer = config(training__max_steps=2, resume="auto", **whole)
+    with pytest.raises(Stopped, match="SIGTERM at step 2"):
+        train(longer)
+    scripted(brightness)
+    _, records = train(longer)
+    assert [r["step"] for r in of_kind(records, "eval") if r["moment"] == "end"] == [1, 2]
+
+
+def test_an_evaluation_that_met_an_outage_inside_an_epoch_costs_no_step(config: Config, scripted: Use) -> None:
+    """Two steps an epoch; the reward is away in the evaluation after the first. What was sampled is trained on
+    afterwards, to the same bits as without an outage."""
+    held_out = itertools.count()
+
+    def away(item: RewardItem) -> Outcome:
+        gone = (item.group or 0) >= 200 and next(held_out) >= 2
+        return Failure("unavailable", "gone", retryable=True) if gone else brightness(item)
+
+    shape: dict[str, Any] = {"training__eval_every": 1, "reward_client": {"outage_wait_s": 0.1}, "optimizer__lr": 1e-3}
+    scripted(away)
+    with pytest.raises(Stopped, match="stayed unavailable"):
+        train(config(**shape, resume="auto"))
+    scripted(brightness)
+    again, records = train(config(**shape, resume="auto"))
+    assert (again.dir.path / "checkpoints" / "step-000001" / "rollouts.safetensors").is_file()
+    whole, expected = train(config(**shape, name="whole"))
+    assert all(torch.equal(t, weights(whole)[n]) for n, t in weights(again).items())
+    assert [r["step"] for r in of_kind(records, "eval")] == [r["step"] for r in of_kind(expected, "eval")]
+
+
+def test_a_run_leaves_a_report_however_it_ends(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    finished, _ = train(config(name="finished", training__max_steps=1))
+    scripted(lambda item: Failure("bad_item", "no"))
+    with pytest.raises(Stopped):
+        train(config(name="stopped", training__max_steps=1))
+    for name in ("finished", "stopped"):
+        assert (finished.dir.path.with_name(name) / "report.html").is_file()
+
+
+def test_a_step_is_told_under_the_epoch_of_its_rollouts(config: Config, scripted: Use) -> None:
+    """Two steps an epoch."""
+    scripted(brightness)
+    _, records = train(config(training__max_steps=4))
+    assert [r["epoch"] for r in of_kind(records, "train")] == [0, 0, 1, 1]
+    assert [r["epoch"] for r in of_kind(records, "rollout")] == [0, 1]
+
+
+def test_the_end_of_the_warm_up_is_evaluated_once(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    _, records = train(config(training__max_steps=4, training__eval_every=1, algorithm__warmup_steps=2))
+    assert [(r["step"], r["moment"]) for r in of_kind(records, "eval")] == [
+        (0, "start"),
+        (1, "step"),
+        (2, "warmup"),
+        (3, "step"),
+        (4, "end"),
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_run_that_stops_where_an_evaluation_is_due_has_each_once(at: int, config: Config, scripted: Use) -> None:
+    """At the start, at the end of the warm-up, and in the last step."""
+    scripted(brightness)
+    shape: dict[str, Any] = {"training__max_steps": 4, "training__eval_every": 1, "algorithm__warmup_steps": 2}
+    _, expected = train(config(name="whole", **shape))
+    real = Session.end_step if at else Session.evaluate
+
+    def asked(self: Session, *arguments: Any, **named: Any) -> None:
+        if self.progress.step + bool(at) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, *arguments, **named)
+        if not at:
+            self.check_stop()
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(Session, "end_step" if at else "evaluate", asked)
+        train(config(resume="auto", **shape))
+    _, records = train(config(resume="auto", **shape))
+    told = [[(r["step"], r["moment"]) for r in of_kind(rows, "eval")] for rows in (records, expected)]
+    assert told[0] == told[1]
+
+
+def test_a_report_that_fails_is_no_failure_of_the_run(
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(run: Any) -> None:
+        raise OSError("no space left on device")
+
+    scripted(brightness)
+    monkeypatch.setattr("retouch.observe.report.write_report", full)
+    train(config(training__max_steps=1))
+    assert "no report of" in caplog.text

@@ -1,0 +1,231 @@
+"""What a run file says reaches objectives and networks: each option where it acts, which tests of core do not see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retouch.algorithms.grpo import recipe as grpo
+from retouch.algorithms.nft import recipe as nft
+from retouch.algorithms.sft import recipe as sft
+from retouch.config import RunConfig
+from retouch.core.schedule import shift_sigma
+from retouch.families.flux_fill.model import FluxFill
+from retouch.families.sd_inpaint.model import SdInpaint
+from retouch.rollout import sampler
+from retouch.rollout.transition import objective_region
+from retouch.training import evaluating
+
+from .runs import Config, Use, brightness, of_kind, train, weights
+
+LORA: dict[str, Any] = {"path": "tiny", "dtype": "fp32", "train": {"kind": "lora", "rank": 4, "alpha": 8}}
+ON_THE_ODE: dict[str, Any] = {"rollout__window": None, "rollout__noise_level": None}
+
+
+@pytest.fixture
+def run_of(config: Config) -> Config:
+    """A run of an algorithm: one epoch, two updates."""
+
+    def make(algorithm: str, options: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
+        sampled = {} if algorithm == "grpo" else ON_THE_ODE
+        shape = {"training__max_steps": 2, "evaluation__num_examples": 1, **sampled, **overrides}
+        return config(algorithm={"name": algorithm, **(options or {})}, **shape)
+
+    return make
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[Any, ...]]:
+    """Positional arguments of every call of a module's function from now on."""
+    calls: list[tuple[Any, ...]] = []
+    real = getattr(module, name)
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+# --- guidance ---
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "nft"])
+@pytest.mark.parametrize("model", [FluxFill, SdInpaint])
+def test_guidance_of_training(
+    algorithm: str, model: type[Any], run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX.1-Fill is told 30 in every forward, those with a gradient among them. SD1.5 takes part of both halves of
+    guidance in the loss of GRPO, whose policy samples with them, and of none in those on noised pictures."""
+    scripted(brightness)
+    seen: list[tuple[bool, dict[str, Tensor]]] = []
+    real = model.predict
+
+    def predict(self: Any, network: nn.Module, x: Tensor, time: Tensor, condition: Any) -> Tensor:
+        seen.append((torch.is_grad_enabled(), condition.tensors))
+        return real(self, network, x, time, condition)
+
+    monkeypatch.setattr(model, "predict", predict)
+    family = "flux_fill" if model is FluxFill else "sd_inpaint"
+    step = {} if model is FluxFill or algorithm != "grpo" else {"rollout__noise_level": None}
+    train(run_of(algorithm, model={"family": family, **LORA}, **step))
+    trained = [tensors for with_gradient, tensors in seen if with_gradient]
+    assert trained and len(trained) < len(seen)
+    if model is FluxFill:
+        assert all(bool((tensors["guidance"] == 30).all()) for _, tensors in seen)
+    else:
+        assert all(("negative_text" in tensors) == (algorithm == "grpo") for tensors in trained)
+
+
+# --- the region ---
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("dpo", {"beta": 100.0}),
+        ("nft", {"kl_weight": 0.1}),
+        ("grpo", {"kl_weight": 0.1}),
+        ("grpo", {"guard": True, "kl_weight": 0.1}),
+    ],
+    ids=["dpo", "nft", "grpo", "guard"],
+)
+def test_what_the_policy_predicts_outside_of_the_region_is_nothing_to_the_loss(
+    algorithm: str, options: dict[str, Any], run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KL, guard and the gradient included; over the whole picture it is something to each. The rollouts and snapshots
+    predict as ever."""
+    scripted(brightness)
+    mask = {"region": "mask"}
+    shape = {"model": {"family": "flux_fill", **LORA}, "optimizer__lr": 1e-3}
+    hole = run_of(algorithm, {**options, **mask}).algorithm
+    real, moved = FluxFill.predict, [0]
+
+    def elsewhere(self: Any, network: nn.Module, x: Tensor, time: Tensor, condition: Any) -> Tensor:
+        found = real(self, network, x, time, condition)
+        if not torch.is_grad_enabled():
+            return found
+        region = objective_region(hole, condition, self.spec.downsampling)
+        assert region is not None
+        outside = (region == 0).to(found.dtype)
+        moved[0] += int(outside.sum())
+        return found + outside * 0.3
+
+    def told(region: dict[str, Any], name: str) -> list[dict[str, float]]:
+        steps = 2 if region else 1
+        run = run_of(algorithm, {**options, **region}, name=name, training__max_steps=steps, **shape)
+        _, records = train(run)
+        told = [{k: v for k, v in r.items() if isinstance(v, float)} for r in of_kind(records, "train")]
+        assert len(told) == steps and all(step["grad_norm"] > 0 for step in told)
+        return told
+
+    plain = {name: told(region, f"plain-{name}") for name, region in {"hole": mask, "all": {}}.items()}
+    monkeypatch.setattr(FluxFill, "predict", elsewhere)
+    changed = {name: told(region, f"changed-{name}") for name, region in {"hole": mask, "all": {}}.items()}
+    assert moved[0] > 0
+    for before, after in zip(plain["hole"], changed["hole"], strict=True):
+        assert after == pytest.approx(before, rel=1e-4, abs=1e-9)
+    for name in ("loss", *(["kl"] if options.get("kl_weight") else [])):
+        assert changed["all"][0][name] != pytest.approx(plain["all"][0][name], rel=1e-3)
+
+
+# --- options of the objectives ---
+
+
+def test_options_of_grpo(run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clip range as it is written; with the guard the loss of a step is divided by the step in sigma."""
+    scripted(brightness)
+    losses = spied(monkeypatch, grpo, "grpo_loss")
+    run, _ = train(run_of("grpo", {"clip_range": 3e-5, "guard": True}))
+    schedule = run.model.schedule(3, (32, 64))
+    per_step = -1 / schedule.sigma(schedule.times).diff()
+    assert losses and all(arguments[3] == 3e-5 for arguments in losses)
+    for *_, balance in losses:
+        assert balance.shape == (2, 2)
+        possible = [per_step[first : first + 2].to(balance) for first in range(2)]
+        assert any(torch.allclose(balance, two.expand(2, 2)) for two in possible)
+
+
+def test_a_published_kl_is_the_exact_one_times_the_step(
+    run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(brightness)
+    kls = spied(monkeypatch, grpo, "gaussian_kl")
+    train(run_of("grpo", {"kl_weight": 0.1, "kl_mode": "published"}, optimizer__lr=1e-3))
+    assert kls and all(arguments[4] == "published" and bool((arguments[5] < 0).all()) for arguments in kls)
+
+
+def test_published_log_probabilities_of_cps_are_those_of_both_sides(
+    run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the sampler and of training. Weights that do not move find those of the sampler again, in the second update,
+    too, whose ratio is no longer taken as 1; had one side the density, the ratio would be far from 1."""
+    scripted(brightness)
+    sides = [spied(monkeypatch, module, "gaussian_log_prob") for module in (sampler, grpo)]
+    _, records = train(
+        run_of(
+            "grpo",
+            {"log_prob_mode": "published", "clip_range": 1e-3},
+            rollout__step_rule="cps",
+            rollout__noise_level=0.8,
+            optimizer__lr=1e-30,
+        )
+    )
+    assert all(calls and all(arguments[4] == "published" for arguments in calls) for calls in sides)
+    first, second = of_kind(records, "train")
+    assert first["max_abs_log_ratio"] < 1e-4
+    assert second["clip_fraction"] == 0 and second["approx_kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["positive_only", "one_only"])
+def test_options_of_nft(mode: str, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(brightness)
+    losses = spied(monkeypatch, nft, "nft_loss")
+    train(run_of("nft", {"mix": 0.3, "mode": mode, "advantage_clip": 2.5}))
+    assert losses and all(arguments[6:9] == (0.3, 2.5, mode) for arguments in losses)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_times_of_supervised_steps(
+    algorithm: str, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logit-normal, then moved as those of the sampler are, or left as they were drawn."""
+    scripted(brightness)
+    option = "shifted_times" if algorithm == "sft" else "warmup_shifted_times"
+    warmed = {} if algorithm == "sft" else {"warmup_steps": 2}
+    supervised = {"rewards": {}} if algorithm == "sft" else {}
+    times: dict[bool, Tensor] = {}
+    for shifted in (False, True):
+        with monkeypatch.context() as patched:
+            errors = spied(patched, sft, "denoising_error")
+            run, _ = train(run_of(algorithm, {option: shifted, **warmed}, name=f"s{shifted}", **supervised))
+            times[shifted] = torch.cat([arguments[5] for arguments in errors])
+    assert len(times[True]) == 4
+    expected = shift_sigma(times[False], run.model.schedule(3, (32, 64)).shift)
+    assert torch.allclose(times[True], expected, rtol=1e-5) and not torch.allclose(expected, times[False], rtol=1e-2)
+
+
+# --- weights of the evaluation ---
+
+
+@pytest.mark.parametrize("which", ["ema", "raw", None])
+def test_the_evaluation_takes_the_weights_that_are_named(
+    which: str | None, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(brightness)
+    seen: list[float] = []
+    real = evaluating.draw_and_score
+    total = lambda tensors: sum(float(t.double().sum()) for t in tensors)  # noqa: E731
+
+    def watch(model: Any, network: nn.Module, *rest: Any) -> Any:
+        seen.append(total(network.parameters()))
+        return real(model, network, *rest)
+
+    monkeypatch.setattr(evaluating, "draw_and_score", watch)
+    run, _ = train(run_of("grpo", ema={"decay": 0.99}, optimizer__lr=1e-2, evaluation__weights=which))
+    own, averaged = total(weights(run).values()), total(run.policy.state("ema").values())
+    assert own != pytest.approx(averaged, abs=1e-2)
+    assert seen[-1] == pytest.approx(own if which == "raw" else averaged, abs=1e-6)

@@ -1,0 +1,150 @@
+"""A killed run continues as if nothing had happened: weights, average, optimizer and metrics, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from retouch.observe.run_dir import read_metrics
+from tests import forked
+
+STEPS = 6
+
+CHILD = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+where, count = sys.argv.pop(1), int(sys.argv.pop(1))
+seen = 0
+
+def fatal(function):
+    def wrapped(*args, **kwargs):
+        global seen
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), getattr(signal, os.environ.get("HOW", "SIGKILL")))
+        return function(*args, **kwargs)
+    return wrapped
+
+if where == "rollout":
+    import retouch.training.rollouts as module
+    module.sample = fatal(module.sample)
+elif where == "backward":
+    from retouch.engine import Engine
+    Engine.backward = fatal(Engine.backward)
+elif where == "writing":
+    import retouch.engine.checkpoint as module
+    module.flush = fatal(module.flush)
+from retouch.cli import main
+main()
+"""
+
+
+def run_child(where: str, count: int, arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return forked.run(
+        [sys.executable, "-c", CHILD, where, str(count), "train", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def long_run(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+    """Warm-up of 1 step, then epochs of 2 x 2 optimizer steps with a reference and averages; checkpoints at 3 and 6,
+    so that the first lies inside an epoch."""
+    data = run_file(
+        ema={"decay": 0.9, "update_interval": 1},
+        algorithm__warmup_steps=1,
+        algorithm__inner_epochs=2,
+        algorithm__kl_weight=0.1,
+        optimizer__batch_size_per_device=1,
+        optimizer__gradient_accumulation=2,
+        training__max_steps=STEPS,
+        training__checkpoint_every=3,
+        training__eval_every=2,
+        resume="auto",
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@pytest.fixture
+def uninterrupted(long_run: Path) -> Path:
+    done = run_child("nowhere", 0, [str(long_run), "name=whole"])
+    assert done.returncode == 0, done.stderr
+    return long_run.parent / "runs" / "whole"
+
+
+def test_resume_is_bitwise(long_run: Path, uninterrupted: Path) -> None:
+    """Killed in a rollout (epoch 1, before there is a checkpoint, and 2), between backwards of step 5 (an inner epoch),
+    and while writing a checkpoint."""
+    for where, count in (("rollout", 1), ("rollout", 2), ("backward", 10), ("writing", 5)):
+        name = f"{where}{count}"
+        killed = run_child(where, count, [str(long_run), f"name={name}"])
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        again = run_child("nowhere", 0, [str(long_run), f"name={name}"])
+        assert again.returncode == 0, again.stderr
+        same_runs(uninterrupted, long_run.parent / "runs" / name)
+
+
+def same_runs(a: Path, b: Path) -> None:
+    for name in ("step-000003", "step-000006"):
+        for part in ("weights", "ema"):
+            file = f"checkpoints/{name}/{part}/diffusion_pytorch_model.safetensors"
+            mine, theirs = load_file(a / file), load_file(b / file)
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[n], theirs[n]) for n in mine), f"{b.name}: {name}/{part}"
+        optimizers = [torch.load(d / "checkpoints" / name / "optimizer.pt", weights_only=True) for d in (a, b)]
+        assert repr(optimizers[0]) == repr(optimizers[1])
+        for x, y in zip(*(o["optimizer"]["state"].values() for o in optimizers), strict=True):
+            assert all(torch.equal(x[k], y[k]) for k in x)
+        states = [json.loads((d / "checkpoints" / name / "state.json").read_text())["progress"] for d in (a, b)]
+        assert states[0] == states[1]
+    records = [[{k: v for k, v in r.items() if k != "time"} for r in read_metrics(d / "metrics.jsonl")] for d in (a, b)]
+    assert records[0] == records[1]
+
+
+def test_sigterm_stops_cleanly_and_resumes_bitwise(long_run: Path, uninterrupted: Path) -> None:
+    """Exit 3 with a checkpoint at the step boundary, here inside an epoch, whose rollouts it keeps."""
+    stopped = run_child("backward", 7, [str(long_run), "name=term"], HOW="SIGTERM")
+    assert stopped.returncode == 3, stopped.stderr
+    assert "stopped: received SIGTERM at step 4" in stopped.stderr
+    folder = long_run.parent / "runs" / "term" / "checkpoints" / "step-000004"
+    assert (folder / "complete.json").is_file() and (folder / "rollouts.safetensors").is_file()
+    again = run_child("nowhere", 0, [str(long_run), "name=term"])
+    assert again.returncode == 0, again.stderr
+    a, b = (
+        load_file(d / "checkpoints/step-000006/weights/diffusion_pytorch_model.safetensors")
+        for d in (uninterrupted, folder.parents[1])
+    )
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_run_stopped_in_its_last_step_can_still_be_extended_bitwise(long_run: Path) -> None:
+    """Its end lies inside an epoch: the rollouts that are left are in its checkpoint, also when a signal came in that
+    step and the run was only finished when it was resumed."""
+    short, extended = f"training.max_steps={STEPS - 2}", long_run.parent / "runs"
+    for name, where, code in (("ended", "nowhere", 0), ("stopped", "backward", 3)):
+        first = run_child(where, 7, [str(long_run), f"name={name}", short], HOW="SIGTERM")
+        assert first.returncode == code, first.stderr
+    finished = run_child("nowhere", 0, [str(long_run), "name=stopped", short])
+    assert finished.returncode == 0, finished.stderr
+    assert (extended / "stopped" / "checkpoints" / "step-000004" / "rollouts.safetensors").is_file()
+    for name in ("ended", "stopped"):
+        whole = run_child("nowhere", 0, [str(long_run), f"name={name}"])
+        assert whole.returncode == 0, whole.stderr
+    file = "checkpoints/step-000006/weights/diffusion_pytorch_model.safetensors"
+    ended, stopped = (load_file(extended / name / file) for name in ("ended", "stopped"))
+    assert all(torch.equal(ended[n], stopped[n]) for n in ended)

@@ -1,0 +1,347 @@
+"""Embeddings on disk are the ones that would be made, to the last bit, and need no encoder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from retouch.config import ConfigError, RunConfig, parse_run
+from retouch.data.dataset import load_dataset
+from retouch.families.embeddings import (
+    EmbeddingCache,
+    fingerprint,
+)
+from retouch.families.flux_fill.model import given_embeddings
+from retouch.families.loading import ModelFilesError
+from retouch.families.registry import load_model
+from retouch.image_encoder import TINY
+from retouch.types import Example
+from retouch.use.precompute import precompute
+from tests.algorithms.runs import train, weights
+from tests.command_line import retouch
+from tests.conftest import small_run
+from tests.tiny_models import tiny_model
+
+Config = Callable[..., RunConfig]
+
+
+def copied(family: str, folder: Path) -> Path:
+    """A model that a test may change."""
+    source = Path(__file__).parents[2] / "src/retouch/tiny/bases" / family
+    return Path(shutil.copytree(source if source.is_dir() else tiny_model(family), folder))
+
+
+def without_encoders(model: Path) -> None:
+    for part in model.iterdir():
+        if part.name.startswith(("text_encoder", "tokenizer")):
+            shutil.rmtree(part)
+
+
+def run_of(signs: Path, tmp_path: Path, family: str, **overrides: Any) -> dict[str, Any]:
+    length = {} if family == "sd_inpaint" else {"max_sequence_length": 24}
+    model = {"family": family, "path": str(tmp_path / "model"), "dtype": "fp32", "train": {"kind": "full"}, **length}
+    noise = {"rollout__noise_level": None} if family == "sd_inpaint" else {}
+    return small_run(signs, tmp_path / "runs", model=model, **noise, **overrides)
+
+
+@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+def test_what_is_looked_up_is_what_would_be_made(family: str, signs: Path, tmp_path: Path) -> None:
+    """Guided, so that negative prompts count."""
+    model = copied(family, tmp_path / "model")
+    run = parse_run(run_of(signs, tmp_path, family))
+    examples = list(load_dataset(run.data, "data", ()))[:3]
+    fresh: Any = load_model(run.model)
+    expected = [fresh.encode([example], 4.0) for example in examples]
+    counts = precompute(run, tmp_path / "cache")
+    assert counts["prompts"] >= 8 and counts["pictures"] >= 8
+    without_encoders(model)
+    stored: Any = load_model(run.model.model_copy(update={"embeddings": str(tmp_path / "cache")}))
+    assert not stored.text.encoders
+    stored.vae.encode = None  # nothing is encoded
+    for example, made in zip(examples, expected, strict=True):
+        found = stored.encode([example], 4.0)
+        assert found.tensors.keys() == made.tensors.keys()
+        for name, tensor in made.tensors.items():
+            assert torch.equal(found.tensors[name], tensor) and found.tensors[name].dtype == tensor.dtype, name
+
+
+def test_training_without_the_encoders_is_training_with_them(signs: Path, tmp_path: Path) -> None:
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill", algorithm__warmup_steps=1, training__max_steps=2)
+    with_encoders, _ = train(parse_run({**run, "name": "with"}))
+    precompute(parse_run(run), tmp_path / "cache")
+    without_encoders(model)
+    run["model"]["embeddings"] = str(tmp_path / "cache")
+    without, _ = train(parse_run({**run, "name": "without"}))
+    assert all(torch.equal(t, weights(without)[name]) for name, t in weights(with_encoders).items())
+
+
+def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
+    copied("flux_fill", tmp_path / "model")
+    encoder = shutil.copytree(TINY, tmp_path / "encoder")
+    run = run_of(signs, tmp_path, "flux_fill", data__path=str(signs / "targets"), evaluation__data=None)
+    run["model"]["train"] = {"kind": "ip_adapter", "image_encoder": str(encoder), "tokens": 4}
+    config = parse_run(run)
+    examples = list(load_dataset(config.data, "data", ()))[:2]
+    expected = load_model(config.model).encode(examples, 1.0).tensors["reference"]
+    assert precompute(config, tmp_path / "cache")["references"] >= 2
+    shutil.rmtree(encoder)
+    stored = load_model(config.model.model_copy(update={"embeddings": str(tmp_path / "cache")}))
+    assert torch.equal(stored.encode(examples, 1.0).tensors["reference"], expected)
+    changed = replace(examples[0], reference=examples[0].source)
+    with pytest.raises(ConfigError, match="has no vector of a reference of 64 x 32 pixels"):
+        stored.encode([changed], 1.0)
+
+
+def test_a_stale_cache_is_refused(signs: Path, tmp_path: Path) -> None:
+    """Other encoder weights, another precision, another length, new prompts; each by name."""
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    precompute(parse_run(run), tmp_path / "cache")
+    run["model"]["embeddings"] = str(tmp_path / "cache")
+    for key, value in (("dtype", "bf16"), ("max_sequence_length", 30)):
+        with pytest.raises(ConfigError, match=f"was made with {key} .*data precompute"):
+            load_model(parse_run({**run, "model": {**run["model"], key: value}}).model)
+    file = model / "text_encoder_2" / "model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: tensors[name] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="was made with text_files"):
+        load_model(parse_run(run).model)
+    save_file(tensors, file, metadata={"format": "pt"})
+    load_model(parse_run(run).model)
+    run["data"]["prompt_template"] = "Write '{text}'."
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    outcome = retouch("train", tmp_path / "run.yaml")
+    assert outcome.code == 2
+    assert "lacks 8 prompts of the run" in outcome.err and "data changed since" in outcome.err
+
+
+def test_entries_are_added_and_none_is_made_twice(signs: Path, tmp_path: Path) -> None:
+    copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    command = ("data", "precompute", tmp_path / "run.yaml", "--out", tmp_path / "cache")
+    first, again = retouch(*command), retouch(*command)
+    assert first.code == again.code == 0, first.err + again.err
+    assert "0 prompts, 0 references, 0 pictures" in again.out
+    assert "0 prompts" not in first.out
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "message"),
+    [
+        (
+            {"family": "qwen_image_edit"},
+            "nft",
+            "model.family: qwen_image_edit has a text encoder that reads the picture with the prompt, so that .*",
+        ),
+        (
+            {"family": "qwen_image"},
+            "vlm_grpo",
+            "algorithm.name: vlm_grpo trains the text encoder, so that nothing of it can be kept",
+        ),
+    ],
+)
+def test_a_run_that_can_use_no_embeddings_is_refused(
+    model: dict[str, Any], algorithm: str, message: str, tmp_path: Path
+) -> None:
+    """Before anything is read: there is neither a model nor data here."""
+    run = {
+        "name": "run",
+        "model": {**model, "path": str(tmp_path / "model"), "train": {"kind": "lora"}},
+        "data": {"format": "self_bench", "path": str(tmp_path / "signs"), "resolution": 512},
+        "algorithm": {"name": algorithm},
+        "rewards": {"preservation": {}},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    outcome = retouch("data", "precompute", tmp_path / "run.yaml", "--out", tmp_path / "cache")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", outcome.err)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_without_embeddings_and_a_damaged_entry(signs: Path, tmp_path: Path) -> None:
+    copied("flux_fill", tmp_path / "model")
+    config = parse_run(run_of(signs, tmp_path, "flux_fill"))
+    with pytest.raises(ConfigError, match=r"holds no embeddings \(no cache.json\); run `retouch data precompute"):
+        EmbeddingCache(tmp_path / "nowhere", config.model)
+    cache = EmbeddingCache(tmp_path / "cache", config.model, create=True)
+    cache.put_text("a", {"text": torch.ones(2)})
+    [file] = (tmp_path / "cache" / "text").iterdir()
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ConfigError, match="is damaged"):
+        cache.text("a")
+
+
+def test_a_large_file_is_sampled_at_three_places(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    content = bytearray(8 << 20)
+    file.write_bytes(content)
+    seen = {fingerprint([tmp_path])}
+    for place in (0, 4 << 20, (8 << 20) - 1):
+        changed = bytearray(content)
+        changed[place] = 1
+        file.write_bytes(changed)
+        seen.add(fingerprint([tmp_path]))
+    assert len(seen) == 4
+    assert fingerprint([]) is None
+
+
+# --- embeddings that a manifest brings ---
+
+
+@pytest.fixture
+def flux(signs: Path, config: Config) -> tuple[Any, Example]:
+    given = config()
+    return load_model(given.model), next(iter(load_dataset(given.data, "data", ())))
+
+
+def test_embeddings_of_a_manifest_in_every_layout(flux: tuple[Any, Example], tmp_path: Path) -> None:
+    """[S, D], [1, S, D], and a dict with or without the pooled vector; what is missing is encoded."""
+    model, example = flux
+    made = model.text.of(example.prompt)
+    text, pooled = made["text"] + 1, made["pooled"] + 2
+    layouts: dict[str, Any] = {
+        "flat": text,
+        "batched": text[None],
+        "dict": {"prompt_embeds": text[None], "text_ids": torch.zeros(24, 3)},
+        "whole": {"prompt_embeds": text, "pooled_prompt_embeds": pooled[None]},
+    }
+    for name, content in layouts.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+        tensors = model.encode([replace(example, embedding_path=tmp_path / f"{name}.pt")], 30.0).tensors
+        assert torch.equal(tensors["text"][0], text), name
+        assert torch.equal(tensors["pooled"][0], pooled if name == "whole" else made["pooled"]), name
+    both = model.encode([replace(example, embedding_path=tmp_path / "flat.pt"), example], 30.0).tensors
+    assert torch.equal(both["text"], torch.stack([text, made["text"]]))
+
+
+def test_embeddings_that_do_not_fit_are_refused(flux: tuple[Any, Example], tmp_path: Path) -> None:
+    model, example = flux
+    file = tmp_path / "t5.pt"
+    torch.save(model.text.of(example.prompt)["text"][:20], file)
+    with pytest.raises(ModelFilesError, match=r"prompt_embeds of \(20, 64\).*set model.max_sequence_length=20"):
+        model.encode([replace(example, embedding_path=file)], 30.0)
+    torch.save({"prompt_embeds": torch.zeros(20, 64), "pooled_prompt_embeds": torch.zeros(64)}, file)
+    model.encode([example], 30.0)
+    with pytest.raises(ModelFilesError, match=r"t5.pt: prompt_embeds of \(20, 64\).*before it had \(24, 64\)"):
+        model.encode([replace(example, embedding_path=file)], 30.0)
+    torch.save(torch.zeros(4), file)
+    with pytest.raises(ModelFilesError, match="must have 2 dimensions"):
+        given_embeddings(file)
+    torch.save({"other": torch.zeros(4)}, file)
+    with pytest.raises(ModelFilesError, match="no dict with prompt_embeds"):
+        given_embeddings(file)
+    file.write_text("no torch file")
+    with pytest.raises(ModelFilesError, match="no torch file of tensors"):
+        given_embeddings(file)
+
+
+def test_a_manifest_names_its_embeddings(signs: Path, tmp_path: Path) -> None:
+    source = next((signs / "prompts").glob("*_source.png"))
+    entry = {
+        "image_path": str(source),
+        "mask_path": str(source).replace("_source", "_mask"),
+        "prompt": "x",
+        "t5_embedding_path": "t5.pt",
+    }
+    (tmp_path / "m.json").write_text(json.dumps([entry]), encoding="utf-8")
+    section = {"format": "manifest", "path": str(tmp_path / "m.json"), "resolution": [32, 64]}
+    data = parse_run(small_run(signs, tmp_path, data=section)).data
+    with pytest.raises(ValueError, match=r"t5.pt: no such file of embeddings"):
+        load_dataset(data)
+    torch.save(torch.zeros(24, 64), tmp_path / "t5.pt")
+    assert load_dataset(data)[0].embedding_path == tmp_path / "t5.pt"
+
+
+def embedded(signs: Path, folder: Path, model: Any) -> dict[str, Any]:
+    """Manifest sections of `targets` and `held_out`, every example with what T5 makes of its prompt in a file."""
+    sections: dict[str, Any] = {}
+    for name in ("targets", "held_out"):
+        entries: list[dict[str, str]] = []
+        for source in sorted((signs / name).glob("*_source.png")):
+            prompt, file = f"a sign, {source.stem}", folder / f"{name}-{source.stem}.pt"
+            torch.save(model.text.of(prompt)["text"], file)
+            mask = str(source).replace("_source", "_mask")
+            entries.append({"image": str(source), "mask": mask, "prompt": prompt, "t5_embedding_path": file.name})
+        (folder / f"{name}.json").write_text(json.dumps(entries), encoding="utf-8")
+        sections[name] = {"format": "manifest", "path": str(folder / f"{name}.json"), "resolution": [32, 64]}
+    return sections
+
+
+def without_t5(model: Path) -> None:
+    for part in ("text_encoder_2", "tokenizer_2"):
+        shutil.rmtree(model / part)
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_t5_is_not_loaded_where_every_example_brings_its_states(freed: bool, signs: Path, tmp_path: Path) -> None:
+    """Warm-up, rollouts and evaluation of held-out examples: the same weights, without T5 on the machine."""
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill", algorithm__warmup_steps=1, training__max_steps=2, warmup_data=None)
+    sections = embedded(signs, tmp_path, load_model(parse_run(run).model))
+    run |= {"data": sections["targets"], "evaluation": {**run["evaluation"], "data": sections["held_out"]}}
+    run["model"]["free_text_encoders"] = freed
+    listed = json.loads((tmp_path / "targets.json").read_text(encoding="utf-8"))
+    encoded = [{key: value for key, value in entry.items() if key != "t5_embedding_path"} for entry in listed]
+    (tmp_path / "encoded.json").write_text(json.dumps(encoded), encoding="utf-8")
+    whole = {**run, "name": "encoded", "data": {**run["data"], "path": str(tmp_path / "encoded.json")}}
+    with_t5, _ = train(parse_run(whole))
+    without_t5(model)
+    without, records = train(parse_run(run))
+    assert without.model.text.encoders.keys() == (set() if freed else {"pooled"})  # type: ignore[attr-defined]
+    assert all(torch.equal(tensor, weights(without)[name]) for name, tensor in weights(with_t5).items())
+    assert [record["phase"] for record in records if record["kind"] == "train"] == ["warmup", "rl"]
+    with pytest.raises(ModelFilesError, match="cannot load text_encoder_2/"):
+        train(parse_run({**whole, "name": "again"}))
+
+
+@pytest.mark.parametrize("section", ["data", "warmup_data", "evaluation"])
+def test_t5_is_loaded_for_one_prompt_without_states(section: str, signs: Path, tmp_path: Path) -> None:
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    sections = embedded(signs, tmp_path, load_model(parse_run(run).model))
+    listed = json.loads((tmp_path / "held_out.json").read_text(encoding="utf-8"))
+    del listed[-1]["t5_embedding_path"]
+    (tmp_path / "one.json").write_text(json.dumps(listed), encoding="utf-8")
+    without_t5(model)
+    lacking = {**sections["held_out"], "path": str(tmp_path / "one.json")}
+    run |= {"data": sections["targets"], "warmup_data": None, "evaluation": {**run["evaluation"], "data": None}}
+    changed = {"evaluation": {**run["evaluation"], "data": lacking}} if section == "evaluation" else {section: lacking}
+    with pytest.raises(ModelFilesError, match="cannot load text_encoder_2/"):
+        train(parse_run({**run, **changed}))
+
+
+def test_t5_is_not_loaded_to_evaluate_and_sample_such_examples(signs: Path, tmp_path: Path) -> None:
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    section = embedded(signs, tmp_path, load_model(parse_run(run).model))["held_out"]
+    without_t5(model)
+    (tmp_path / "run.yaml").write_text(json.dumps({**run, "data": section, "warmup_data": None}), encoding="utf-8")
+    of_run = ("--config", tmp_path / "run.yaml", "--out")
+    outcome = retouch("eval", *of_run, tmp_path / "evaluated", "--data", section["path"])
+    assert outcome.code == 0, outcome.err
+    outcome = retouch("sample", *of_run, tmp_path / "samples", "--data", section["path"])
+    assert outcome.code == 0, outcome.err
+    entries = json.loads(Path(section["path"]).read_text(encoding="utf-8"))
+    assert len(list((tmp_path / "samples").iterdir())) == len(entries)
+    image, mask = entries[0]["image"], entries[0]["mask"]
+    outcome = retouch("sample", *of_run, tmp_path / "one", "--image", image, "--mask", mask, "--prompt", "new")
+    assert outcome.code == 2 and "cannot load text_encoder_2/" in outcome.err
+
+
+def test_states_of_another_t5_are_refused(flux: tuple[Any, Example], tmp_path: Path) -> None:
+    model, example = flux
+    torch.save(torch.zeros(24, 48), tmp_path / "t5.pt")
+    with pytest.raises(ModelFilesError, match=r"t5.pt: prompt_embeds of \(24, 48\), .* takes a width of 64; encode"):
+        model.encode([replace(example, embedding_path=tmp_path / "t5.pt")], 30.0)

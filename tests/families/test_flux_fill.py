@@ -1,0 +1,244 @@
+"""FLUX.1-Fill against diffusers' own pipeline on the same weights, and the contract of a family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxFillPipeline
+
+from retouch.families.flux_fill.model import (
+    FluxFill,
+    pack,
+    unpack,
+)
+from retouch.families.loading import (
+    ModelFilesError,
+    component_path,
+)
+from retouch.families.registry import load_model
+from retouch.families.sections import (
+    FluxFillModel,
+    TrainFull,
+    TrainLora,
+)
+from retouch.families.tiny import (
+    TEXT_TOKENS,
+    byte_clip_tokenizer,
+    bytes_to_characters,
+    tiny_pipeline,
+)
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import (
+    sample,
+    to_uint8,
+)
+from tests.families.conftest import random_example
+
+SIZES = [(32, 32), (32, 64), (48, 24)]
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_predict_equals_the_pipelines_call(pipeline: Any, model: FluxFill, height: int, width: int) -> None:
+    """Every input of the transformer, caught inside the pipeline, and its output."""
+    examples = [random_example(i, height, width) for i in range(2)]
+    condition = model.encode(examples, guidance_scale=7.0)
+    schedule = model.schedule(3, (height, width))
+    noise = torch.randn(2, 8, height // 4, width // 4, generator=torch.Generator().manual_seed(0))
+    calls: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+
+    def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls.append((kwargs, output[0]))
+
+    hook = pipeline.transformer.register_forward_hook(record, with_kwargs=True)
+    run_pipeline(pipeline, examples, noise, 3, 7.0)
+    mine: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = calls.copy()
+    calls.clear()
+    x = noise
+    for i in range(3):
+        theirs = mine[i]
+        x = unpack(theirs[0]["hidden_states"][..., :32], height // 4, width // 4)
+        velocity = model.predict(pipeline.transformer, x, schedule.times[i].expand(2), condition)
+        kwargs, _ = calls[-1]
+        for name in ("hidden_states", "timestep", "guidance", "pooled_projections", "encoder_hidden_states", "img_ids"):
+            torch.testing.assert_close(kwargs[name], theirs[0][name], atol=1e-5, rtol=1e-5, msg=f"step {i}: {name}")
+        torch.testing.assert_close(pack(velocity), theirs[1], atol=1e-4, rtol=1e-4)
+    hook.remove()
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_ode_image_equals_the_pipelines_image(pipeline: Any, model: FluxFill, height: int, width: int) -> None:
+    examples = [random_example(i, height, width) for i in range(2)]
+    seeds = [11, 12]
+    noise = torch.stack(
+        [torch.randn(8, height // 4, width // 4, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    )
+    expected = run_pipeline(pipeline, examples, noise, 4, 30.0)
+    condition = model.encode(examples, model.spec.guidance_scale)
+    plan = ode_plan(model.schedule(4, (height, width)))
+    final = sample(model, pipeline.transformer, plan, condition, seeds).final
+    found = (model.decode(final) + 1) / 2
+    torch.testing.assert_close(found.permute(0, 2, 3, 1), torch.from_numpy(expected), atol=1e-4, rtol=0)
+
+
+def run_pipeline(pipeline: Any, examples: list[Any], noise: torch.Tensor, steps: int, guidance: float) -> Any:
+    height, width = noise.shape[2] * 4, noise.shape[3] * 4
+    return pipeline(
+        prompt=[e.prompt for e in examples],
+        image=torch.stack([torch.from_numpy(np.asarray(e.source)).permute(2, 0, 1) / 255.0 for e in examples]),
+        mask_image=torch.stack([torch.from_numpy(np.asarray(e.mask))[None] / 255.0 for e in examples]),
+        height=height,
+        width=width,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        latents=pack(noise),
+        max_sequence_length=TEXT_TOKENS,
+        output_type="np",
+        generator=torch.Generator().manual_seed(0),
+    ).images
+
+
+def test_mask_pixels_are_unshuffled_not_downsampled(model: FluxFill) -> None:
+    example = random_example(0, 32, 64)
+    condition = model.encode([example], 30.0)
+    cells = condition.tensors["mask_cells"][0]
+    mask = np.asarray(example.mask) >= 128
+    for channel in range(16):
+        rows, columns = divmod(channel, 4)
+        assert np.array_equal(cells[channel].numpy() > 0, mask[rows::4, columns::4])
+
+
+def test_pack_is_a_bijection_with_channels_outermost() -> None:
+    x = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).view(2, 3, 4, 6)
+    tokens = pack(x)
+    assert tokens.shape == (2, 6, 12)
+    assert tokens[0, 0].tolist() == [float(x[0, c, r, k]) for c in range(3) for r in range(2) for k in range(2)]
+    assert torch.equal(unpack(tokens, 4, 6), x)
+
+
+def test_latents_are_shifted_then_scaled(model: FluxFill) -> None:
+    images = torch.rand(1, 3, 32, 32) * 2 - 1
+    raw = model.vae.encode(images).latent_dist.mode()
+    torch.testing.assert_close(model.encode_images(images), (raw - 0.3) * 0.7)
+    torch.testing.assert_close(
+        model.decode((raw - 0.3) * 0.7), model.vae.decode(raw).sample.clamp(-1, 1), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_rows_do_not_see_each_other(model: FluxFill) -> None:
+    examples = [random_example(i, 32, 64) for i in range(3)]
+    x = torch.randn(3, 8, 8, 16)
+    t = torch.tensor([0.9, 0.5, 0.1])
+    together = model.predict(model.network, x, t, model.encode(examples, 30.0))
+    for i in range(3):
+        alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], 30.0))
+        torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_condition_depends_on_its_example_alone(model: FluxFill, pipeline: Any) -> None:
+    examples = [random_example(i, 32, 64) for i in range(3)]
+    whole = model.encode(examples, 30.0)
+    fresh = FluxFill.from_pipeline(pipeline)
+    backwards = fresh.encode(examples[::-1], 30.0).select([2, 1, 0])
+    assert torch.equal(whole.tensors["text"], backwards.tensors["text"])
+    assert torch.equal(whole.tensors["pooled"], backwards.tensors["pooled"])
+
+
+def test_guidance_reaches_the_network(model: FluxFill) -> None:
+    example = random_example(0, 32, 64)
+    x, t = torch.randn(1, 8, 8, 16), torch.tensor([0.5])
+    low, high = (model.predict(model.network, x, t, model.encode([example], g)) for g in (1.0, 30.0))
+    assert float((low - high).abs().max()) > 1e-4
+
+
+def test_errors_say_what_to_do(model: FluxFill, pipeline: Any) -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        model.encode([random_example(0, 36, 64)], 30.0)
+    with pytest.raises(ValueError, match="text-to-image FLUX cannot inpaint"):
+        wrong = tiny_pipeline("flux_fill", 0)
+        wrong.transformer.register_to_config(in_channels=32)
+        FluxFill.from_pipeline(wrong)
+
+
+# --- loading ---
+
+
+def test_a_saved_folder_loads_to_the_same_model(tiny_folder: Path, model: FluxFill) -> None:
+    config = FluxFillModel(path=str(tiny_folder), dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull())
+    loaded = load_model(config)
+    example = random_example(1, 32, 64)
+    x, t = torch.randn(1, 8, 8, 16), torch.tensor([0.7])
+    condition = loaded.encode([example], 30.0)
+    torch.testing.assert_close(
+        loaded.predict(loaded.network, x, t, condition),
+        model.predict(model.network, x, t, model.encode([example], 30.0)),
+    )
+    assert loaded.spec == model.spec
+
+
+def test_frozen_weights_take_the_dtype_and_trained_ones_stay_fp32(tiny_folder: Path) -> None:
+    lora = load_model(FluxFillModel(path=str(tiny_folder), dtype="bf16", train=TrainLora()))
+    full = load_model(FluxFillModel(path=str(tiny_folder), dtype="bf16", train=TrainFull()))
+    assert {p.dtype for p in lora.network.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in full.network.parameters()} == {torch.float32}
+    condition = lora.encode([random_example(0, 32, 64)], 30.0)
+    assert lora.predict(lora.network, torch.randn(1, 8, 8, 16), torch.tensor([0.5]), condition).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/model", "no such folder"),
+        ("./nowhere", "no such folder"),
+    ],
+)
+def test_missing_models(path: str, message: str) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        component_path(path, "flux_fill")
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, tiny_folder: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"no model_index\.json"):
+        component_path(str(tmp_path), "flux_fill")
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ModelFilesError, match="cannot load transformer/"):
+        FluxFill.from_config(FluxFillModel(path=str(tmp_path)))
+
+
+def test_released_prompts_are_released_from_memory(tiny_folder: Path) -> None:
+    model = load_model(FluxFillModel(path=str(tiny_folder), dtype="fp32", max_sequence_length=TEXT_TOKENS))
+    first, second = random_example(0, 32, 64), random_example(1, 32, 64)
+    before = model.encode([first], 30.0).tensors["text"]
+    model.cache_prompts([first.prompt])
+    model.release_text_encoders()
+    assert torch.equal(model.encode([first], 30.0).tensors["text"], before)
+    with pytest.raises(RuntimeError, match="free_text_encoders"):
+        model.encode([second], 30.0)
+
+
+# --- the tiny base ---
+
+
+def test_byte_tokenizers_lose_nothing() -> None:
+    tokenizer = byte_clip_tokenizer()
+    assert len(set(bytes_to_characters())) == 256
+    text = "the café's 'x1'."
+    decoded = tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True)
+    assert decoded.replace(" ", "") == text.replace(" ", "")
+    assert len(tokenizer("abcd").input_ids) == 6  # start, four bytes, end
+
+
+def test_committed_base_loads_in_plain_diffusers() -> None:
+    folder = component_path("tiny", "flux_fill")
+    pipe = FluxFillPipeline.from_pretrained(folder)
+    assert pipe.vae_scale_factor == 4
+    size = sum(f.stat().st_size for f in Path(folder).rglob("*.safetensors"))
+    assert size <= 8e6
+
+
+def test_decoded_pictures_are_bytes(model: FluxFill) -> None:
+    pictures = to_uint8(model.decode(torch.randn(2, 8, 8, 16)))
+    assert pictures.shape == (2, 32, 64, 3) and pictures.dtype == torch.uint8

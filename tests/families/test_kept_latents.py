@@ -1,0 +1,61 @@
+"""Pictures of a condition are encoded once, whatever the prompt and the guidance scale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.families import inputs
+from retouch.families.inputs import KeptLatents
+from retouch.families.registry import FAMILIES
+from retouch.families.registry import family_class as class_of
+from retouch.families.tiny import tiny_pipeline
+
+from .conftest import random_example
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen_image_edit"])  # whose text needs the picture, too
+def test_a_picture_is_encoded_once_under_every_guidance_and_prompt(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = class_of(family).from_pipeline(tiny_pipeline(family, seed=1))
+    encoded: list[Tensor] = []
+    real = made.vae.encode
+
+    def watch(pixels: Tensor, *rest: Any, **options: Any) -> Any:
+        encoded.append(pixels)
+        return real(pixels, *rest, **options)
+
+    monkeypatch.setattr(made.vae, "encode", watch)
+    whole = {"qwen_image": "source_latents", "qwen_image_edit": "picture_0"}  # their source, whatever the mask
+    name = whole.get(family, "masked_latents")
+    first, second = random_example(1, 32, 64), random_example(2, 32, 64)
+    seen = [made.encode([first], scale).tensors[name] for scale in (4.0, 1.0)]
+    seen.append(made.encode([replace(first, prompt="")], 1.0).tensors[name])
+    assert len(encoded) == 1
+    assert all(torch.equal(latents, seen[0]) for latents in seen)
+    [direct] = made.encode_images(encoded[0].squeeze(2) if family in whole else encoded[0])
+    assert torch.equal(seen[0][0], direct)
+    both = made.encode([second, first], 4.0).tensors[name]  # alone, whatever it stands beside
+    assert len(encoded) == 3  # of which one was `direct`
+    assert torch.equal(both[1], direct) and not torch.equal(both[0], direct)
+    other = replace(first, mask=second.mask, source=second.source)
+    made.encode([other], 1.0)
+    assert len(encoded) == 3
+    made.encode([replace(first, source=second.source, mask=first.mask.transpose(0))], 1.0)  # type: ignore[union-attr]
+    assert len(encoded) == (3 if family in whole else 4)
+
+
+def test_the_ones_used_longest_ago_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "KEPT", 2)
+    calls: list[float] = []
+    kept = KeptLatents(lambda images: calls.append(float(images.mean())) or images * 2)
+    a, b, c = (torch.full((1, 3, 2, 2), value) for value in (0.25, 0.5, 0.75))
+    for images in (a, b, a, c, a, b):
+        assert torch.equal(kept(images), images * 2)
+    assert calls == [0.25, 0.5, 0.75, 0.5]
+    assert torch.equal(kept(torch.cat([b, a])), torch.cat([b, a]) * 2)

@@ -1,0 +1,276 @@
+"""Qwen-Image against diffusers' own pipelines on the same weights: text to image, and inpainting by blending."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageInpaintPipeline
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
+from torch import Tensor
+
+from retouch import adapters
+from retouch.adapters.formats import write_safetensors
+from retouch.adapters.ip_adapter import new_adapter
+from retouch.families.flux_fill.model import (
+    pack,
+    unpack,
+)
+from retouch.families.loading import ModelFilesError
+from retouch.families.qwen_image.model import (
+    LORA_TARGETS,
+    NEGATIVE,
+    QwenImage,
+)
+from retouch.families.registry import load_model
+from retouch.families.sections import (
+    QwenImageModel,
+    TrainFull,
+    TrainLora,
+)
+from retouch.families.tiny import (
+    byte_qwen_tokenizer,
+    tiny_pipeline,
+)
+from retouch.image_encoder import ImageEncoder
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import (
+    noise_for,
+    sample,
+)
+from retouch.types import Example
+from tests.families.conftest import random_example
+
+LENGTH = 96
+SIZES = [(32, 64), (48, 24)]
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    made = tiny_pipeline("qwen_image", seed=3)
+    prefix = made.prompt_template_encode.partition("{}")[0]
+    made.prompt_template_encode_start_idx = len(made.tokenizer(prefix).input_ids)  # 34 with the released tokenizer
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(pipeline: Any) -> QwenImage:
+    return QwenImage.from_pipeline(pipeline, LENGTH)
+
+
+@pytest.fixture
+def point_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+
+
+def drawn_at(number: int, size: tuple[int, int]) -> Example:
+    """Prompts of different lengths."""
+    return Example(number, "The text is 'W'." + " Blue." * number, size=size)
+
+
+# --- against the pipelines ---
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_predict_and_image_are_the_pipelines(
+    pipeline: Any, model: QwenImage, height: int, width: int, guidance: float
+) -> None:
+    """Every call of the transformer, and the picture; two prompts of different lengths."""
+    examples, seeds = [drawn_at(i, (height, width)) for i in range(2)], [11, 12]
+    noise, _ = noise_for((4, height // 4, width // 4), seeds)
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    hook = pipeline.transformer.register_forward_hook(
+        lambda _, a, k, out: calls.append((k["hidden_states"], k["timestep"], out[0])), with_kwargs=True
+    )
+    expected = pipeline(
+        prompt=[e.prompt for e in examples],
+        negative_prompt=[NEGATIVE] * 2,
+        true_cfg_scale=guidance,
+        height=height,
+        width=width,
+        num_inference_steps=3,
+        latents=pack(noise),
+        output_type="np",
+    ).images
+    hook.remove()
+    condition, schedule = model.encode(examples, guidance), model.schedule(3, (height, width))
+    per_step = 2 if guidance > 1 else 1
+    assert len(calls) == 3 * per_step
+    for i in range(3):
+        tokens, timestep, output = calls[i * per_step]
+        x = unpack(tokens, height // 4, width // 4)
+        torch.testing.assert_close(timestep, schedule.times[i].expand(2), atol=1e-6, rtol=1e-6)
+        if guidance > 1:
+            without = calls[i * per_step + 1][2]
+            both = without + guidance * (output - without)
+            output = both * output.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True)
+        velocity = model.predict(pipeline.transformer, x, schedule.times[i].expand(2), condition)
+        torch.testing.assert_close(pack(velocity), output, atol=1e-4, rtol=1e-4)
+    final = sample(model, pipeline.transformer, ode_plan(schedule), condition, seeds).final
+    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_a_repainted_picture_is_the_inpainting_pipelines(
+    pipeline: Any, model: QwenImage, height: int, width: int, guidance: float, point_posterior: None
+) -> None:
+    inpaint: Any = QwenImageInpaintPipeline(**pipeline.components)
+    inpaint.prompt_template_encode_start_idx = pipeline.prompt_template_encode_start_idx
+    inpaint.set_progress_bar_config(disable=True)
+    example = random_example(1, height, width)
+    expected = inpaint(
+        prompt=example.prompt,
+        negative_prompt=NEGATIVE,
+        true_cfg_scale=guidance,
+        image=example.source,
+        mask_image=example.mask,
+        strength=1.0,
+        height=height,
+        width=width,
+        num_inference_steps=4,
+        generator=torch.Generator().manual_seed(11),
+        output_type="np",
+    ).images
+    condition = model.encode([example], guidance)
+    plan = ode_plan(model.schedule(4, (height, width)))
+    final = sample(model, pipeline.transformer, plan, condition, [11]).final
+    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=0)
+    outside = condition.tensors["mask_cells"] == 0
+    kept = torch.where(outside, final - condition.tensors["source_latents"], 0.0)
+    assert float(kept.abs().max()) <= 1e-5 and bool(outside.any())
+
+
+def test_the_schedule_ends_where_the_scheduler_does(pipeline: Any, model: QwenImage) -> None:
+    """shift_terminal: the last sigma before 0 is stretched to it; and the released scheduler at 1328 x 1328."""
+    for num_steps in (2, 8, 50):
+        pipeline.scheduler.set_timesteps(
+            sigmas=np.linspace(1, 1 / num_steps, num_steps), mu=float(torch.tensor(4.0).log())
+        )
+        found = model.schedule(num_steps, (32, 64)).times
+        torch.testing.assert_close(found, pipeline.scheduler.sigmas, atol=1e-6, rtol=1e-6)
+        assert float(found[-2]) == pytest.approx(0.02)
+    released: Any = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+    )
+    tokens = (1328 // 16) ** 2
+    mu = 0.5 + (0.9 - 0.5) / (8192 - 256) * (tokens - 256)
+    released.set_timesteps(sigmas=np.linspace(1, 1 / 50, 50), mu=mu)
+    ours = QwenImage(pipeline.transformer, pipeline.vae, model.text, released).schedule(50, (1328 // 2, 1328 // 2))
+    torch.testing.assert_close(ours.times, released.sigmas, atol=1e-6, rtol=1e-6)  # cells of 8 pixels here, not 16
+
+
+# --- the contract of a family ---
+
+
+def test_rows_do_not_see_each_other(model: QwenImage) -> None:
+    examples = [random_example(i, 32, 64) for i in range(3)]
+    x, t = torch.randn(3, 4, 8, 16), torch.tensor([0.9, 0.5, 0.1])
+    together = model.predict(model.network, x, t, model.encode(examples, 4.0))
+    for i in range(3):
+        alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], 4.0))
+        torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_changes_nothing(pipeline: Any, model: QwenImage) -> None:
+    x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.6]), drawn_at(0, (32, 64))
+    longer = QwenImage.from_pipeline(pipeline, LENGTH + 40)
+    expected = model.predict(model.network, x, t, model.encode([example], 4.0))
+    torch.testing.assert_close(longer.predict(model.network, x, t, longer.encode([example], 4.0)), expected)
+
+
+def test_the_system_part_is_cut_off_once_and_only_there(pipeline: Any, model: QwenImage) -> None:
+    tokenizer, template = byte_qwen_tokenizer(), pipeline.prompt_template_encode
+    text = model.encode([drawn_at(0, (32, 64))], 1.0).tensors
+    kept = int(text["text_mask"].sum())
+    shown = tokenizer(template.replace("{}", drawn_at(0, (1, 1)).prompt)).input_ids
+    assert tokenizer.decode(shown[-kept:]) == "The text is 'W'.<|im_end|>\n<|im_start|>assistant\n"
+    assert not text["text"][0, kept:].any() and bool(text["text"][0, :kept].any(-1).all())
+
+
+def test_latents_are_centred_and_scaled_by_channel(model: QwenImage) -> None:
+    images = torch.rand(1, 3, 32, 32) * 2 - 1
+    raw = model.vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0]
+    mean, std = (torch.tensor(v).view(1, 4, 1, 1) for v in ([0.1, -0.2, 0.0, 0.3], [0.8, 1.1, 1.0, 0.9]))
+    torch.testing.assert_close(model.encode_images(images), (raw - mean) / std)
+    decoded = model.vae.decode(raw[:, :, None]).sample[:, :, 0].clamp(-1, 1)
+    torch.testing.assert_close(model.decode((raw - mean) / std), decoded, atol=1e-5, rtol=1e-5)
+
+
+def test_errors_say_what_to_do(model: QwenImage) -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        model.encode([random_example(0, 36, 64)], 4.0)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        model.encode([drawn_at(0, (36, 64))], 4.0)
+    with pytest.raises(ValueError, match="examples without a source need one size"):
+        model.encode([drawn_at(0, (32, 64)), drawn_at(1, (32, 32))], 4.0)
+    with pytest.raises(ValueError, match="no source image; qwen_image repaints one"):
+        model.encode([random_example(0, 32, 64), drawn_at(1, (32, 64))], 4.0)
+    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*takes 16; use Qwen/Qwen-Image"):
+        wrong = tiny_pipeline("qwen_image")
+        wrong.transformer.register_to_config(in_channels=20)
+        QwenImage.from_pipeline(wrong)
+
+
+def test_a_stock_pipeline_shows_the_reference_to_both_branches_and_training_to_one(
+    pipeline: Any, model: QwenImage, tmp_path: Path
+) -> None:
+    encoder, file = ImageEncoder.load("tiny"), tmp_path / "ip-adapter.safetensors"
+    stock = tiny_pipeline("qwen_image").transformer
+    write_safetensors(file, new_adapter(stock, "mlp", encoder.width, 4).tensors(), {"image_encoder": "tiny"})
+    adapter = adapters.load(file).attach(pipeline)
+    seen: list[Any] = []
+    hook = pipeline.transformer.register_forward_pre_hook(
+        lambda _, a, k: seen.append(k["attention_kwargs"]["ip_adapter_image_embeds"]), prepend=True, with_kwargs=True
+    )
+    reference, example = Image.new("RGB", (9, 9), "red"), drawn_at(0, (32, 64))
+    call = {"prompt": example.prompt, "negative_prompt": NEGATIVE, "true_cfg_scale": 4.0, "height": 32, "width": 64}
+    try:
+        pipeline(**call, num_inference_steps=2, output_type="np", **adapter.condition([reference]))
+        assert len(seen) == 4 and all(one is seen[0] for one in seen)
+        model.image_encoder = encoder
+        condition = model.encode([replace(example, reference=reference)], 4.0)
+        model.predict(pipeline.transformer, torch.randn(1, 4, 8, 16), torch.tensor([0.7]), condition)
+        assert seen[4][1].flatten().tolist() == [0.0, 1.0]
+    finally:
+        model.image_encoder = None
+        hook.remove()
+        adapter.detach()
+
+
+# --- loading ---
+
+
+def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: QwenImage, tmp_path: Path) -> None:
+    pipeline.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"path": str(tmp_path), "max_sequence_length": LENGTH}
+    loaded = load_model(QwenImageModel(**options, dtype="fp32", train=TrainFull()))
+    x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.7]), random_example(1, 32, 64)
+    expected = model.predict(model.network, x, t, model.encode([example], 4.0))
+    torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
+    assert loaded.spec == model.spec
+    loaded.cache_prompts([example.prompt])
+    loaded.release_text_encoders()
+    nothing = loaded.encode([replace(example, prompt=loaded.spec.empty_prompt)], 4.0).tensors
+    assert torch.equal(nothing["text"], nothing["negative_text"])  # and it is there without being asked for
+    torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
+    low = load_model(QwenImageModel(**options, dtype="bf16", train=TrainLora()))
+    assert {p.dtype for p in low.network.parameters()} == {torch.bfloat16}
+    assert low.predict(low.network, x, t, low.encode([example], 4.0)).dtype == torch.float32
+
+
+def test_the_released_network() -> None:
+    with torch.device("meta"):
+        network = QwenImage.released_network()
+    assert sum(p.numel() for p in network.parameters()) == pytest.approx(20.4e9, rel=0.01)
+    adapted = [n for n, _ in network.named_modules() if n.endswith(tuple(f".{t}" for t in LORA_TARGETS))]
+    assert len(adapted) == 60 * 12

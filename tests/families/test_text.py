@@ -1,0 +1,42 @@
+"""The cache of text encoders: what is kept, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retouch.families.text import TextEncoders
+
+
+class Lengths:
+    """Encodes a prompt as its length, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.asked: list[str] = []
+
+    def __call__(self, prompts: Sequence[str]) -> Tensor:
+        self.asked += prompts
+        return torch.tensor([[float(len(prompt))] for prompt in prompts])
+
+
+def test_one_prompt_after_the_other_is_not_kept_for_ever() -> None:
+    """Whichever way they are asked for, the ones used longest ago are dropped."""
+    made: Any = Lengths()
+    text = TextEncoders({"text": made}, capacity=2)
+    for prompt in ("a", "bb", "a", "ccc"):
+        assert text.of(prompt)["text"].tolist() == [len(prompt)]
+    assert made.asked == ["a", "bb", "ccc"]
+    text.of("bb")
+    assert made.asked == ["a", "bb", "ccc", "bb"]
+
+
+def test_what_was_cached_on_purpose_stays() -> None:
+    made: Any = Lengths()
+    text = TextEncoders({"text": made}, capacity=1)
+    text.cache(["a", "bb", "ccc"])
+    text.release()
+    assert [text.of(prompt)["text"].item() for prompt in ("ccc", "a", "bb")] == [3.0, 1.0, 2.0]

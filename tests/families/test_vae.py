@@ -1,0 +1,135 @@
+"""Autoencoders that take less memory, or less time, make the same pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from retouch.config import parse_run
+from retouch.families.registry import load_model
+from retouch.families.vae import (
+    FrameConv3d,
+    frame_by_frame,
+    save_memory,
+)
+from tests.tiny_models import tiny_model
+
+FAMILIES = ("flux_fill", "sd_inpaint", "qwen_image", "qwen_image_edit")
+
+
+def load(family: str, **options: Any) -> Any:
+    section = {"family": family, "path": tiny_model(family), "dtype": "fp32", **options}
+    data = {"format": "self_bench", "path": "nowhere", "resolution": 64}
+    rewards: dict[str, Any] = {"preservation": {}}
+    run = parse_run({"name": "t", "model": section, "data": data, "rewards": rewards, "algorithm": {"name": "grpo"}})
+    return load_model(run.model)
+
+
+def through(model: Any, side: int) -> tuple[Tensor, Tensor]:
+    """Latents of three pictures, and pictures of three latents."""
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.rand(3, 3, side, side, generator=draw) * 2 - 1
+    cells = side // model.spec.downsampling
+    latents = torch.randn(3, model.spec.latent_channels, cells, cells, generator=draw)
+    return model.encode_images(pixels), model.decode(latents)
+
+
+@pytest.mark.parametrize("mode", ["one", "tiles"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_at_a_time_is_the_same_picture(family: str, mode: str) -> None:
+    """Pictures of this size are one tile."""
+    together, apart = load(family), load(family, vae_batch=mode)
+    assert not together.vae.use_slicing and apart.vae.use_slicing
+    assert (apart.vae.use_tiling, together.vae.use_tiling) == (mode == "tiles", False)
+    calls: list[int] = []
+    apart.vae.decoder.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
+    for a, b in zip(through(together, 32), through(apart, 32), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    assert calls == [1, 1, 1]
+
+
+class Moved:
+    """Where something with the methods of an autoencoder was, at each of its uses."""
+
+    def __init__(self) -> None:
+        self.place = "cpu"
+        self.seen: list[str] = []
+
+    def to(self, device: Any) -> None:
+        self.place = str(device)
+
+    def encode(self, x: int) -> int:
+        self.seen.append(self.place)
+        return x + 1
+
+    def decode(self, x: int) -> int:
+        self.seen.append(self.place)
+        if x < 0:
+            raise ValueError("no latents")
+        return x + 2
+
+
+def test_an_offloaded_autoencoder_is_on_the_device_while_it_is_used() -> None:
+    config = parse_run(
+        {
+            "name": "t",
+            "model": {"path": "tiny", "offload_vae": True},
+            "data": {"format": "self_bench", "path": "nowhere", "resolution": 64},
+            "rewards": {"preservation": {}},
+            "algorithm": {"name": "grpo"},
+        }
+    ).model
+    vae = Moved()
+    vae.to("cuda")
+    save_memory(vae, config, torch.device("cuda"))
+    assert vae.place == "cpu"
+    assert (vae.encode(1), vae.decode(1), vae.seen, vae.place) == (2, 3, ["cuda", "cuda"], "cpu")
+    with pytest.raises(ValueError):
+        vae.decode(-1)
+    assert vae.place == "cpu"
+    for a, b in zip(through(load("flux_fill"), 32), through(load("flux_fill", offload_vae=True), 32), strict=True):
+        assert torch.equal(a, b)
+
+
+def video_autoencoder() -> AutoencoderKLQwenImage:
+    torch.manual_seed(0)
+    made = AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True]
+    )
+    return made.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+def test_a_frame_without_frames_before_it_is_the_same_picture(frames: int) -> None:
+    """Of a video, too, whose later frames see those before them."""
+    pixels = torch.rand(2, 3, frames, 16, 24, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    stock, ours = video_autoencoder(), video_autoencoder()
+    frame_by_frame(ours)
+    expected, found = (vae.encode(pixels).latent_dist.mode() for vae in (stock, ours))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours.decode(expected).sample, stock.decode(expected).sample, atol=1e-6, rtol=1e-5)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+
+
+def test_frames_that_are_not_there_are_not_computed_with() -> None:
+    """Kernels are 3 x 3 x 3 but for a few of 1, and two-dimensional ones behind them."""
+
+    def work(vae: AutoencoderKLQwenImage) -> int:
+        with FlopCounterMode(display=False) as counter:
+            vae.decode(torch.zeros(1, 4, 1, 4, 4))
+        return counter.get_total_flops()
+
+    stock, ours = video_autoencoder(), video_autoencoder()
+    frame_by_frame(ours)
+    assert work(ours) < 0.45 * work(stock)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "qwen_image_edit"])
+def test_qwen_models_take_pictures_as_pictures(family: str) -> None:
+    convolutions = [m for m in load(family).vae.modules() if isinstance(m, torch.nn.Conv3d)]
+    assert convolutions and all(isinstance(m, FrameConv3d) for m in convolutions)
