@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retouch.config.errors import models_of
+from retouch.config.errors import field_annotation, models_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Leaf:
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
     """Options that hold a value, through sections, unions, optionals and tables."""
     for name, info in model.model_fields.items():
-        key, annotation = f"{prefix}{name}", info.annotation
+        key, annotation = f"{prefix}{name}", field_annotation(model, name)
         if typing.get_origin(annotation) is dict:
             key, annotation = f"{key}.*", typing.get_args(annotation)[1]
         sections = models_of(annotation)
