@@ -156,20 +156,23 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("rollout.group_size=1",),
             (
-                "rollout.group_size: given 1, but algorithm.baseline=group compares the images of one example with "
+                "rollout.group_size: given 1, but algorithm.baseline=group compares samples of one example with "
                 "each other; set group_size to 2 or more (4-16 is usual), or algorithm.baseline=batch"
             ),
         ),
         (
             ("rollout.group_size=1", "algorithm={name: ppo, scale: group}"),
             (
-                "rollout.group_size: given 1, but algorithm.scale=group compares the images of one example with each "
+                "rollout.group_size: given 1, but algorithm.scale=group compares samples of one example with each "
                 "other; set group_size to 2 or more (4-16 is usual), or algorithm.scale=batch"
             ),
         ),
         (
-            ("algorithm.warmup_steps=11", "training.max_steps=10"),
-            "algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too",
+            ("algorithm.sft_steps=11", "training.max_steps=10"),
+            (
+                "algorithm.sft_steps: given 11, more than training.max_steps 10, which counts them too; set a larger "
+                "training.max_steps"
+            ),
         ),
         (
             ("algorithm.timestep_fraction=0.5", "rollout.window={size: 2}"),
@@ -207,17 +210,17 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
             ),
         ),
         (
-            ("training.sharding=fsdp2", "optimizer.moments=int8"),
+            ("training.sharding=fsdp2", "optimizer.state=8bit"),
             (
-                "optimizer.moments: given 'int8' beside training.sharding=fsdp2, which shards them already, in fp32; "
-                "set moments=fp32"
+                "optimizer.state: given '8bit' beside training.sharding=fsdp2, which shards them already, in fp32; "
+                "set state=fp32"
             ),
         ),
         (
             ("algorithm={name: dpo}", "rollout.preset=fast"),
             (
-                "rollout.preset: given 'fast', but presets are of grpo, ppo, nft, and algorithm.name is dpo; leave "
-                "preset out, and set rollout.num_steps and guidance_scale"
+                "rollout.preset: given 'fast', but dpo has no presets; leave preset out, and "
+                "set rollout.num_steps and guidance_scale"
             ),
         ),
         (
@@ -372,7 +375,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ("rollout.group_size=1", "algorithm={name: sft}", "rewards={}"),
         ("rollout.group_size=2",),
         ("rewards={ocr: {weight: 0}, preservation: {weight: 0.5}}",),
-        ("algorithm.warmup_steps=10", "training.max_steps=10"),
+        ("algorithm.sft_steps=10", "training.max_steps=10"),
         ("evaluation.weights=ema", "ema={}"),
         ("logging.sinks=[trackio]", "logging.group=first", "logging.project=signs"),
         ("rollout={num_steps: 4, window: {size: 2, range: [0, 0.5]}}",),
@@ -392,7 +395,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ),
         (
             "warmup_data={format: self_bench, path: x, resolution: 64, reference: half_box}",
-            "algorithm.warmup_steps=1",
+            "algorithm.sft_steps=1",
             "model.train={kind: ip_adapter}",
         ),
         ("model={family: qwen_image}", "data={format: prompts, path: x.txt, resolution: 64}"),
