@@ -38,7 +38,8 @@ OFFLINE = (PAIRS, "rewards={}")
         (
             (SD, "rollout.eta=1.5"),
             (
-                "rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published, or another step_rule"
+                "rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published, or "
+                "another step_rule"
             ),
         ),
         (
@@ -270,8 +271,8 @@ OFFLINE = (PAIRS, "rewards={}")
             (
                 (f"algorithm={{name: {name}, sft_steps: 11}}", "training.max_steps=10"),
                 (
-                    "algorithm.sft_steps: given 11, more than training.max_steps 10, which counts them too; set a larger "
-                    "training.max_steps"
+                    "algorithm.sft_steps: given 11, more than training.max_steps 10, which counts them too; set "
+                    "a larger training.max_steps"
                 ),
             )
             for name in ("nft", "dpo")

@@ -34,7 +34,7 @@ class AlgorithmSection(Section):
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
-    name: str
+    name: Any
     """Registered name of the algorithm."""
 
     @property

@@ -91,7 +91,7 @@ def sliding_places(run: RunConfig) -> list[int]:
 
 def snapshots(run: RunConfig) -> frozenset[str]:
     """Copies of the trained weights that the run keeps beside them."""
-    return run.algorithm.snapshots | ({"ema"} if run.ema else set())
+    return run.algorithm.snapshots | frozenset({"ema"} if run.ema else ())
 
 
 def numbers(run: RunConfig, world_size: int = 1) -> Numbers:

@@ -39,7 +39,7 @@ def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
     completed = kind.completed(run)
     rollout, algorithm = _section(completed, "rollout"), kind.renamed(_section(completed, "algorithm"))
     family = _section(completed, "model").get("family", DEFAULT_FAMILY)
-    preset = rollout.get("preset")
+    preset: Any = rollout.get("preset")
     if preset not in get_args(Preset) or not kind.presets or family not in FACTS:
         return completed
     keys = kind.preset_keys(preset, family, rollout, algorithm)

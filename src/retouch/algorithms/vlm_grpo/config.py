@@ -67,7 +67,7 @@ class VlmGrpoConfig(AlgorithmSection):
     @classmethod
     def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
         """TRL's names for keys that the run file has itself (`algorithm.trl.max_steps`) go to these."""
-        algorithm = run["algorithm"]
+        algorithm: Any = run["algorithm"]
         if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("trl"), Mapping):
             return dict(run)
         rest, moved = trl_fields.moved(algorithm["trl"], run)
