@@ -169,7 +169,7 @@ def test_a_key_that_does_not_exist_is_found(tmp_path: Path) -> None:
 
 def test_decay_types_are_those_of_the_page() -> None:
     named = [NftConfig.model_validate({"old_policy": number}).old_policy for number in (0, 1, 2)]
-    assert f"0, 1 and 2 are taken; they are `{named[0]}`, `{named[1]}` and `{named[2]}`" in PAGE
+    assert f"0, 1 and 2 are accepted; they are `{named[0]}`, `{named[1]}` and `{named[2]}`" in PAGE
 
 
 def test_the_published_files_read_the_variables_as_said() -> None:

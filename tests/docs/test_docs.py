@@ -1,4 +1,4 @@
-"""Nothing in the pages is made up: commands parse, files exist, run files validate, tests that are named are there."""
+"""The pages agree with the code: commands parse, files exist, run files validate, and named tests exist."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from tools.config_reference import page as configuration_page
+from tools.config_reference import pages as configuration_pages
 
 from retouch.adapters.export import FORMATS
 from retouch.cli import app
 from retouch.config import load_run, parse_run
 
-from .pages import PAGES, REPOSITORY, blocks, commands, retouch_arguments
+from .pages import DOCS, PAGES, REPOSITORY, blocks, commands, retouch_arguments
 
 BASE: dict[str, Any] = {
     "name": "example",
@@ -115,20 +115,36 @@ def test_examples_of_run_files_are_valid(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=as_text)
 def test_links_lead_somewhere(page: Path) -> None:
-    """And where a link is titled with the name of a test, that test is in the file."""
+    """The file exists, and so does the heading after #; a title with the name of a test names one in the file."""
     for target, title in re.findall(r'\]\(([^)\s]+)(?: "([^"]*)")?\)', page.read_text(encoding="utf-8")):
-        if "://" not in target and not target.startswith("#"):
-            path = page.parent / target.partition("#")[0]
-            assert path.exists(), target
-            assert not title.startswith("test_") or f"def {title}(" in path.read_text(encoding="utf-8"), title
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        assert not anchor or path.suffix != ".md" or anchor in headings(path), target
+        assert not title.startswith("test_") or f"def {title}(" in path.read_text(encoding="utf-8"), title
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def headings(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
+
+
+def files_of(navigation: list[dict[str, Any]]) -> list[str]:
+    """The files of a navigation of mkdocs, whose entries are files or sections of entries."""
+    entries = [entry for titled in navigation for entry in titled.values()]
+    return [file for entry in entries for file in ([entry] if isinstance(entry, str) else files_of(entry))]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
     navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = {path for entry in navigation for path in entry.values()}
-    assert listed == {path.name for path in (REPOSITORY / "docs").glob("*.md")}
+    assert sorted(files_of(navigation)) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def test_the_configuration_page_is_the_schema() -> None:
-    committed = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert committed == configuration_page(), "the schema changed; run python tools/config_reference.py"
+def test_the_configuration_pages_are_the_schema() -> None:
+    committed = [DOCS / "configuration.md", *(DOCS / "configuration").glob("*.md")]
+    written = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in committed}
+    assert written == configuration_pages(), "the schema changed; run python tools/config_reference.py"
