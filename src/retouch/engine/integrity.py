@@ -16,13 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from retouch.errors import CheckpointError
+
 COMPLETE = "complete.json"
 
 REMEDY = "copy it again, or delete it to resume from the one before"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, and why."""
 
 
 def record_files(folder: Path) -> dict[str, dict[str, Any]]:
