@@ -23,9 +23,11 @@ from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop
 from retouch.training.evaluation import Evaluation
-from retouch.use import Loaded, SampleRequest, Trained, comparison_table, gains
-from retouch.use.items import mask_crop
+from retouch.use.comparison import comparison_table, gains
+from retouch.use.items import SampleRequest, mask_crop
+from retouch.use.loaded import Loaded
 from retouch.use.sampling import free_paths
+from retouch.use.trained import Trained
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retouch.cli import _logging
+from retouch.cli.options import start_logging
 from retouch.observe import step_log
 from retouch.observe.step_log import StepLog
 
@@ -47,7 +47,7 @@ def test_lines_that_a_bar_shows_stay_out_of_the_terminal(
     caplog.set_level(logging.INFO)
     for in_bar in (False, True):
         StepLog(4, in_bar=in_bar).see(record(1, 1.0, loss=0.5))
-    _logging(False)  # replaces the handlers of the root logger
+    start_logging()  # replaces the handlers of the root logger
     (terminal,) = logging.getLogger().handlers
     assert [bool(terminal.filter(r)) for r in caplog.records] == [True, False]
 
