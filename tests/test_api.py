@@ -110,7 +110,7 @@ def test_a_run_from_a_mapping_that_reaches_its_time_limit(run_file: Callable[...
 
 
 def test_mistakes_are_one_message(finished: Finished, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run directory"):
+    with pytest.raises(ConfigError, match="expected a run directory"):
         retouch.load(tmp_path)
     with pytest.raises(ConfigError, match=r"no such run file"):
         retouch.train(tmp_path / "run.yaml")

@@ -37,9 +37,7 @@ def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        problem = (
-            rf"another process \(pid {holder.pid}\) is writing to {tmp_path}; wait for it, or set another name="
-        )
+        problem = rf"another process \(pid {holder.pid}\) is writing to {tmp_path}; wait for it, or set another name="
         for refused in (RunLock(tmp_path).take, RunLock(tmp_path).require_free):
             with pytest.raises(ConfigError, match=problem):
                 refused()

@@ -91,7 +91,6 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     if request.fit not in (None, *FITS):
         raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
     _check_crop(config, request)
-    _check_size(config, request)
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
@@ -172,20 +171,6 @@ def _check_crop(config: RunConfig, request: SampleRequest) -> None:
         raise ConfigError(
             f"--context: given {request.context:g}; expected a share of 0 or more; set 0.25 (the default)"
         )
-
-
-def _check_size(config: RunConfig, request: SampleRequest) -> None:
-    multiple = FACTS[config.model.family].size_multiple
-    if request.size is not None and any(side % multiple for side in request.size):
-        given, near = ("x".join(map(str, size)) for size in (request.size, _rounded(request.size, multiple)))
-        raise ConfigError(
-            f"--resolution: given {given}; {config.model.family} needs multiples of {multiple}; set {near}"
-        )
-
-
-def _rounded(size: tuple[int, int], multiple: int) -> tuple[int, int]:
-    height, width = (max(multiple, round(side / multiple) * multiple) for side in size)
-    return height, width
 
 
 def _file(image: Path | Image.Image | None, name: str) -> Path | PackedPicture | None:

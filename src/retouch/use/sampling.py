@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from retouch.algorithms.vlm_grpo.use import sample_trained
-from retouch.config import RunConfig
+from retouch.config import ConfigError, RunConfig
 from retouch.data.dataset import Dataset, ItemFiles, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
 from retouch.data.sections import DataSection, PictureSection
@@ -20,6 +20,7 @@ from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.rollout.scorer import without_strip
+from retouch.types import ModelSpec
 from retouch.use.items import SampleRequest, make_folder, mask_crop
 from retouch.use.loaded import Loaded
 from retouch.use.trained import Trained
@@ -57,6 +58,7 @@ def sample_to_folder(
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(trained.config, all_embedded(items))
+    _require_multiples(section.size, loaded.model.spec)
     loaded.load(trained.newest)
     written: list[Path] = []
     for item in items:
@@ -130,3 +132,13 @@ def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
         reading.mask_pixels,
         reading.uncropped_mask_pixels,
     )
+
+
+def _require_multiples(size: tuple[int, int], spec: ModelSpec) -> None:
+    """Raises ConfigError for a size that the loaded model cannot generate."""
+    multiple = spec.size_multiple
+    if any(side % multiple for side in size):
+        near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
+        raise ConfigError(
+            f"resolution: given {size[0]}x{size[1]}; {spec.family} needs multiples of {multiple}; set {near}"
+        )
