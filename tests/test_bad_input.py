@@ -290,7 +290,7 @@ def test_a_run_directory_that_exists(finished: Finished) -> None:
     run = finished("full")
     before = (run / "metrics.jsonl").read_bytes()
     assert refused(retouch("train", run.parent / "run.yaml")) == (
-        f"{run} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
+        f"{run} already holds a run; continue it with resume=auto, set another name=..., or delete it"
     )
     assert (run / "metrics.jsonl").read_bytes() == before
 
