@@ -12,7 +12,6 @@ import typer
 from retouch.cli.options import Json, Overrides, RunFile, start_logging
 from retouch.config import load_run, numbers
 from retouch.config.advice import warnings_of
-from retouch.config.needs import trained_kind
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
 from retouch.errors import ConfigError
@@ -73,7 +72,8 @@ def check(
             more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
         return
-    typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {trained_kind(config)}, {config.algorithm.name})")
+    kind = config.algorithm.trained_kind(config)
+    typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
     for line in preset_lines(config):

@@ -228,7 +228,7 @@ def _evaluated(
     rewards: RewardTable,
 ) -> dict[str, Evaluation]:
     """The evaluation of each set of weights of one run; None is the base, which comes first."""
-    if config.algorithm.name == "vlm_grpo":
+    if config.algorithm.trains_text_encoder:
         from retouch.algorithms.vlm_grpo.use import evaluate_trained
 
         return evaluate_trained(config, dataset, weights, images, rewards)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig, load_run
-from retouch.config.needs import supervised_steps
 from retouch.engine.saved import complete_checkpoints, read_state, verify_files
 from retouch.errors import CheckpointError
 
@@ -96,4 +95,5 @@ def _stage(folder: Path, config: RunConfig) -> str:
     progress = read_state(folder)["progress"]
     if config.algorithm.name == "sft" or progress["phase"] != "rl":
         return "trained"
-    return "warmed up" if progress["step"] == supervised_steps(config) > 0 else "after RL"
+    supervised = config.algorithm.supervised_steps(config)
+    return "warmed up" if progress["step"] == supervised > 0 else "after RL"
