@@ -110,7 +110,7 @@ def test_moments_of_8_bits_need_a_gpu_and_the_library(monkeypatch: pytest.Monkey
 
 
 def test_a_network_that_names_no_blocks_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match="Linear names no blocks to compile; set compile=false"):
+    with pytest.raises(ConfigError, match="Linear has no repeated blocks; set compile=false"):
         compile_blocks(nn.Linear(2, 2))
 
 
