@@ -303,7 +303,7 @@ def test_a_run_without_averages(finished: Finished, monkeypatch: pytest.MonkeyPa
     assert gradio.page is not None
     assert gradio.page.launched == {"server_name": "127.0.0.1", "server_port": port, "share": False}
     outcome = retouch("demo-ui", "--run", run, "--ema")
-    assert outcome.code == 2 and outcome.err.endswith("has no averaged weights; leave --ema out\n")
+    assert outcome.code == 2 and outcome.err.endswith("has no EMA weights; leave --ema out\n")
 
 
 def test_a_port_that_is_taken(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -487,7 +487,7 @@ def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: P
     file = run / "config.yaml"
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
     told = warnings("held_out")
-    assert "whether full trained on its examples is unknown, because data.path holds no images here" in told
+    assert "it is unknown whether full trained on these examples: data.path has no images on this machine" in told
 
 
 @pytest.mark.parametrize("keep_base", [False, True])
