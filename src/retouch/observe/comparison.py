@@ -29,16 +29,7 @@ from retouch.observe.html import (
     table,
     verdict,
 )
-from retouch.observe.report import (
-    Record,
-    change_of,
-    curves,
-    judgement,
-    measures_of,
-    records_by_kind,
-    rows_of,
-    subtitle,
-)
+from retouch.observe.report import Record, change_of, curves, judgement, measures_of, records_by_kind, rows_of, subtitle
 from retouch.observe.run_dir import read_metrics
 
 _GRID_EXAMPLES = 8
