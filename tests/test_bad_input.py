@@ -50,8 +50,8 @@ def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Callabl
     ("override", "message"),
     [
         ("rollout.group_sise=4", "rollout.group_sise: unknown key; did you mean 'group_size'?"),
-        ("algorithm.warmup=4", "algorithm.warmup: unknown key; did you mean 'warmup_steps'?"),
-        ("rollout.group_size=1", "rollout.group_size: given 1, but algorithm.baseline=group compares the images of"),
+        ("algorithm.warmup=4", "algorithm.warmup: unknown key; did you mean 'sft_steps'?"),
+        ("rollout.group_size=1", "rollout.group_size: given 1, but algorithm.baseline=group compares samples of"),
         ("rollout.group_size=many", "rollout.group_size: given 'many'; input should be a valid integer"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; "),
         ("algorithm.name=grop", "algorithm.name: given 'grop'; did you mean 'grpo'?"),

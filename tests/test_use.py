@@ -382,10 +382,15 @@ def test_the_table_by_hand() -> None:
 
 def test_gains_pair_the_images_that_both_evaluations_scored() -> None:
     """Differences .1, .3 (the third failed once): mean .2, standard deviation .141421, interval ± 1.96 · .1."""
-    before = Evaluation([{"ned": 0.5, "ned.exact": 0}, {"ned": 0.2, "ned.exact": 0}, {"ned": None}], [])
-    after = Evaluation([{"ned": 0.6, "ned.exact": 0}, {"ned": 0.5, "ned.exact": 0}, {"ned": 0.9, "ned.exact": 1}], [])
+    before, after, alone = (
+        Evaluation([{"example": i, "index": 0, **row} for i, row in enumerate(rows)], [])
+        for rows in (
+            [{"ned": 0.5, "ned.exact": 0}, {"ned": 0.2, "ned.exact": 0}, {"ned": None}],
+            [{"ned": 0.6, "ned.exact": 0}, {"ned": 0.5, "ned.exact": 0}, {"ned": 0.9, "ned.exact": 1}],
+            [{"ned": 0.5}],
+        )
+    )
     assert gains(after, before) == {"ned": pytest.approx([0.2, 0.004, 0.396]), "ned.exact": [0, 0, 0]}
-    alone = Evaluation([{"ned": 0.5}], [])
     assert gains(alone, alone) == {}  # one image has no interval
 
 
@@ -487,7 +492,7 @@ def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: P
     file = run / "config.yaml"
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
     told = warnings("held_out")
-    assert "whether full trained on its examples is unknown, because data.path holds no images here" in told
+    assert "it is unknown whether full trained on these examples: data.path has no images on this machine" in told
 
 
 @pytest.mark.parametrize("keep_base", [False, True])

@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 stopped on purp
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -88,13 +90,17 @@ _FIRST_S = 5.0
 
 def _fail(message: str, code: int) -> None:
     """Print a message and exit. On several processes the first one prints: its launcher ends the others meanwhile,
-    except where an error is theirs alone."""
+    except where an error is theirs alone. torchrun repeats the message as the root cause, from a file."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(_FIRST_S)
         message = f"process {rank}: {message}"
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(content), encoding="utf-8")
     typer.echo(message, err=True)
     sys.exit(code)
 

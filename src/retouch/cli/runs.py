@@ -52,7 +52,7 @@ def check(
     """Check a run file and print its derived numbers, without loading models."""
     config = load_run(run, overrides or [])
     if accelerate is not None and not memory:
-        raise ConfigError("--accelerate: given without --memory, the only output that it changes; add --memory")
+        raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
     from retouch.texts import check_texts
 
     check_texts(config)

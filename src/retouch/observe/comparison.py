@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,7 @@ from retouch.observe.html import (
     document,
     escape,
     image_tag,
-    interval,
     marked,
-    number,
     section,
     table,
     verdict,
@@ -33,8 +32,8 @@ from retouch.observe.report import (
     Record,
     change_of,
     curves,
+    evaluation_table,
     judgement,
-    measures_of,
     records_by_kind,
     rows_of,
     subtitle,
@@ -56,9 +55,9 @@ _HOW_READ = (
 """Keys of a data section that do not change which examples it has."""
 
 _UNSCORED = (
-    "weight", "role", "transform", "noise", "url", "device", "threads", "images_per_forward", "concurrency",
-    "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens", "budget_dollars",
-    "price_in", "price_out",
+    "weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads", "images_per_forward",
+    "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens",
+    "budget_dollars", "price_in", "price_out",
 )  # fmt: skip
 """Keys of a reward that do not change its score."""
 
@@ -150,7 +149,8 @@ def write_comparison(runs: Mapping[str, Path], out: Path, sampled: Sampled | Non
     conflicts = {} if sampled else example_conflicts(records)
     paired = [record for record in records if record.name in columns and record.name not in conflicts]
     paired = paired if records[0] in paired else []
-    problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *_unevaluated(records)]
+    unevaluated = [f"{record.name} has no evaluation yet" for record in records if not record.by_kind["eval"]]
+    problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
     left_out = {run.name: set() if sampled else set(_scored_differently(records[0], run)) for run in records}
     verdicts = _verdicts(paired, columns, left_out)
     body = (
@@ -207,9 +207,7 @@ def differing(one: Record, other: Record) -> list[str]:
 
 
 def _read(name: str, path: Path) -> RunRecord:
-    config = load_run(path / "config.yaml").model_dump(
-        mode="json"
-    )  # keys that older versions lacked get their defaults
+    config = load_run(path / "config.yaml").model_dump(mode="json")  # with defaults for keys of newer versions
     return RunRecord(name, path, config, records_by_kind(read_metrics(path / "metrics.jsonl")))
 
 
@@ -217,10 +215,6 @@ def _last_evaluation(run: RunRecord) -> Column:
     last = run.by_kind["eval"][-1]
     title = f"{run.name} (step {last['step']}, {last['images']} images)"
     return Column(title, last, rows_of(run.path, last))
-
-
-def _unevaluated(runs: Sequence[RunRecord]) -> list[str]:
-    return [f"{run.name} has no evaluation yet" for run in runs if not run.by_kind["eval"]]
 
 
 def _texts_differ(one: RunRecord, other: RunRecord) -> bool:
@@ -261,17 +255,14 @@ def _verdicts(
 
 def _table(paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out: Mapping[str, set[str]]) -> str:
     """Means of all evaluations, and differences of the paired runs."""
-    head = ["", *(column.title for column in columns.values())]
-    head += [f"{run.name} − {paired[0].name} [95 %]" for run in paired[1:]]
-    lines: list[list[str]] = []
-    for m in measures_of([column.means for column in columns.values()]):
-        line = [m, *(number(column.means.get(m)) for column in columns.values())]
-        for run in paired[1:]:
-            before = [] if m.partition(".")[0] in left_out[run.name] else columns[paired[0].name].rows
-            line.append(interval(change_of(before, columns[run.name].rows, m)) or "–")
-        lines.append(line)
-    note = "Fixed seeds, plain ODE; differences are paired, over the images that both runs have."
-    return section("Evaluation", table(head, lines), note)
+
+    def change(measure: str, run: str) -> tuple[float, float, float] | None:
+        compared = measure.partition(".")[0] not in left_out[run]
+        return change_of(columns[paired[0].name].rows, columns[run].rows, measure) if compared else None
+
+    changes = {f"{run.name} − {paired[0].name}": partial(change, run=run.name) for run in paired[1:]}
+    means = {column.title: column.means for column in columns.values()}
+    return evaluation_table(means, changes, "differences are paired, over the images that both runs have.")
 
 
 def _images(paired: Sequence[RunRecord], sampled: Sampled | None) -> str:

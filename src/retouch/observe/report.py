@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ from retouch.observe.statistics import paired_difference
 from retouch.observe.timing import PARTS
 
 Record = dict[str, Any]
+
+Change = Callable[[str], tuple[float, float, float] | None]
+"""Measure -> its paired difference and 95 % interval."""
 
 logger = logging.getLogger(__name__)
 
@@ -167,16 +170,22 @@ def _ended(records: Sequence[Record]) -> str:
 
 
 def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> str:
-    names = list(points)
-    head = ["", *(f"{name} (step {record['step']})" for name, record in points.items())]
-    pair = names[-2:] if len(names) > 1 else []
-    head += [f"{pair[1]} − {pair[0]} [95 %]"] if pair else []
-    lines: list[list[str]] = []
-    for m in measures_of(list(points.values())):
-        change = [interval(change_of(rows[pair[0]], rows[pair[1]], m)) or "–"] if pair else []
-        lines.append([m, *(number(record.get(m)) for record in points.values()), *change])
-    note = "Fixed seeds, plain ODE, one kind of weights; differences are paired by image."
-    return section("Evaluation", table(head, lines), note)
+    columns = {f"{name} (step {record['step']})": record for name, record in points.items()}
+    changes: dict[str, Change] = {}
+    if len(points) > 1:
+        before, after = list(points)[-2:]
+        changes[f"{after} − {before}"] = lambda measure: change_of(rows[before], rows[after], measure)
+    return evaluation_table(columns, changes, "one kind of weights; differences are paired by image.")
+
+
+def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> str:
+    """Measures by evaluation, then differences by title with their 95 % intervals."""
+    lines = [
+        [m, *(number(c.get(m)) for c in columns.values()), *(interval(of(m)) or "–" for of in changes.values())]
+        for m in measures_of(list(columns.values()))
+    ]
+    head = ["", *columns, *(f"{title} [95 %]" for title in changes)]
+    return section("Evaluation", table(head, lines), f"Fixed seeds, plain ODE; {note}")
 
 
 def rows_of(run: Path, evaluation: Record) -> list[Record]:

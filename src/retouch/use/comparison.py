@@ -19,7 +19,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.data.dataset import DataError, Dataset, ItemFiles, all_embedded, list_items
 from retouch.data.overlap import files, pictures_of, trained_on
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
-from retouch.observe.statistics import paired_difference
+from retouch.observe.report import change_of
 from retouch.rewards.devices import own_device
 from retouch.rewards.sections import Reward, RewardClientConfig, RewardEntry
 from retouch.types import Example
@@ -294,13 +294,8 @@ def _scored_here(entry: RewardEntry) -> RewardEntry:
 
 def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
     """Paired difference of every measure with its interval, over the images that both have (at least two)."""
-    found: dict[str, list[float]] = {}
-    for measure in after.means():
-        pairs = [(a.get(measure), b.get(measure)) for a, b in zip(after.rows, before.rows, strict=True)]
-        valid = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-        if len(valid) > 1:
-            found[measure] = list(paired_difference([a for a, _ in valid], [b for _, b in valid]))
-    return found
+    changes = {measure: change_of(before.rows, after.rows, measure) for measure in after.means()}
+    return {measure: list(change) for measure, change in changes.items() if change is not None}
 
 
 def comparison_table(result: dict[str, Any]) -> str:

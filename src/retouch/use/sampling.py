@@ -62,7 +62,7 @@ def sample_to_folder(
     loaded.load(trained.newest)
     written: list[Path] = []
     for item in items:
-        for image in draw(loaded, item, section, request):
+        for image in generate(loaded, item, section, request):
             path = free(item.id)
             image.save(path)
             written.append(path)
@@ -85,7 +85,7 @@ def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[i
     return free
 
 
-def draw(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[Image.Image]:
+def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[Image.Image]:
     """Generate `request.count` samples of an item with the loaded weights, composited into its source."""
     config = loaded.config
     steps = request.steps or config.evaluation.num_steps or config.rollout.num_steps
