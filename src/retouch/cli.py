@@ -396,12 +396,7 @@ def reward_serve(
 ) -> None:
     """Serve rewards over HTTP until stopped; what dies is started again."""
     _logging(False)
-    from retouch.rewards.server.launch import (
-        ServeOptions,
-        parse_devices,
-        requested,
-        serve,
-    )
+    from retouch.rewards.server.launch import ServeOptions, parse_devices, requested, serve
 
     limits = {"max_batch": max_batch, "max_wait_ms": max_wait_ms}
     where = ServeOptions(
@@ -426,7 +421,7 @@ def reward_score(
     device: Annotated[str, typer.Option(help="Device of a scorer of this process: cpu, or cuda:0.")] = "cpu",
 ) -> None:
     """Score one picture and print the outcome as JSON."""
-    from retouch.rewards.score_one import score_one
+    from retouch.rewards.probe import score_one
     from retouch.rewards.server.launch import requested_one
 
     given = requested_one(reward, options)
@@ -455,8 +450,7 @@ def reward_probe(
     device: Annotated[str, typer.Option(help="Device of a scorer of this process: cpu, or cuda:0.")] = "cpu",
 ) -> None:
     """Measure a scorer: latency, repeatability, whether a batch changes scores, agreement with labels."""
-    from retouch.rewards.probe import agreement, probe, read_labels
-    from retouch.rewards.score_one import asking, item_of
+    from retouch.rewards.probe import agreement, asking, item_of, probe, read_labels
     from retouch.rewards.server.launch import requested_one
 
     item = item_of(image, prompt, mask, source, reference)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from retouch.config import RunConfig
+from retouch.rewards.base import RewardEntry
 from retouch.rewards.scorers import SCORERS
-from retouch.rewards.sections import RewardEntry
 
 from .conftest import REPOSITORY
 from .leaves import Leaf, attribute_reads, leaves

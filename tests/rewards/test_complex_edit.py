@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards import judge
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judged import read_integers
 from retouch.types import Failure, Outcome, Score
-from tests.rewards.fakes import item, values
+from tests.rewards.fakes import item, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer, fields_of, pictures, text_of
 
 

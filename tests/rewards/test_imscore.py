@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from retouch.config import ConfigError
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import SCORERS, make_scorer
-from tests.rewards.fakes import item, picture, values
+from tests.rewards.fakes import item, picture, score_checked, values
 
 needs_imscore = pytest.mark.skipif(importlib.util.find_spec("imscore") is None, reason="needs the extra imscore")
 

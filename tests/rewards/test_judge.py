@@ -15,9 +15,11 @@ import pytest
 
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
-from retouch.rewards import judge
 from retouch.rewards.client.client import RewardClient
-from retouch.rewards.judge import (
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import judge_client as judge
+from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.judge_client import (
     Budget,
     BudgetSpent,
     Judge,
@@ -28,12 +30,10 @@ from retouch.rewards.judge import (
     read_verdict,
     shared_bucket,
 )
-from retouch.rewards.protocol import RewardItem, score_checked
-from retouch.rewards.scorers import make_scorer
 from retouch.rewards.server.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
-from tests.rewards.fakes import item, serving, values
+from tests.rewards.fakes import item, score_checked, serving, values
 from tests.rewards.openai_server import KEY, OpenAIServer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from retouch.rewards.knowledge_graph import (
+from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
     drawn,

@@ -15,7 +15,6 @@ from retouch.algorithms.vlm_grpo.rules import check_vlm
 from retouch.config import presets
 from retouch.config.data_rules import check_data
 from retouch.config.needs import step_rule, takes_given_pairs, trains_on_rewards
-from retouch.config.reward_rules import check_entries
 from retouch.config.run import RunConfig
 from retouch.families.facts import (
     ADAPTERS,
@@ -111,7 +110,8 @@ def _logging(run: RunConfig) -> None:
 
 
 def _rewards(run: RunConfig) -> None:
-    check_entries(run)
+    for name, entry in run.rewards.items():
+        entry.check(run, name)
     if not trains_on_rewards(run):
         return
     if not run.rewards:

@@ -24,10 +24,8 @@ from retouch.config.presets import Preset, fill_in
 from retouch.data.sections import Data
 from retouch.families.facts import DEFAULT_FAMILY
 from retouch.families.sections import Model
-from retouch.rewards.sections import (
-    Reward,
-    RewardClientConfig,
-)
+from retouch.rewards.base import Reward
+from retouch.rewards.client.config import RewardClientConfig
 
 
 class Window(Section):

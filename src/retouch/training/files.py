@@ -22,12 +22,10 @@ from retouch.families.sections import (
 )
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path
-from retouch.rewards.sections import (
-    ClipReward,
-    HpsV2Reward,
-    MaskCompositeReward,
-    RewardEntry,
-)
+from retouch.rewards.base import RewardEntry
+from retouch.rewards.scorers.clip import ClipReward
+from retouch.rewards.scorers.imscore import HpsV2Reward
+from retouch.rewards.scorers.mask_composite import MaskCompositeReward
 
 
 def require_files(run: RunConfig) -> None:

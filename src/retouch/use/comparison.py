@@ -25,12 +25,9 @@ from retouch.data.overlap import files, pictures_of, trained_on
 from retouch.observe import Stopwatch
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.statistics import paired_difference
+from retouch.rewards.base import Reward, RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
-from retouch.rewards.sections import (
-    Reward,
-    RewardClientConfig,
-    RewardEntry,
-)
 from retouch.rewards.table import RewardTable
 from retouch.training.build import fit_one_batch
 from retouch.training.evaluation import (
