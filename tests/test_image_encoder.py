@@ -15,6 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from retouch.config import ConfigError
 from retouch.families.tiny import tiny_image_encoder
 from retouch.image_encoder import TINY, ImageEncoder, pad_to_square
+from retouch.rewards.scorers.style import StyleReward
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from retouch.config import RunConfig
+from retouch.rewards import REWARDS
 from retouch.rewards.base import RewardEntry
-from retouch.rewards.scorers import SCORERS
 
 from .conftest import REPOSITORY
 from .leaves import Leaf, attribute_reads, leaves
@@ -24,7 +21,6 @@ NOT_READERS = {
     "section.py",
     "rules.py",
     "data_rules.py",
-    "reward_rules.py",
     "needs.py",
     "advice.py",
     "errors.py",
@@ -80,7 +76,7 @@ def receivers(leaf: Leaf) -> set[str]:
 
 
 def is_scorer_option(leaf: Leaf) -> bool:
-    """Options of one scorer go to its constructor by name."""
+    """Options of one scorer are read by the scorer of its file."""
     return issubclass(leaf.section, RewardEntry) and leaf.name not in RewardEntry.model_fields
 
 
@@ -141,27 +137,13 @@ def test_the_exceptions_are_still_needed() -> None:
     assert {leaf.owner for leaf in LEAVES if leaf.key in without} == READ_ELSEWHERE.keys()
 
 
-ENTRIES = [kind for section in RewardEntry.__subclasses__() for kind in section.__subclasses__() or [section]]
-
-
-def test_every_scorer_has_an_entry() -> None:
-    assert {entry.model_fields["scorer"].default for entry in ENTRIES} == SCORERS.keys()
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
-def test_scorer_options_are_the_arguments_of_the_scorer(entry: type[RewardEntry]) -> None:
-    module, _, name = SCORERS[entry.model_fields["scorer"].default].partition(":")
-    scorer: Any = getattr(importlib.import_module(module), name)
-    arguments = {
-        n: p.default
-        for n, p in inspect.signature(scorer.__init__).parameters.items()
-        if n not in ("self", "args", "kwargs")
-    }
-    own = {n: info.default for n, info in entry.model_fields.items() if n not in RewardEntry.model_fields}
-    assert own == arguments
-    body = ast.parse(Path(inspect.getfile(scorer)).read_text(encoding="utf-8"))
-    used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert own.keys() <= used
+@pytest.mark.parametrize("name", REWARDS)
+def test_scorer_options_are_read_in_their_own_file(name: str) -> None:
+    entry = REWARDS[name]
+    for option in entry.own_options():
+        owner = next(kind for kind in entry.__mro__ if option in kind.__annotations__)
+        source = Path(inspect.getfile(owner)).read_text(encoding="utf-8")
+        assert {("o", option), ("options", option), ("self", option)} & attribute_reads(source), option
 
 
 @pytest.mark.parametrize("leaf", {leaf.owner: leaf for leaf in LEAVES}.values(), ids=lambda leaf: leaf.owner)

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from retouch.rewards import REWARDS
 from retouch.rewards.protocol import FAILURE_CODES, RewardItem
-from retouch.rewards.scorers import SCORERS
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.tiny.signs import (
     draw_sign,
     draw_words,
@@ -50,7 +52,7 @@ def shape(value: Any) -> Any:
 
 def test_every_scorer_and_failure_code_is_on_the_page() -> None:
     named = set(re.findall(r"^\| `([a-z0-9_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert named >= {*SCORERS, *FAILURE_CODES}
+    assert named >= {*REWARDS, *FAILURE_CODES}
 
 
 def test_the_fields_of_an_item_are_on_the_page() -> None:

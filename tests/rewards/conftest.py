@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from retouch.rewards.scorers.ocr import OcrScorer
+from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retouch.rewards.scorers.completion import answer_of, completion_quality, score_completion, think_format
+from retouch.rewards.scorers.completion import answer_of, score_completion, think_format
 
 GOOD = "A red lighthouse stands on dark rocks at the left, while gulls circle above a calm grey sea."
 
@@ -87,4 +87,4 @@ def test_scripts_without_spaces_have_words_too() -> None:
 def test_bounds_that_are_none() -> None:
     assert score_completion("red car here", min_words=3, max_words=3).value == 1.0
     with pytest.raises(ValueError, match="given min_words 5 and max_words 4"):
-        completion_quality(GOOD, min_words=5, max_words=4)
+        score_completion(GOOD, min_words=5, max_words=4)

@@ -59,7 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (ClipReward, {"device": ["cuda:1", "cuda:1"], "url": "auto"}, "list of different devices"),
         (ClipReward, {"device": ["cuda"], "url": "auto"}, "set cpu, cuda"),
         (ClipReward, {"device": 0}, "given 0; set cpu"),
-        (ClipReward, {"device": ["cuda:0", "cuda:1"]}, "set url: auto for a server with an instance on each"),
+        (ClipReward, {"device": ["cuda:0", "cuda:1"]}, "set url: auto for a server with one instance per device"),
         (
             ClipReward,
             {"device": "cuda", "url": "http://127.0.0.1:8000"},

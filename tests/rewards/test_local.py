@@ -13,6 +13,7 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers.ocr import OcrScorer
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from retouch.config import ConfigError
 from retouch.rewards.scorers import make_scorer, paddle
 from retouch.rewards.scorers.mask_composite import MaskCompositeScorer
+from retouch.rewards.scorers.seam import SeamReward
 from retouch.types import Failure, Score
 from tests.rewards.fakes import item, picture, score_checked, values
 

@@ -16,7 +16,8 @@ from retouch.glyphs import write_spaced
 from retouch.imaging import mask_box, paste_back, widen
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.ocr import OcrScorer, crop_for
+from retouch.rewards.scorers.ocr import OcrReward, OcrScorer, crop_for
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.views import paste
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome, Score
@@ -165,14 +166,14 @@ def test_nothing_read_is_0_not_a_failure(line_ocr: OcrScorer, finding_ocr: OcrSc
 
 
 def test_case_is_folded_on_request(line_ocr: OcrScorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_ocr, "case_sensitive", False)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"case_sensitive": False}))
     (outcome,) = line_ocr.score([sign("MOKA", "Moka")])
     assert isinstance(outcome, Score) and outcome.value == 1.0 and outcome.detail["text"] == "moka"
 
 
 def test_confidence_ignores_what_was_asked_for(line_ocr: OcrScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why it is not the default: nonsense scores as well."""
-    monkeypatch.setattr(line_ocr, "kind", "confidence")
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"score": "confidence"}))
     right, wrong = line_ocr.score([sign("MOKA"), sign("MOKA", "ZZZZ")])
     assert isinstance(right, Score) and isinstance(wrong, Score)
     assert right.value == right.detail["confidence"] == wrong.value > 0.9
@@ -225,11 +226,11 @@ def test_calls_leave_no_state_behind(line_ocr: OcrScorer, monkeypatch: pytest.Mo
     """rapidocr keeps its switches between calls; one engine reads both ways in turn as if it were new."""
     one = sign("MOKA")
     as_line = line_ocr.score([one])
-    monkeypatch.setattr(line_ocr, "detect", True)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"detect": True}))
     found = line_ocr.score([one])
-    monkeypatch.setattr(line_ocr, "detect", False)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"detect": False}))
     assert line_ocr.score([one]) == as_line
-    monkeypatch.setattr(line_ocr, "detect", True)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"detect": True}))
     assert line_ocr.score([one]) == found
 
 
@@ -346,6 +347,4 @@ def test_wrong_names_and_options(name: str, options: dict[str, Any], message: st
 def test_options_reach_the_scorer() -> None:
     made = make_scorer("ocr", {"score": "confidence", "case_sensitive": False, "crop_margin": 0.5, "threads": 2})
     assert isinstance(made, OcrScorer)
-    assert (made.kind, made.case_sensitive, made.crop_margin, made.detect, made.threads) == (
-        "confidence", False, 0.5, True, 2
-    )  # fmt: skip
+    assert made.options == OcrReward(score="confidence", case_sensitive=False, crop_margin=0.5, threads=2)

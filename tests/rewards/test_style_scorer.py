@@ -12,7 +12,7 @@ import torch
 from retouch.glyphs import FONTS
 from retouch.imaging import mask_box
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.style import StyleScorer
+from retouch.rewards.scorers.style import StyleReward, StyleScorer
 from retouch.tiny.signs import (
     Sign,
     draw_sign,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -32,7 +33,9 @@ def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     ours = {entry["url"] for entry in endpoints}
-    with FileLock(path.with_suffix(path.suffix + ".lock")):
+    with ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks
+            stack.enter_context(FileLock(path.parent / f".{path.name}.lock", fallback_to_soft=False))
         others = [one for one in read_endpoints(path) if one["url"] not in ours and _listens(one["url"])]
         temporary = path.with_suffix(path.suffix + ".tmp")
         temporary.write_text(json.dumps({"endpoints": [*others, *endpoints]}, indent=2) + "\n", encoding="utf-8")

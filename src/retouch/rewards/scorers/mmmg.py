@@ -214,7 +214,7 @@ def _published_question(options: MmmgReward) -> str | None:
         return None
     where = f"reward 'mmmg': prompts: given {options.prompts!r}"
     path = Path(options.prompts or "").expanduser()
-    if options.prompts is None or not path.is_file():
+    if not path.is_file():
         raise ConfigError(
             f"{where}, which is no file; set it to your copy of MMMG's question "
             "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
