@@ -52,17 +52,20 @@ COMPOSITIONS: dict[str, dict[str, dict[str, Any]]] = {
     "weighted": {},
     "gated": {"a": {"gated_by": "b"}},
     "gate only": {"a": {"gated_by": "b"}, "b": {"weight": 0.0}},
-    "win rates": {"a": {"transform": "win_rate"}, "b": {"transform": "win_rate", "noise": 1e-4}},
-    "above the noise": {"a": {"noise": 1e-4}},
+    "win rates": {"a": {"transform": "win_rate"}, "b": {"transform": "win_rate", "min_group_std": 1e-4}},
+    "above the noise": {"a": {"min_group_std": 1e-4}},
 }
 """What `a` and `b` are besides their weights."""
+
+FEW = {("grpo", "weighted"), ("dpo", "weighted"), ("nft", "weighted"), ("grpo", "gated"), ("dpo", "win rates")}
+"""What every default run of the tests has of it: PPO's step is that of GRPO."""
 
 COMBINED = [
     pytest.param(
         algorithm,
         composition,
         id=f"{name}-{how}",
-        marks=[] if how == "weighted" or (name, how) in (("grpo", "gated"), ("dpo", "win rates")) else pytest.mark.slow,
+        marks=[] if (name, how) in FEW else pytest.mark.full,
     )
     for name, algorithm in ALGORITHMS.items()
     for how, composition in COMPOSITIONS.items()

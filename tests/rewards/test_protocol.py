@@ -12,14 +12,7 @@ import pytest
 
 import retouch
 from retouch.rewards.addresses import base_url, usable_token
-from retouch.rewards.protocol import (
-    FAILURE_CODES,
-    RewardItem,
-    ScorerSpec,
-    malformed,
-    missing_needs,
-    text_to_read,
-)
+from retouch.rewards.protocol import FAILURE_CODES, RewardItem, ScorerSpec, malformed, missing_needs, text_to_read
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Brightness,

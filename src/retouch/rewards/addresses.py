@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts that need no token and no proxy."""

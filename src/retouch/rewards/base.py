@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -28,6 +28,7 @@ NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 class RewardEntry(Section):
     """One reward of the table; its key is the scorer's name unless `scorer` is set."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {"noise": "min_group_std"}
     value_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """Lowest and highest value of the scorer; a value outside is a failure."""
     images: ClassVar[frozenset[str]] = frozenset()
@@ -70,9 +71,9 @@ class RewardEntry(Section):
     transform: Literal["none", "win_rate"] = "none"
     """"win_rate" trains on the fraction of the group's other samples that a sample beats (a tie counts half) instead of
     the value."""
-    noise: NonNegative = 0.0
-    """Standard deviation between repeated scores of one image (`retouch reward probe` measures it): a group whose
-    standard deviation does not exceed it has no advantage in this reward; for win_rate, closer values are a tie."""
+    min_group_std: NonNegative = 0.0
+    """A group whose standard deviation does not exceed this gets no advantage from this reward; for win_rate, closer
+    values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward probe`)."""
 
     @abstractmethod
     def make(self) -> Scorer:
@@ -93,6 +94,11 @@ class RewardEntry(Section):
     def extras(self) -> frozenset[str]:
         """Extras of the package that the scorer needs besides `train`."""
         return frozenset()
+
+    def models(self) -> dict[str, str]:
+        """Folders or hub ids of models, by the option that names them."""
+        named = {name: getattr(self, name) for name in ("path", "processor", "image_encoder") if hasattr(self, name)}
+        return {name: model for name, model in named.items() if model}
 
     def advice(self, name: str) -> list[str]:
         """Warnings about an entry that is valid but easily misunderstood."""
@@ -118,39 +124,38 @@ class RewardEntry(Section):
         return {name: getattr(self, name) for name in self.own_options()}
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        """Check the entry `key` against the run.
+        """Check the entry against the run; `key` is "rewards.NAME".
 
         Raises:
             ValueError: an option that is never read, a gate that cannot work, or win_rate without groups.
         """
-        where = f"rewards.{key}"
         if self.gated_by is None:
-            self._unread(where, ("gate_threshold", "gate_floor"), "gated_by is not set; leave it out")
+            self._unread(key, ("gate_threshold", "gate_floor"), "gated_by is not set; leave it out")
         else:
             self._check_gate(run, key, self.gated_by)
         if self.crop == "none":
-            self._unread(where, ("box_margin", "box_min_side"), "crop is 'none'; set crop=mask_box, or leave it out")
+            self._unread(key, ("box_margin", "box_min_side"), "crop is 'none'; set crop=mask_box, or leave it out")
         if self.role == "gold":
-            self._unread(where, ("transform", "noise"), "role is 'gold', which is never trained on; leave it out")
+            self._unread(key, ("transform", "min_group_std"), "role is 'gold', which is never trained on; leave it out")
             if self.weight not in (0.0, 1.0):
                 raise ValueError(
-                    f"{where}.weight: given {self.weight:g}, but role is 'gold', which is never trained on; leave "
+                    f"{key}.weight: given {self.weight:g}, but role is 'gold', which is never trained on; leave "
                     "weight out, or set role=train"
                 )
         if self.transform == "win_rate" and run.rollout.group_size == 1:
             raise ValueError(
-                f"{where}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
+                f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
                 "set rollout.group_size to 2 or more, or transform=none"
             )
 
-    def _unread(self, where: str, names: Sequence[str], why: str) -> None:
+    def _unread(self, key: str, names: Sequence[str], why: str) -> None:
         for name in names:
             if (given := getattr(self, name)) != RewardEntry.model_fields[name].default:
-                raise ValueError(f"{where}.{name}: given {given!r}, but {why}")
+                raise ValueError(f"{key}.{name}: given {given!r}, but {why}")
 
     def _check_gate(self, run: RunConfig, key: str, gate: str) -> None:
-        where = f"rewards.{key}.gated_by: given {gate!r}"
-        others = [other for other in run.rewards if other != key]
+        where = f"{key}.gated_by: given {gate!r}"
+        others = [other for other in run.rewards if other != key.removeprefix("rewards.")]
         if gate not in others:
             hint = nearest(gate, others) if others else "there is no other"
             raise ValueError(f"{where}, which is no other reward of the run; {hint}")

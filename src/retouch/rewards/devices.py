@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 
 if TYPE_CHECKING:
     from retouch.rewards.base import RewardEntry

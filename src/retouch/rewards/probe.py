@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.addresses import is_local, reward_token
 from retouch.rewards.client.client import RewardClient
@@ -135,7 +135,7 @@ def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any
 
     Returns:
         `value`; `seconds` (p50 and p95 of one image, and of one image in a batch); `repeatability` (standard deviation,
-        n - 1, and largest difference: the value for the reward's `noise`); `batch_difference` (the largest between
+        n - 1, and largest difference: the value for `min_group_std`); `batch_difference` (the largest between
         alone and together); `failures`.
     """
     alone, seconds = [], list[float]()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.client.client import ClientOptions, RewardClient
@@ -299,7 +299,7 @@ class RewardTable:
         box = (entry.box_margin, entry.box_min_side) if boxed else (0.0, 0)
         view = View(entry.paste_back, boxed, *box)
         kind = "counts" if name in self._counts else "gold" if entry.role == "gold" else "logged"
-        if entry.is_made_here:
+        if entry.url is None or entry.url == "auto":
             where = OWN_PROCESS if entry.url is None else AUTO_SERVER
             return Place(where, view, kind, devices_of(name, entry, self.device))
         return Place(tuple(resolve_urls(entry.url, name)), view, kind)

@@ -16,8 +16,9 @@ from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.families.facts import FACTS
 from retouch.use.items import SampleRequest, items_to_sample
+from retouch.use.loaded import Loaded
 from retouch.use.sampling import draw
-from retouch.use.trained import Loaded, Trained
+from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Studio:
     """
 
     def __init__(self, trained: Trained) -> None:
-        if trained.config.algorithm.name == "vlm_grpo":
+        if trained.config.algorithm.trains_text_encoder:
             raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
         family = trained.config.model.family
         if "source" not in FACTS[family].needs:

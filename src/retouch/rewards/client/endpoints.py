@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.addresses import base_url
 
 _CONNECT_S = 1.0

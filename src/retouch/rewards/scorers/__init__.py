@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from retouch.config.errors import ConfigError, nearest
+from retouch.config.errors import nearest
+from retouch.errors import ConfigError
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import Scorer
 

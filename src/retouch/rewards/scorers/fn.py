@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.types import Failure, Outcome, Score

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from pydantic import PositiveInt, model_validator
 
 from retouch.config.base import NonNegative, Positive
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.scorers.judge_client import (
     KEY_VARIABLE,

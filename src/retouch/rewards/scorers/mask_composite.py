@@ -54,6 +54,9 @@ class MaskCompositeReward(RewardEntry):
         given: dict[str, Any] = {"path": self.path} if self.path else {}
         return ClipReward(**given) if self.judge == "clip" else HpsV2Reward(**given)
 
+    def models(self) -> dict[str, str]:
+        return {"path": self.judge_options().path}
+
     def make(self) -> MaskCompositeScorer:
         return MaskCompositeScorer(self)
 

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Text
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part

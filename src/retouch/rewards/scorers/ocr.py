@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from retouch.config.base import Unit
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD, mask_box, normalize_text, text_similarity, widen
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read

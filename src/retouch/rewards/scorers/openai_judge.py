@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Unit
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import (

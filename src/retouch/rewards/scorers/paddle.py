@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.protocol import Pixels
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import PositiveInt, model_validator
 
 from retouch.config.base import Text, Unit
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch.config.errors import ConfigError, nearest
+from retouch.config.errors import nearest
+from retouch.errors import ConfigError
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, serve_argument
@@ -65,7 +66,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
         ConfigError: an unknown scorer or option, a taken port, an open address without a token, or an instance that
             cannot be started at all.
     """
-    for module in ("fastapi", "uvicorn"):
+    for module in ("fastapi", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f'the reward server needs {module}: pip install "retouch[serve]"')
     token = reward_token()
