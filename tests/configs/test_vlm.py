@@ -23,7 +23,7 @@ from retouch.families.tiny import (
     tiny_qwen_image_edit,
 )
 from retouch.observe.run_dir import read_metrics
-from retouch.rewards.sections import JudgeEntry
+from retouch.rewards.scorers.judged import JudgeEntry
 from retouch.tiny.edits import write_edits
 from tests.command_line import retouch
 from tests.data.protocols import Hub, edit_row, mmmg_configurations, write_complex_edit

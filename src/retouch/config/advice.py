@@ -10,7 +10,6 @@ from retouch.families.sections import (
     QwenImageEditModel,
     QwenImageModel,
 )
-from retouch.rewards.sections import MmmgReward
 
 FEW_STEPS = 20
 """Fewer denoising steps than this without guidance need a network that was distilled for them."""
@@ -18,7 +17,7 @@ FEW_STEPS = 20
 
 def warnings_of(run: RunConfig) -> list[str]:
     """One line each: the key, what was given, what follows, what to set."""
-    return [*_few_steps(run), *_named_mmmg(run)]
+    return [*_few_steps(run), *(line for name, entry in run.rewards.items() for line in entry.advice(name))]
 
 
 def _few_steps(run: RunConfig) -> Iterator[str]:
@@ -39,13 +38,4 @@ def _few_steps(run: RunConfig) -> Iterator[str]:
             "model.distillation_lora, for which the released models are not made: images are blurred; set "
             "rollout.num_steps=50 rollout.guidance_scale=4, or model.distillation_lora (nothing, if a few-step LoRA is "
             "merged into model.path already)"
-        )
-
-
-def _named_mmmg(run: RunConfig) -> Iterator[str]:
-    entry = run.rewards.get("mmmg")
-    if isinstance(entry, MmmgReward) and entry.url in (None, "auto") and not entry.is_published:
-        yield (
-            "rewards.mmmg: this score follows MMMG's idea and not its protocol, and must not be reported as MMMG; name "
-            "it mmmg_style: {scorer: mmmg, ...}, or set wording=published with prompts, ged=networkx and readability"
         )

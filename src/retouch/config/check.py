@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from retouch.config.data_rules import check_data
 from retouch.config.needs import data_sections
-from retouch.config.reward_rules import check_entries
 from retouch.families.facts import ADAPTERS, FACTS
 from retouch.families.sections import TrainIpAdapter
 
@@ -22,7 +21,6 @@ def check(run: RunConfig) -> None:
     """
     _model(run)
     run.model.check(run, "model")
-    check_entries(run)
     for name, entry in run.rewards.items():
         entry.check(run, f"rewards.{name}")
     _rewards(run)

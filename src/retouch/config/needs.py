@@ -21,8 +21,8 @@ DATA_SECTIONS = ("data", "warmup_data", "evaluation.data")
 def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
     """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
     needs = FACTS[run.model.family].needs
-    if scored and any(entry.scorer == "complex_edit" for entry in run.rewards.values()):
-        needs |= {"source"}
+    if scored:
+        needs = needs.union(*(entry.required_images() for entry in run.rewards.values()))
     if takes_references(run, scored=scored):
         needs |= {"reference"}
     return needs | {"win", "lose"} if training and run.algorithm.takes_given_pairs else needs
@@ -31,7 +31,7 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
 def takes_references(run: RunConfig, *, scored: bool) -> bool:
     """Whether anything looks at a reference: a style adapter, a strip above the picture or, where images are scored, a
     style reward."""
-    judged = scored and any(entry.scorer == "style" for entry in run.rewards.values())
+    judged = scored and any("reference" in entry.required_images() for entry in run.rewards.values())
     return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged
 
 

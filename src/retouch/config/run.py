@@ -28,10 +28,8 @@ from retouch.data.sections import Data
 from retouch.families.facts import DEFAULT_FAMILY
 from retouch.families.sections import Model
 from retouch.registry import Chosen
-from retouch.rewards.sections import (
-    Reward,
-    RewardClientConfig,
-)
+from retouch.rewards.base import Reward
+from retouch.rewards.client.config import RewardClientConfig
 
 
 class Window(Section):

@@ -49,10 +49,8 @@ from retouch.families.tiny import (
     tiny_pipeline,
 )
 from retouch.observe import Stopwatch
-from retouch.rewards.sections import (
-    OcrReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.table import RewardTable
 from retouch.rollout.transition import denoising_error
 from retouch.tiny.signs import (

@@ -22,12 +22,6 @@ from retouch.families.sections import (
 )
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path
-from retouch.rewards.sections import (
-    ClipReward,
-    HpsV2Reward,
-    MaskCompositeReward,
-    RewardEntry,
-)
 
 
 def require_files(run: RunConfig) -> None:
@@ -41,8 +35,9 @@ def require_files(run: RunConfig) -> None:
             list_items(section)  # reports a missing list in the words of its format
     require_model(run)
     for name, entry in run.rewards.items():
-        for field in _PATHS if entry.url in (None, "auto") else ():  # servers that others start have their own models
-            require_hub(f"rewards.{name}.{field}", _model_of(entry, field))
+        if entry.is_made_here:  # a running server has its own models
+            for option, model in entry.models().items():
+                require_hub(f"rewards.{name}.{option}", model)
     for name, section in data_sections(run).items():
         if isinstance(section, ProtocolData):
             require_hub(f"{name}.path", section.path, "datasets")
@@ -65,15 +60,6 @@ def require_model(run: RunConfig) -> None:
         _require_path("model.distillation_lora.path", lora.path, "a LoRA file, its folder or a hub id")
 
 
-def _model_of(entry: RewardEntry, field: str) -> str:
-    """What a field of a reward names; an empty path of mask_composite is that of its judge."""
-    found: str = getattr(entry, field, "") or ""
-    if isinstance(entry, MaskCompositeReward) and field == "path" and not found:
-        judge = {"clip": ClipReward, "hpsv2": HpsV2Reward}[entry.judge]
-        return str(judge.model_fields["path"].default)
-    return found
-
-
 def _require_path(key: str, path: str | None, expected: str) -> None:
     if path is not None and not Path(path).expanduser().exists():
         raise ConfigError(f"{key}: given {path!r}; no such file or folder; set {key} to {expected}")
@@ -83,10 +69,6 @@ def _is_of_the_hub(section: DataSection) -> bool:
     """Whether `path` is the id of a data set; in formats that are not read from the hub, owner/name is a local path."""
     local = not isinstance(section, ProtocolData) or (isinstance(section, MmmgData) and section.layout == "train")
     return not local and is_hub_id(section.path)
-
-
-_PATHS = ("path", "processor", "image_encoder")
-"""Fields of a scorer that may name a model of the hub."""
 
 
 def _image_encoder(model: Model) -> str | None:
