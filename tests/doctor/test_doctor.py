@@ -23,12 +23,9 @@ from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
 from retouch.doctor.machine import Gpu, Gpus, find_gpus
 from retouch.doctor.rewards import needed_extras, probe
-from retouch.families.loading import tiny_path
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    DistillationLora,
-    QwenImageModel,
-)
+from retouch.families.base import DistillationLora
+from retouch.families.loading import load_model, tiny_path
+from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.image_encoder import TINY
 from retouch.rewards.knowledge_graph import read_graph
 from retouch.rewards.protocol import RewardItem, score_checked

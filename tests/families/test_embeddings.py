@@ -21,8 +21,7 @@ from retouch.families.embeddings import (
     fingerprint,
 )
 from retouch.families.flux_fill.model import given_embeddings
-from retouch.families.loading import ModelFilesError
-from retouch.families.registry import load_model
+from retouch.families.loading import ModelFilesError, load_model
 from retouch.image_encoder import TINY
 from retouch.types import Example
 from retouch.use.precompute import precompute

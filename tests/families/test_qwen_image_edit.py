@@ -13,14 +13,11 @@ import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
+from XX import shown_size, vision_tokens
 
-from retouch.families.facts import (
-    EditVariant,
-    shown_size,
-    vision_tokens,
-)
-from retouch.families.flux_fill.model import pack
-from retouch.families.loading import ModelFilesError
+from retouch.families.base import TrainFull, TrainLora
+from retouch.families.diffusion import pack
+from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.qwen.base import (
     NEGATIVE,
     unpadded,
@@ -31,18 +28,9 @@ from retouch.families.qwen.text import (
     prefix_length,
     template,
 )
+from retouch.families.qwen.tiny import byte_qwen_tokenizer, tiny_qwen_processor
 from retouch.families.qwen_image_edit.model import QwenImageEdit
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    QwenImageEditModel,
-    TrainFull,
-    TrainLora,
-)
-from retouch.families.tiny import (
-    byte_qwen_tokenizer,
-    tiny_qwen_image_edit,
-    tiny_qwen_processor,
-)
+from retouch.families.qwen_image_edit.spec import EditVariant, QwenImageEditModel
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
@@ -71,7 +59,7 @@ def pipelines() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for variant in VARIANTS:
         torch.manual_seed(3)
-        made[variant] = attentive(tiny_qwen_image_edit(variant))
+        made[variant] = attentive(QwenImageEdit.tiny(variant))
     return made
 
 
@@ -260,7 +248,7 @@ def test_a_long_prompt_is_cut_with_a_warning_and_the_picture_never(
 
 
 def test_encoding_is_without_dropout_and_gradients_and_leaves_training_as_it_was(pipelines: Any) -> None:
-    encoder = tiny_qwen_image_edit().text_encoder
+    encoder = QwenImageEdit.tiny().text_encoder
     encoder.model.language_model.layers[0].mlp.down_proj = torch.nn.Sequential(
         encoder.model.language_model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
     )
@@ -321,10 +309,7 @@ def test_errors_say_what_to_do(models: Any) -> None:
         model.encode([edit_at(0, (36, 64))], 4.0)
     with pytest.raises(ValueError, match="example 1 has no source image; qwen_image_edit changes one"):
         model.encode([Example(1, "Make it red.", size=(32, 64))], 4.0)
-    with pytest.raises(RuntimeError, match=r"set model\.free_text_encoders=false"):
-        model.cache_prompts(["Make it red."])
-    with pytest.raises(RuntimeError, match=r"set model\.free_text_encoders=false"):
-        model.release_text_encoders()
+    assert model.prompts is None  # which encode a prompt without its image
     text, latents = torch.randn(5, 32), model.encode_picture(picture(1, 32, 64))
     with pytest.raises(ValueError, match="qwen_image_edit needs pictures to edit; given 0 a row"):
         model.condition_on([text], (32, 64))

@@ -18,26 +18,22 @@ from retouch.config.needs import step_rule, takes_given_pairs, trains_on_rewards
 from retouch.config.reward_rules import check_entries
 from retouch.config.run import RunConfig
 from retouch.families.facts import (
-    ADAPTERS,
     ENDS_WITHOUT_NOISE,
     ETA,
-    FACTS,
     NOISE_LEVEL,
     RULES_OF,
 )
-from retouch.families.sections import TrainIpAdapter
 
 
 def check(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
-    _model(run)
+    run.model.check(run)
     _rewards(run)
     _logging(run)
     if isinstance(run.algorithm, VlmGrpoConfig):
         check_vlm(run, run.algorithm)
         check_data(run)
         return
-    _adapter(run)
     _groups(run)
     _steps(run)
     _preset(run)
@@ -46,56 +42,6 @@ def check(run: RunConfig) -> None:
     check_data(run)
     _weights(run)
     _sharding(run)
-
-
-def _model(run: RunConfig) -> None:
-    if not run.model.path:
-        raise ValueError("model.path: empty; set a hub id or a folder in the diffusers layout")
-    if FACTS[run.model.family].edits and run.model.free_text_encoders:
-        raise ValueError(
-            f"model.free_text_encoders: given true, but what the text encoder of {run.model.family} reads depends on "
-            "the picture, so that it is needed all along; set offload_text_encoders=true"
-        )
-    if FACTS[run.model.family].edits and run.model.embeddings is not None:
-        raise ValueError(
-            f"model.embeddings: given {run.model.embeddings!r}, but what the text encoder of {run.model.family} reads "
-            "depends on the picture, and embeddings are kept by the prompt; leave it out"
-        )
-
-
-def _adapter(run: RunConfig) -> None:
-    train = run.model.train
-    if not isinstance(train, TrainIpAdapter):
-        return
-    if run.model.family not in ADAPTERS:
-        raise ValueError(
-            f"model.train.kind: given 'ip_adapter', which is for {', '.join(ADAPTERS)}; set kind=lora for "
-            f"{run.model.family}"
-        )
-    if ADAPTERS[run.model.family].head == "linear":
-        for key, value in (("query_former", train.query_former), ("weights", train.weights == "no_last_layer")):
-            if value:
-                raise ValueError(
-                    f"model.train.{key}: given {getattr(train, key)!r}, but the projection of {run.model.family} is "
-                    f"one layer; leave {key} out"
-                )
-        if train.value_norm:
-            raise ValueError(
-                f"model.train.value_norm: given true, but {run.model.family} uses the attention of diffusers, which "
-                "does not normalize values; leave value_norm out"
-            )
-    defaults = TrainIpAdapter()
-    if train.weights != "kv_lora" and (train.rank, train.alpha) != (defaults.rank, defaults.alpha):
-        raise ValueError(
-            f"model.train.rank: rank and alpha are of weights=kv_lora, but weights is {train.weights!r}; leave them "
-            "out, or set weights=kv_lora"
-        )
-    supervised = not isinstance(run.algorithm, RlConfig) or run.algorithm.warmup_steps > 0
-    if train.reference_dropout and not supervised:
-        raise ValueError(
-            f"model.train.reference_dropout: given {train.reference_dropout}, but the run has no supervised steps; "
-            "leave it out, or set algorithm.warmup_steps"
-        )
 
 
 def _logging(run: RunConfig) -> None:
@@ -185,7 +131,7 @@ def _preset(run: RunConfig) -> None:
 def _sampling(run: RunConfig) -> None:
     """Rollout options that the algorithm reads, and stochastic steps that the model has."""
     rollout, algorithm, rule = run.rollout, run.algorithm, step_rule(run)
-    if rollout.solver == "dpm2" and FACTS[run.model.family].prediction != "flow":
+    if rollout.solver == "dpm2" and run.model.spec.prediction != "flow":
         raise ValueError(
             f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; leave "
             "solver out"
@@ -200,7 +146,7 @@ def _sampling(run: RunConfig) -> None:
 
 def _noise(run: RunConfig, rule: str) -> None:
     """The step rule is one of the family's, and so are its options."""
-    rollout, prediction = run.rollout, FACTS[run.model.family].prediction
+    rollout, prediction = run.rollout, run.model.spec.prediction
     if rule not in RULES_OF[prediction]:
         raise ValueError(
             f"rollout.step_rule: given {rule!r}, but {run.model.family} predicts "
@@ -269,7 +215,7 @@ def _published_modes(run: RunConfig, rule: str, algorithm: GrpoConfig) -> None:
             "algorithm.kl_mode: given 'published', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
             "(Flow-GRPO: 0.04), or leave kl_mode out"
         )
-    if algorithm.kl_mode == "published" and FACTS[run.model.family].prediction != "flow":
+    if algorithm.kl_mode == "published" and run.model.spec.prediction != "flow":
         raise ValueError(
             f"algorithm.kl_mode: given 'published', which is Flow-GRPO's; {run.model.family} is no flow model; set "
             "kl_mode=exact"
@@ -319,11 +265,11 @@ def _objective(run: RunConfig) -> None:
     algorithm = run.algorithm
     assert isinstance(algorithm, Objective)
     key = "shifted_times" if isinstance(algorithm, SftConfig) else "warmup_shifted_times"
-    if not getattr(algorithm, key) and FACTS[run.model.family].prediction == "epsilon":
+    if not getattr(algorithm, key) and run.model.spec.prediction == "epsilon":
         raise ValueError(
             f"algorithm.{key}: given false, but {run.model.family} samples without a shift; leave {key} out"
         )
-    if algorithm.caption_dropout and not FACTS[run.model.family].doubles_for_guidance:
+    if algorithm.caption_dropout and not run.model.spec.doubles_for_guidance:
         raise ValueError(
             f"algorithm.caption_dropout: given {algorithm.caption_dropout}, but {run.model.family} has no "
             "classifier-free guidance, which would need a prediction without a caption; leave it out"

@@ -19,13 +19,9 @@ from retouch.algorithms.vlm_grpo.rules import (
     derive_vlm,
 )
 from retouch.config.errors import ConfigError
-from retouch.config.needs import seen_tokens, step_rule, trains_on_rewards
+from retouch.config.needs import step_rule, trains_on_rewards
 from retouch.config.run import RunConfig
-from retouch.families.facts import (
-    ENDS_WITHOUT_NOISE,
-    FACTS,
-)
-from retouch.families.sections import QwenImageEditModel
+from retouch.families.facts import ENDS_WITHOUT_NOISE
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
             trained_steps=0,
             forwards_per_image=forwards_per_image(run, 0),
             state_bytes_per_weight=_state_bytes(run),
-            vision_tokens=_vision_tokens(run),
+            vision_tokens=run.model.vision_tokens(run.data.size),
         )
     assert isinstance(algorithm, RlConfig)
     rollout = run.rollout
@@ -178,7 +174,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         trained_steps=trained_steps(run),
         forwards_per_image=forwards_per_image(run, per_epoch),
         state_bytes_per_weight=_state_bytes(run),
-        vision_tokens=_vision_tokens(run),
+        vision_tokens=run.model.vision_tokens(run.data.size),
     )
 
 
@@ -191,17 +187,13 @@ def _state_bytes(run: RunConfig) -> int:
     return 4 * (2 + len(snapshots(run))) + moment_bytes(run)
 
 
-def _vision_tokens(run: RunConfig) -> int:
-    return seen_tokens(run.model, run.data.size) if isinstance(run.model, QwenImageEditModel) else 0
-
-
 def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
     """Forward-equivalents of one image; see `Derived`.
 
     Args:
         optimizer_steps: of an epoch; of a single one no log-probability is computed again.
     """
-    algorithm, rollout, facts = run.algorithm, run.rollout, FACTS[run.model.family]
+    algorithm, rollout, facts = run.algorithm, run.rollout, run.model.spec
     scale = facts.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     guided = 2 if facts.doubles_for_guidance and scale > 1 else 1
     backward = 3 + (1 if run.training.gradient_checkpointing else 0)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from retouch.config import yaml12
 from retouch.config.errors import ConfigError, explain
 from retouch.config.run import RunConfig
-from retouch.families.facts import DEFAULT_FAMILY
+from retouch.families import DEFAULT_FAMILY
 
 logger = logging.getLogger(__name__)
 

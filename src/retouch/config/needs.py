@@ -14,13 +14,7 @@ from retouch.data.sections import (
     Data,
     PictureSection,
 )
-from retouch.families.facts import (
-    FACTS,
-    RULES_OF,
-    shown_size,
-    vision_tokens,
-)
-from retouch.families.sections import QwenImageEditModel
+from retouch.families.facts import RULES_OF
 
 DATA_SECTIONS = ("data", "warmup_data", "evaluation.data")
 """Keys of the sections that name examples."""
@@ -49,12 +43,12 @@ def step_rule(run: RunConfig) -> str | None:
     """The stochastic rule of the rollouts, defaults filled in; None where they follow the ODE."""
     if not isinstance(run.algorithm, GrpoConfig):
         return None
-    return run.rollout.step_rule or RULES_OF[FACTS[run.model.family].prediction][0]
+    return run.rollout.step_rule or RULES_OF[run.model.spec.prediction][0]
 
 
 def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
     """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
-    needs = FACTS[run.model.family].needs
+    needs = run.model.spec.needs
     if scored and any(entry.scorer == "complex_edit" for entry in run.rewards.values()):
         needs |= {"source"}
     if takes_references(run, scored=scored):
@@ -82,8 +76,3 @@ def data_sections(run: RunConfig) -> dict[str, Data]:
 
 def takes_given_pairs(algorithm: object) -> bool:
     return isinstance(algorithm, DpoConfig) and algorithm.pairs == "offline"
-
-
-def seen_tokens(model: QwenImageEditModel, size: tuple[int, int]) -> int:
-    """Tokens that a source of (height, width) takes in the text encoder."""
-    return vision_tokens(shown_size(size, model.variant, model.vision_pixels))

@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel
 
-from retouch.families.facts import (
-    DEFAULT_FAMILY,
-    ENDS_WITHOUT_NOISE,
-    FACTS,
-    RULES_OF,
-)
+from retouch.families import DEFAULT_FAMILY, FAMILIES
+from retouch.families.facts import ENDS_WITHOUT_NOISE, RULES_OF
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -41,7 +37,7 @@ def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
     rollout, algorithm = _section(run, "rollout"), _section(run, "algorithm")
     family = _section(run, "model").get("family", DEFAULT_FAMILY)
     preset, name = rollout.get("preset"), algorithm.get("name")
-    if preset not in ("reference", "fast") or name not in ALGORITHMS or family not in FACTS:
+    if preset not in ("reference", "fast") or name not in ALGORITHMS or family not in FAMILIES:
         return dict(run)
     keys = preset_keys(preset, family, name, rollout, algorithm)
     return {
@@ -62,12 +58,12 @@ def preset_keys(
     Args:
         rollout, written: these sections of the run file.
     """
-    guided = FACTS[family].doubles_for_guidance
+    guided = FAMILIES[family].spec.doubles_for_guidance
     if algorithm == "nft":
         return _nft(preset, guided=guided)
     if preset == "fast":
         return _fast(rollout, written, guided=guided)
-    rule = rollout.get("step_rule") or RULES_OF[FACTS[family].prediction][0]
+    rule = rollout.get("step_rule") or RULES_OF[FAMILIES[family].spec.prediction][0]
     return _reference(rule, rollout, written, guided=guided)
 
 

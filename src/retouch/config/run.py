@@ -22,8 +22,8 @@ from retouch.config.base import (
 )
 from retouch.config.presets import Preset, fill_in
 from retouch.data.sections import Data
-from retouch.families.facts import DEFAULT_FAMILY
-from retouch.families.sections import Model
+from retouch.families import DEFAULT_FAMILY
+from retouch.families.base import Model
 from retouch.rewards.sections import (
     Reward,
     RewardClientConfig,

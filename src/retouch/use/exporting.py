@@ -14,11 +14,7 @@ from retouch.config.errors import nearest
 from retouch.disk import file_problem, writing
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import complete_checkpoints, read_state
-from retouch.families.loading import (
-    DTYPES,
-    component_path,
-)
-from retouch.families.registry import family_class
+from retouch.families.loading import DTYPES, component_path
 from retouch.use.trained import weights_folder
 
 logger = logging.getLogger(__name__)
@@ -45,8 +41,8 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: {out} is not an empty folder; choose another")
     config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
-    name = family_class(config.family).network_name
-    base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
+    path = component_path(config.path, config.family)
+    base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype])
     try:
         with writing(out):
             written = export(base, folder, to, out)

@@ -14,7 +14,6 @@ from PIL import Image
 
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
-from retouch.families.facts import FACTS
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.sampling import draw
 from retouch.use.trained import Loaded, Trained
@@ -50,12 +49,12 @@ class Studio:
     def __init__(self, trained: Trained) -> None:
         if trained.config.algorithm.name == "vlm_grpo":
             raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
-        family = trained.config.model.family
-        if "source" not in FACTS[family].needs:
+        spec = trained.config.model.spec
+        if "source" not in spec.needs:
             raise ConfigError(
-                f"demo-ui: {family} draws from prompts, not on pictures; try it with `retouch sample --data`"
+                f"demo-ui: {spec.family} draws from prompts, not on pictures; try it with `retouch sample --data`"
             )
-        self.edits = FACTS[family].edits
+        self.edits = spec.edits
         self.trained = trained
         self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
 

@@ -18,7 +18,7 @@ from retouch.config import ConfigError, RunConfig, load_run
 from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
 from retouch.engine.integrity import verify_files
-from retouch.families.registry import load_model
+from retouch.families.loading import load_model
 from retouch.types import DiffusionModel
 
 logger = logging.getLogger(__name__)
