@@ -24,7 +24,6 @@ from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
 from retouch.families.qwen.tiny import byte_qwen_tokenizer
 from retouch.families.qwen_image.model import (
-    LORA_TARGETS,
     NEGATIVE,
     QwenImage,
 )
@@ -208,7 +207,7 @@ def test_errors_say_what_to_do(model: QwenImage) -> None:
         model.encode([drawn_at(0, (32, 64)), drawn_at(1, (32, 32))], 4.0)
     with pytest.raises(ValueError, match="no source image; qwen_image repaints one"):
         model.encode([random_example(0, 32, 64), drawn_at(1, (32, 64))], 4.0)
-    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*takes 16; use Qwen/Qwen-Image"):
+    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 16; use Qwen/Qwen-Image"):
         wrong = tiny_pipeline("qwen_image")
         wrong.transformer.register_to_config(in_channels=20)
         QwenImage.from_pipeline(wrong)
@@ -265,5 +264,6 @@ def test_the_released_network() -> None:
     with torch.device("meta"):
         network = released_networks(FAMILIES["qwen_image"].spec)["transformer"]
     assert sum(p.numel() for p in network.parameters()) == pytest.approx(20.4e9, rel=0.01)
-    adapted = [n for n, _ in network.named_modules() if n.endswith(tuple(f".{t}" for t in LORA_TARGETS))]
+    targets = tuple(f".{target}" for target in QwenImageModel.spec.lora_targets)
+    adapted = [n for n, _ in network.named_modules() if n.endswith(targets)]
     assert len(adapted) == 60 * 12

@@ -13,7 +13,6 @@ import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
-from XX import shown_size, vision_tokens
 
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack
@@ -263,16 +262,17 @@ def test_encoding_is_without_dropout_and_gradients_and_leaves_training_as_it_was
 
 def test_edit_plus_shows_its_encoder_a_small_picture() -> None:
     """196 tokens of a square, whatever its size; edit shows what there is."""
-    assert shown_size((1024, 1024), "edit_plus", None) == (384, 384)
-    assert vision_tokens((384, 384)) == 196
-    assert shown_size((1024, 1024), "edit", None) == (1024, 1024)
+    edit, plus = QwenImageEditModel(), QwenImageEditModel(variant="edit_plus")
+    assert plus.shown_size((1024, 1024)) == (384, 384)
+    assert plus.vision_tokens((1024, 1024)) == 196
+    assert edit.shown_size((1024, 1024)) == (1024, 1024)
     for size in [(1024, 1024), (640, 1536), (1328, 800), (720, 1280)]:
         width, height = pipeline_qwenimage_edit_plus.calculate_dimensions(384 * 384, size[1] / size[0])
-        assert shown_size(size, "edit_plus", None) == (height, width)
+        assert plus.shown_size(size) == (height, width)
     processor = tiny_qwen_processor()
     for size in [(32, 64), (100, 60), (48, 24)]:
         grid = processor.image_processor([picture(0, *size)], return_tensors="pt")["image_grid_thw"]
-        assert vision_tokens(size) == int(grid.prod()) // 4
+        assert edit.vision_tokens(size) == int(grid.prod()) // 4
 
 
 # --- the contract of a family ---
@@ -335,7 +335,7 @@ def test_a_saved_folder_loads_to_the_same_model(
         "path": str(tmp_path),
         "variant": variant,
         "max_sequence_length": LENGTH,
-        "vision_pixels": models[variant].vision_pixels,
+        "vision_pixels": models[variant].config.vision_pixels,
     }
     model, loaded = models[variant], load_model(QwenImageEditModel(**options, dtype="fp32", train=TrainFull()))
     x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.7]), edit_at(1, (32, 64))

@@ -24,7 +24,6 @@ from retouch.families.base import TrainFull, TrainLora
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
 from retouch.families.sd_inpaint.model import (
-    LORA_TARGETS,
     SdInpaint,
 )
 from retouch.families.sd_inpaint.spec import SdInpaintModel
@@ -358,7 +357,10 @@ def test_text_to_image_weights_are_refused(pipeline: Any, tmp_path: Path) -> Non
     config = {**pipeline.unet.config, "in_channels": 4}
     parts = {**pipeline.components, "unet": UNet2DConditionModel.from_config(config)}
     StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path)
-    with pytest.raises(ModelFilesError, match=r"takes 4 channels.*takes 9.*runwayml/stable-diffusion-inpainting"):
+    with pytest.raises(
+        ModelFilesError,
+        match=r"takes 4 channels.*needs 9.*cannot inpaint; use stable-diffusion-v1-5/stable-diffusion-inpainting",
+    ):
         load_model(SdInpaintModel(path=str(tmp_path)))
 
 
@@ -388,7 +390,8 @@ def test_the_released_network() -> None:
     with torch.device("meta"):
         network = released_networks(SdInpaintModel.spec)["unet"]
     assert sum(p.numel() for p in network.parameters()) == pytest.approx(859.5e6, rel=1e-4)
-    adapted = [n for n, _ in network.named_modules() if n.endswith(tuple(f".{t}" for t in LORA_TARGETS))]
+    targets = tuple(f".{target}" for target in SdInpaintModel.spec.lora_targets)
+    adapted = [n for n, _ in network.named_modules() if n.endswith(targets)]
     assert len(adapted) == 16 * 2 * 4  # transformer blocks, self- and cross-attention, projections
 
 

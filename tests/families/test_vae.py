@@ -99,7 +99,7 @@ def test_an_offloaded_autoencoder_is_on_the_device_while_it_is_used() -> None:
     used: Any = MovedAutoencoder(vae, "cuda", config.vae_batch, offload=config.offload_vae)
     assert vae.place == "cpu"
     zero, one = torch.zeros(1, 1), torch.ones(1, 1)
-    assert (used.encode(zero), used.decode(-one), vae.seen, vae.place) == (1, 1, ["cuda", "cuda"], "cpu")
+    assert (used.encode(zero), used.decode(zero), vae.seen, vae.place) == (one, one, ["cuda", "cuda"], "cpu")
     with pytest.raises(ValueError):
         used.decode(one * -5)
     assert vae.place == "cpu"

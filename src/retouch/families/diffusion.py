@@ -119,15 +119,15 @@ class FamilyModel(ABC):
         spec, path = config.spec, component_path(config.path, config.family)
         require_pipeline(path, config.pipeline)
         frozen = DTYPES[config.dtype]
+        network = cls.load_network(config, path, torch.float32 if config.train.kind == "full" else frozen)
         stored = open_cache(config)
         text = None
         if stored is not None:
             text = TextEncoders({}, device, stored=stored)
         elif with_text:
             text = cls.load_text(config, path, frozen, device, embedded=embedded)
-        trained = torch.float32 if config.train.kind == "full" else frozen
         return cls(
-            cls.load_network(config, path, trained),
+            network,
             load_component(getattr(diffusers, spec.networks["vae"]), path, "vae", frozen),
             text,
             load_component(getattr(diffusers, cls.scheduler_class), path, "scheduler", None),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from retouch.config.base import Text
 from retouch.families.base import FamilySpec, patches
@@ -53,6 +53,15 @@ class QwenImageEditModel(QwenSection):
     """Area in pixels of the source in the text encoder, 784 a token; null is the source's own for edit, 147456
     (384 x 384) for edit_plus."""
 
+    @model_validator(mode="after")
+    def _path_is_of_the_variant(self) -> Self:
+        given = {hub_id: variant for variant, hub_id in RELEASED.items()}.get(self.path, self.variant)
+        if given != self.variant and "path" in self.model_fields_set:
+            raise ValueError(
+                f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {RELEASED[self.variant]}"
+            )
+        return self
+
     @property
     def pipeline(self) -> str:
         return "QwenImageEditPlusPipeline" if self.variant == "edit_plus" else self.spec.pipeline
@@ -76,12 +85,6 @@ class QwenImageEditModel(QwenSection):
 
     def check(self, run: RunConfig, key: str = "model") -> None:
         super().check(run, key)
-        for variant, released in RELEASED.items():
-            if self.path == released and variant != self.variant:
-                raise ValueError(
-                    f"{key}.path: given {self.path!r}, but {key}.variant is {self.variant!r}; set {key}.path="
-                    f"{RELEASED[self.variant]}"
-                )
         reads = f"but the text encoder of {self.family} reads the source image with the prompt"
         if self.free_text_encoders:
             raise ValueError(
