@@ -262,7 +262,7 @@ def test_encoding_is_without_dropout_and_gradients_and_leaves_training_as_it_was
 
 def test_edit_plus_shows_its_encoder_a_small_picture() -> None:
     """196 tokens of a square, whatever its size; edit shows what there is."""
-    edit, plus = QwenImageEditModel(), QwenImageEditModel(variant="edit_plus")
+    edit, plus = QwenImageEditModel(), QwenImageEditModel(variant="edit_plus", path="Qwen/Qwen-Image-Edit-2509")
     assert plus.shown_size((1024, 1024)) == (384, 384)
     assert plus.vision_tokens((1024, 1024)) == 196
     assert edit.shown_size((1024, 1024)) == (1024, 1024)

@@ -48,7 +48,7 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: FamilySpec, seed
     Raises:
         ConfigError: an initial adapter that is not whole, or of other sizes than the run file says.
     """
-    assert spec.reference_width is not None, "the family loads the image encoder of model.train"
+    assert spec.adapter is not None and spec.reference_width is not None, "`check` refuses other families"
     given = initial_adapter(train, spec.family)
     wanted = wanted_shape(network, train, spec, spec.reference_width)
     if given is not None:

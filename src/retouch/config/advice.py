@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config.run import RunConfig
 from retouch.rewards.sections import MmmgReward
 
@@ -21,7 +20,7 @@ def _few_steps(run: RunConfig) -> Iterator[str]:
     """Steps and guidance that a frozen diffusion network was not made for. Of vlm_grpo alone: elsewhere the network is
     trained, and learns to do without guidance."""
     model, rollout = run.model, run.rollout
-    if not isinstance(run.algorithm, VlmGrpoConfig):
+    if not run.algorithm.trains_text_encoder:
         return
     scale = model.spec.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     if model.merged_lora is not None and scale > 1:

@@ -40,7 +40,7 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
 
 def needs_no_t5(run: RunConfig) -> bool:
     """Whether every example of the run brings its text embeddings, as far as its lists can be read."""
-    if not run.model.spec.reads_embeddings:
+    if run.model.spec.embedded_encoder is None:
         return False
     try:
         listed = [item for section in data_sections(run).values() for item in list_items(section)]
@@ -91,7 +91,7 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
         )
     except ImportError:  # no torch: the extra's line says so
         return
-    if run.algorithm.name == "vlm_grpo":  # a prompt may come up in a generation as often as it likes
+    if run.algorithm.trains_text_encoder:  # a prompt may come up in a generation as often as it likes
         return
     try:
         needs_targets(run, warmup)

@@ -187,8 +187,6 @@ class TrainIpAdapter(Section):
 
     def check(self, run: RunConfig, key: str = "model.train") -> None:
         """Raise ValueError where the family, or the phases of the run, cannot train it so."""
-        from retouch.config.needs import supervised_steps
-
         spec = run.model.spec
         if spec.adapter is None:
             able = [name for name, section in FAMILIES.available().items() if section.spec.adapter is not None]
@@ -214,10 +212,10 @@ class TrainIpAdapter(Section):
                 f"{key}.rank: rank and alpha are of weights=kv_lora, but weights is {self.weights!r}; leave them out, "
                 "or set weights=kv_lora"
             )
-        if self.reference_dropout and not supervised_steps(run):
+        if self.reference_dropout and not run.algorithm.supervised_steps(run):
             raise ValueError(
                 f"{key}.reference_dropout: given {self.reference_dropout}, but the run has no supervised steps; leave "
-                "it out, or set algorithm.warmup_steps"
+                "it out, or set algorithm.sft_steps"
             )
 
 

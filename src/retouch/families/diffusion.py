@@ -68,7 +68,7 @@ class FamilyModel(ABC):
         image_encoder: ImageEncoder | None = None,
         latents: EmbeddingCache | None = None,
     ) -> None:
-        self.config: Any = config or self.section()
+        self.config: Any = config or self.section.model_validate({})
         self.network: nn.Module = network
         self.dtype: torch.dtype = network.dtype
         self.text = text

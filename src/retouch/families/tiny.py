@@ -30,6 +30,9 @@ TEXT_TOKENS = 24
 
 TEXT_WIDTH = 64
 
+CHANNELS = 8
+"""Of the latents of FLUX."""
+
 SHIFT = 4.0
 """Flow shift of the tiny flow models. A word is decided at high noise; with the shift that FLUX's formula gives for 32
 tokens (1.6) learning takes several times longer."""
@@ -51,7 +54,7 @@ def tiny_pipeline(family: str, seed: int = 0, *args: Any) -> Any:
         return kind.tiny(*args)
 
 
-def autoencoder(latent_channels: int = 8, shift_factor: float | None = 0.0) -> AutoencoderKL:
+def autoencoder(latent_channels: int = CHANNELS, shift_factor: float | None = 0.0) -> AutoencoderKL:
     """An autoencoder that downsamples by 4; 0.24 M parameters.
 
     Convolutions start orthogonal, the second of each block small: at this size it learns three times faster than from

@@ -47,7 +47,7 @@ class Studio:
     """
 
     def __init__(self, trained: Trained) -> None:
-        if trained.config.algorithm.name == "vlm_grpo":
+        if trained.config.algorithm.trains_text_encoder:
             raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
         spec = trained.config.model.spec
         if "source" not in spec.needs:

@@ -60,10 +60,10 @@ class FluxFill(FamilyModel):
     def tiny() -> FluxFillPipeline:
         """2 double and 4 single blocks of width 128 on an autoencoder that downsamples by 4: 32 tokens for 32 x 64
         pixels, 3.2 M parameters in all."""
-        vae, factor = tiny.autoencoder(), 4
+        vae, channels, factor = tiny.autoencoder(), tiny.CHANNELS, 4
         transformer = FluxTransformer2DModel(
-            in_channels=4 * (2 * vae.config.latent_channels + factor**2),
-            out_channels=4 * vae.config.latent_channels,
+            in_channels=4 * (2 * channels + factor**2),
+            out_channels=4 * channels,
             num_layers=2,
             num_single_layers=4,
             attention_head_dim=32,

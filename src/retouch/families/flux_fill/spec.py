@@ -61,7 +61,7 @@ class FluxFillModel(ModelSection):
         ),
     )
 
-    family: Literal["flux_fill"] = "flux_fill"
+    family: Literal["flux_fill"] = "flux_fill"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = spec.hub_ids[0]
     """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
     max_sequence_length: Annotated[int, Field(ge=1, le=512)] = 512

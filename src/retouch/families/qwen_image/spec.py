@@ -31,7 +31,7 @@ class QwenImageModel(QwenSection):
         ),
     )
 
-    family: Literal["qwen_image"] = "qwen_image"
+    family: Literal["qwen_image"] = "qwen_image"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = spec.hub_ids[0]
     """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
     max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 512

@@ -27,7 +27,7 @@ from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
 from retouch.families.qwen.base import NEGATIVE, QwenModel, picture_tensors
 from retouch.families.qwen.text import ChatStates, ImageTextProcessor, chat_encoders
-from retouch.families.qwen_image_edit.spec import EditVariant, QwenImageEditModel
+from retouch.families.qwen_image_edit.spec import RELEASED, EditVariant, QwenImageEditModel
 from retouch.families.text import TextEncoders
 from retouch.types import Condition, Example
 
@@ -64,7 +64,7 @@ class QwenImageEdit(QwenModel):
         if pipeline.text_encoder is not None:
             chat = ChatStates(pipeline.text_encoder, pipeline.tokenizer, pipeline.processor, variant, length)
             text = chat_encoders(chat, _prompt_and_image, capacity=KEPT_TEXTS)
-        config = QwenImageEditModel(variant=variant, vision_pixels=vision_pixels)
+        config = QwenImageEditModel(variant=variant, path=RELEASED[variant], vision_pixels=vision_pixels)
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
 
     @staticmethod

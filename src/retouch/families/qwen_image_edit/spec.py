@@ -37,7 +37,7 @@ class QwenImageEditModel(QwenSection):
         hub_ids=tuple(RELEASED.values()),
     )
 
-    family: Literal["qwen_image_edit"] = "qwen_image_edit"
+    family: Literal["qwen_image_edit"] = "qwen_image_edit"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["edit"]
     """A hub id or a folder in the diffusers layout; for edit_plus Qwen/Qwen-Image-Edit-2509."""
     free_text_encoders: bool = False
@@ -55,11 +55,11 @@ class QwenImageEditModel(QwenSection):
 
     @model_validator(mode="after")
     def _path_is_of_the_variant(self) -> Self:
-        given = {hub_id: variant for variant, hub_id in RELEASED.items()}.get(self.path, self.variant)
-        if given != self.variant and "path" in self.model_fields_set:
-            raise ValueError(
-                f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {RELEASED[self.variant]}"
-            )
+        for variant, released in RELEASED.items():
+            if self.path == released and variant != self.variant:
+                raise ValueError(
+                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {RELEASED[self.variant]}"
+                )
         return self
 
     @property
