@@ -290,7 +290,7 @@ def test_a_run_directory_that_exists(finished: Finished) -> None:
     run = finished("full")
     before = (run / "metrics.jsonl").read_bytes()
     assert refused(retouch("train", run.parent / "run.yaml")) == (
-        f"{run} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
+        f"{run} already holds a run; continue it with resume=auto, set another name=..., or delete it"
     )
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -387,7 +387,7 @@ def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to
     ("module", "command", "extra"),
     [
         ("torch", ["train", "{run}"], "train"),
-        ("diffusers", ["sample", "--config", "{run}", "--out", "x", "--data", "x"], "train"),
+        ("diffusers", ["sample", "--config", "{run}", "--out", "x", "--data", "{data}"], "train"),
         ("fastapi", ["reward", "serve", "preservation", "--port", "0"], "serve"),
         ("uvicorn", ["reward", "serve", "preservation", "--port", "0"], "serve"),
         ("rapidocr", ["reward", "score", "--reward", "ocr", "--image", "{image}", "--prompt", "'A'"], "ocr"),
@@ -397,7 +397,11 @@ def test_a_missing_extra_is_named_with_its_command(
     run_yaml: Callable[..., Path], signs: Path, tmp_path: Path, module: str, command: list[str], extra: str
 ) -> None:
     """In a process of its own, where the module cannot be imported."""
-    values = {"{run}": str(run_yaml()), "{image}": str(signs / "held_out" / "test200_source.png")}
+    values = {
+        "{run}": str(run_yaml()),
+        "{data}": str(signs / "held_out"),
+        "{image}": str(signs / "held_out" / "test200_source.png"),
+    }
     script = f"import sys; sys.modules[{module!r}] = None; from retouch.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", script, *(values.get(word, word) for word in command)],

@@ -25,8 +25,8 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.types import Diverged
-from retouch.use import Trained
 from retouch.use.page import Asked, Studio, page
+from retouch.use.trained import Trained
 from tests.command_line import retouch
 from tests.test_use import drawn, inside, pixels
 

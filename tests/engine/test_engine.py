@@ -15,9 +15,9 @@ from retouch.config.run import (
     OptimizerConfig,
     TrainingConfig,
 )
-from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, saved
 from retouch.engine.engine import OVERFLOWS, PLUGINS
+from retouch.engine.saved import complete_checkpoints
 from retouch.rewards.sections import RewardClientConfig
 
 
@@ -231,7 +231,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(
         if len(calls) == flush:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "flush", full)
+    monkeypatch.setattr(saved, "flush", full)
     with pytest.raises(OSError, match="no space left"):
         store.save(4, engine, policy, {})
     assert store.newest() == first

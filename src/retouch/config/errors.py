@@ -10,11 +10,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from retouch.errors import ConfigError as ConfigError
 from retouch.registry import Chosen
-
-
-class ConfigError(ValueError):
-    """A run file, an override or a combination that cannot work. Exit code 2; the message is all there is to say."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

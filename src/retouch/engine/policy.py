@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from retouch.engine.sharding import piece, piece_of, shape_of, whole_of
-
-
-class OutOfMemory(RuntimeError):
-    """What does not fit on the device, and where halving is no help: the last checkpoint is what to go on from."""
+from retouch.errors import OutOfMemory
 
 
 class Policy:

@@ -15,8 +15,9 @@ from PIL import Image
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.use.items import SampleRequest, items_to_sample
+from retouch.use.loaded import Loaded
 from retouch.use.sampling import draw
-from retouch.use.trained import Loaded, Trained
+from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
 
