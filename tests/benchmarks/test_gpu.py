@@ -198,6 +198,6 @@ def _size(network: Any) -> int:
 
 
 def _small_t5() -> Any:
-    from retouch.families.tiny import tiny_t5
+    from retouch.families.tiny import t5
 
-    return tiny_t5()
+    return t5()

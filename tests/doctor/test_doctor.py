@@ -24,12 +24,9 @@ from retouch.doctor.adapter import distillation_lines
 from retouch.doctor.launch import launch_extras
 from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.rewards import needed_extras
-from retouch.families.loading import tiny_path
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    DistillationLora,
-    QwenImageModel,
-)
+from retouch.families.base import DistillationLora
+from retouch.families.loading import load_model, tiny_path
+from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.image_encoder import TINY
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem

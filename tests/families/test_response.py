@@ -31,11 +31,7 @@ from retouch.families.qwen.text import (
     prefix_length,
     system_text,
 )
-from retouch.families.tiny import (
-    byte_qwen_tokenizer,
-    tiny_qwen_processor,
-    tiny_qwen_vl,
-)
+from retouch.families.qwen.tiny import byte_qwen_tokenizer, tiny_qwen_processor, tiny_qwen_vl
 
 PROMPTS = ["make it blue", "a", "turn the small shape into a lemon, please"]
 ANSWERS = ["blue", "a much, much longer answer", ""]

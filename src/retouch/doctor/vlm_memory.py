@@ -14,7 +14,6 @@ from retouch.config.needs import data_sections
 from retouch.config.run import RunConfig
 from retouch.doctor.launch import Launch
 from retouch.doctor.memory import BYTES, Part
-from retouch.families.facts import FACTS
 
 BUCKET = 500_000_000
 """Weights whose gradients DeepSpeed exchanges at once, in a buffer of that size however few there are (its default)."""
@@ -175,10 +174,7 @@ def vlm_phases(
     from retouch.algorithms.vlm_grpo import footprint
     from retouch.families.loading import DTYPES
     from retouch.families.meta import to_run_without_data
-    from retouch.families.vae import (
-        frame_by_frame,
-        save_memory,
-    )
+    from retouch.families.vae import frame_by_frame, limit_batch
 
     algorithm, derived = _algorithm(run), derive_vlm(run, _algorithm(run), world_size)
     pictures = derived.images_per_generation_per_device
@@ -195,7 +191,7 @@ def vlm_phases(
         to_run_without_data(network, mode, lambda weight: DTYPES[run.model.dtype])
     vae = painter["vae"]
     frame_by_frame(vae)
-    save_memory(vae, run.model.model_copy(update={"offload_vae": False}), vae.device)
+    limit_batch(vae, run.model.vae_batch)
     whole = policy.bytes if launch.stage == 3 else 0
     brought = sum(BYTES[run.model.dtype] * _weights(painter[name]) for name in _away(run))
     states = answers * limit * painter["transformer"].config.joint_attention_dim * policy.frozen_bytes
@@ -214,7 +210,7 @@ def vlm_phases(
                 min(at_once, pictures),
                 max((data.size for data in data_sections(run).values()), key=math.prod),
                 limit,
-                sources=int(FACTS[run.model.family].edits),
+                sources=int(run.model.spec.edits),
                 guided=derived.forwards_per_image > run.rollout.num_steps,
             ),
         }

@@ -37,11 +37,11 @@ from retouch.algorithms.vlm_grpo.drawing import (
     freeze,
 )
 from retouch.data.sampler import derive_seed
+from retouch.families.loading import family_class
 from retouch.families.qwen.text import (
     chat,
     template,
 )
-from retouch.families.registry import family_class
 from retouch.families.tiny import tiny_pipeline
 from retouch.tiny.edits import (
     COLOURS,

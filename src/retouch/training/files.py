@@ -13,13 +13,7 @@ from retouch.data.sections import (
     MmmgData,
     ProtocolData,
 )
-from retouch.families.facts import ADAPTERS
-from retouch.families.sections import (
-    Model,
-    QwenImageEditModel,
-    QwenImageModel,
-    TrainIpAdapter,
-)
+from retouch.families.base import TrainIpAdapter
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path
 
@@ -50,10 +44,11 @@ def require_model(run: RunConfig) -> None:
         ModelFilesError, ConfigError: naming the key.
     """
     require_hub("model.path", component_path(run.model.path, run.model.family))
-    require_hub("model.train.image_encoder", _image_encoder(run.model) or "")
+    encoder = run.model.reference_encoder if run.model.embeddings is None else None  # stored vectors replace it
+    require_hub("model.train.image_encoder", encoder or "")
     if isinstance(run.model.train, TrainIpAdapter):
         _require_path("model.train.initial_adapter", run.model.train.initial_adapter, "an adapter file or a checkpoint")
-    lora = run.model.distillation_lora if isinstance(run.model, QwenImageModel | QwenImageEditModel) else None
+    lora = run.model.merged_lora
     if lora is not None and is_hub_id(lora.path):
         require_hub("model.distillation_lora.path", lora.path)
     elif lora is not None:
@@ -69,10 +64,3 @@ def _is_of_the_hub(section: DataSection) -> bool:
     """Whether `path` is the id of a data set; in formats that are not read from the hub, owner/name is a local path."""
     local = not isinstance(section, ProtocolData) or (isinstance(section, MmmgData) and section.layout == "train")
     return not local and is_hub_id(section.path)
-
-
-def _image_encoder(model: Model) -> str | None:
-    """The encoder of references that a run loads; stored vectors replace it."""
-    if not isinstance(model.train, TrainIpAdapter) or model.embeddings is not None:
-        return None
-    return model.train.image_encoder or ADAPTERS[model.family].image_encoder

@@ -15,7 +15,6 @@ from retouch.config.needs import needed_pictures, takes_references
 from retouch.data.dataset import DataError, Dataset, ItemFiles, check_item, load_dataset
 from retouch.data.sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
 from retouch.data.validate import data_at
-from retouch.families.facts import FACTS
 from retouch.imaging import (
     Box,
     ImageProblem,
@@ -72,7 +71,7 @@ class SampleRequest:
 
 def mask_crop(config: RunConfig, request: SampleRequest) -> MaskCrop | None:
     """How sources are cropped around their masks; None: not at all."""
-    whole = request.fit is not None or FACTS[config.model.family].edits
+    whole = request.fit is not None or config.model.spec.edits
     if request.crop == "none" or (request.crop == "auto" and whole):
         return None
     return MaskCrop(request.context, enlarge=request.crop == "mask")
@@ -115,7 +114,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
 
 def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
     """The image of a request with its mask and prompt."""
-    edits = FACTS[config.model.family].edits
+    edits = config.model.spec.edits
     if request.mask is not None and request.box is not None:
         raise ConfigError("--box: given beside --mask; leave one of them out")
     unmasked = request.mask is None and request.box is None

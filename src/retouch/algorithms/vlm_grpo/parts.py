@@ -32,11 +32,11 @@ from retouch.data.dataset import (
 from retouch.data.overlap import trained_on
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
-from retouch.families.facts import FACTS
 from retouch.families.loading import (
     DTYPES,
     component_path,
     load_component,
+    load_model,
 )
 from retouch.families.qwen.base import QwenModel
 from retouch.families.qwen.text import (
@@ -46,8 +46,6 @@ from retouch.families.qwen.text import (
     prefix_length,
     system_text,
 )
-from retouch.families.registry import family_class
-from retouch.families.vae import save_memory
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
 from retouch.rewards.table import RewardTable
@@ -160,9 +158,8 @@ def load_painter(config: RunConfig, device: Any) -> QwenModel:
     Raises:
         ModelFilesError: a component is missing or of another class.
     """
-    painter: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
+    painter: QwenModel = load_model(config.model, device, with_text=False)  # type: ignore[assignment]
     painter.network.to(device)
-    save_memory(painter.vae, config.model, painter.device)
     freeze(painter)
     return painter
 
@@ -170,7 +167,7 @@ def load_painter(config: RunConfig, device: Any) -> QwenModel:
 def _draws_from_text(config: RunConfig, *given: Dataset | None) -> None:
     """Refuse pictures that nobody would look at."""
     pictured = [item for data in given if data is not None for item in data.items if item.source_path is not None]
-    if pictured and not FACTS[config.model.family].edits:
+    if pictured and not config.model.spec.edits:
         raise ConfigError(
             f"data: example {pictured[0].id} has a picture, but under vlm_grpo {config.model.family} draws from text "
             "alone; name examples without pictures, or set model.family=qwen_image_edit"

@@ -10,7 +10,6 @@ from retouch.config.base import Section
 from retouch.config.errors import ConfigError
 from retouch.config.needs import data_sections
 from retouch.data.sections import PictureSection
-from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
     from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
@@ -85,7 +84,7 @@ def derive_vlm(run: RunConfig, algorithm: VlmGrpoConfig, world_size: int = 1) ->
             f"run would end with some that are still to be trained on; set a multiple of {cycle}, such as "
             f"{max(cycle, steps // cycle * cycle)}"
         )
-    scale = FACTS[run.model.family].guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
+    scale = run.model.spec.guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
     return VlmDerived(
         world_size=world_size,
         global_completions_per_step=per_pass * accumulation,
