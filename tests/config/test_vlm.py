@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from retouch.algorithms.vlm_grpo.rules import VlmDerived
-from retouch.algorithms.vlm_grpo.trl_fields import (
+from retouch.algorithms.vlm_grpo.config import VlmDerived
+from retouch.algorithms.vlm_grpo.trl_options import (
     COUNTS,
     DEFAULTS,
-    DRAWING,
     MAY_BE_NULL,
     MOVED,
     NUMBERS,
     REFUSED,
+    SAMPLING,
     grpo_fields,
     model_fields,
 )
@@ -55,7 +55,7 @@ def test_names_are_those_of_the_installed_classes() -> None:
     assert model_fields() == {field.name for field in fields(ModelConfig)}
     assert len(own) > 150
     arguments: Any = {field.name: field.default for field in fields(GRPOConfig)}
-    for defaults in (DEFAULTS, DRAWING):
+    for defaults in (DEFAULTS, SAMPLING):
         assert {name: arguments[name] for name in defaults} == defaults
     assert MOVED.keys() | REFUSED.keys() | set(COUNTS) <= own | model_fields() | {"logging_dir", "model_name_or_path"}
 
@@ -144,7 +144,7 @@ def test_options_with_a_range_exist_and_their_defaults_are_in_it() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_another_place_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: given 1; a run file says it elsewhere: set "):
+    with pytest.raises(ConfigError, match=f"{name}: given 1, which has another place in a run file; set "):
         parse(**{name: 1})
 
 

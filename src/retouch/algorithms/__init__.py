@@ -13,7 +13,7 @@ ALGORITHMS: Registry[type] = Registry(
         "ppo": "retouch.algorithms.sections:PpoConfig",
         "dpo": "retouch.algorithms.sections:DpoConfig",
         "nft": "retouch.algorithms.sections:NftConfig",
-        "vlm_grpo": "retouch.algorithms.sections:VlmGrpoConfig",
+        "vlm_grpo": "retouch.algorithms.vlm_grpo.config:VlmGrpoConfig",
     },
 )
 """`algorithm.name` -> its section of the run file."""

@@ -9,9 +9,8 @@ from retouch.algorithms.sections import (
     Objective,
     RlConfig,
     SftConfig,
-    VlmGrpoConfig,
 )
-from retouch.algorithms.vlm_grpo.rules import check_vlm
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config import presets
 from retouch.config.data_rules import check_data
 from retouch.config.needs import step_rule, takes_given_pairs, trains_on_rewards
@@ -34,7 +33,7 @@ def check(run: RunConfig) -> None:
     _rewards(run)
     _logging(run)
     if isinstance(run.algorithm, VlmGrpoConfig):
-        check_vlm(run, run.algorithm)
+        run.algorithm.check(run)
         check_data(run)
         return
     _adapter(run)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from retouch.algorithms.sections import (
-    SftConfig,
-    VlmGrpoConfig,
-)
+from retouch.algorithms.sections import SftConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.needs import (
     data_sections,
     needed_pictures,

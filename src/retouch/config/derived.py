@@ -12,12 +12,8 @@ from retouch.algorithms.sections import (
     NftConfig,
     RlConfig,
     SftConfig,
-    VlmGrpoConfig,
 )
-from retouch.algorithms.vlm_grpo.rules import (
-    VlmDerived,
-    derive_vlm,
-)
+from retouch.algorithms.vlm_grpo.config import VlmDerived, VlmGrpoConfig
 from retouch.config.errors import ConfigError
 from retouch.config.needs import seen_tokens, step_rule, trains_on_rewards
 from retouch.config.run import RunConfig
@@ -119,7 +115,7 @@ def numbers(run: RunConfig, world_size: int = 1) -> Derived | VlmDerived:
         ConfigError: a run that could never take an optimizer step on this many processes.
     """
     if isinstance(run.algorithm, VlmGrpoConfig):
-        return derive_vlm(run, run.algorithm, world_size)
+        return run.algorithm.derive(run, world_size)
     return derive(run, world_size)
 
 
@@ -132,7 +128,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     if world_size < 1:
         raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
     optimizer, training, algorithm = run.optimizer, run.training, run.algorithm
-    assert not isinstance(algorithm, VlmGrpoConfig)  # `derive_vlm` does those
+    assert not isinstance(algorithm, VlmGrpoConfig)  # they have their own `derive`
     rows_per_step = optimizer.batch_size_per_device * optimizer.gradient_accumulation * world_size
     if not trains_on_rewards(run):
         return Derived(

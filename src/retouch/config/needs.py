@@ -7,8 +7,8 @@ from retouch.algorithms.sections import (
     GrpoConfig,
     RlConfig,
     SftConfig,
-    VlmGrpoConfig,
 )
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.run import RunConfig
 from retouch.data.sections import (
     Data,

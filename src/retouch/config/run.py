@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from retouch.algorithms.sections import Algorithm
-from retouch.algorithms.vlm_grpo.trl_fields import moved
+from retouch.algorithms.vlm_grpo.trl_options import moved
 from retouch.config.base import (
     Decay,
     Name,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.derived import moment_bytes, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig

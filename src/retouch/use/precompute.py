@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL.Image import Image
 
-from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import (
