@@ -577,7 +577,7 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
     parts_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pictures(*, offloaded: bool) -> list[Tensor]:
-        parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_painter=offloaded)
+        parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_diffusion_model=offloaded)
         examples = [parts.data[i] for i in range(2)]
         said = generate_completions(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, [0, 0])
         return list(CompletionScorer(parts).generate(parts.policy, examples, said, [1, 2]).images)

@@ -57,10 +57,10 @@ BOUNDS = [
     ("rollout.num_steps", "0", "0", POSITIVE),
     ("rollout.guidance_scale", "-1", "-1", NOT_NEGATIVE),
     ("rollout.guidance_scale", ".inf", "inf", FINITE),
-    ("rollout.step_rule", "ddpm", "'ddpm'", "input should be 'flow_sde', 'dance_sde', 'cps' or 'ddim'"),
+    ("rollout.step_rule", "ddpm", "'ddpm'", "did you mean 'ddim'?"),
     ("rollout.noise_level", "0", "0", POSITIVE),
     ("rollout.eta", "0", "0", POSITIVE),
-    ("algorithm.warmup_steps", "-1", "-1", NOT_NEGATIVE),
+    ("algorithm.sft_steps", "-1", "-1", NOT_NEGATIVE),
     ("algorithm.inner_epochs", "0", "0", POSITIVE),
     ("algorithm.clip_range", "0", "0", POSITIVE),
     ("algorithm.advantage_clip", "0", "0", POSITIVE),
@@ -68,7 +68,7 @@ BOUNDS = [
     ("algorithm.scale", "std", "'std'", "input should be 'group', 'batch' or 'none'"),
     ("algorithm.combine", "sum", "'sum'", "input should be 'normalize_then_sum' or 'sum_then_normalize'"),
     ("algorithm.kl_weight", "-1", "-1", NOT_NEGATIVE),
-    ("algorithm.kl_mode", "full", "'full'", "input should be 'exact' or 'published'"),
+    ("algorithm.kl_mode", "full", "'full'", "input should be 'exact' or 'flow_grpo'"),
     ("algorithm.old_log_probs", "kept", "'kept'", "input should be 'recorded' or 'recomputed'"),
     ("algorithm.timestep_fraction", "0", "0", POSITIVE),
     ("algorithm.timestep_fraction", "1.5", "1.5", AT_MOST_1),
@@ -77,7 +77,7 @@ BOUNDS = [
     ("algorithm.seam_weight", "0", "0", POSITIVE),
     ("algorithm.caption_dropout", "1.5", "1.5", AT_MOST_1),
     ("algorithm.resample_rounds", "-1", "-1", NOT_NEGATIVE),
-    ("algorithm.log_prob_mode", "sum", "'sum'", "input should be 'exact' or 'published'"),
+    ("algorithm.log_prob_mode", "sum", "'sum'", "input should be 'exact' or 'cps'"),
     ("rewards.ocr.weight", ".nan", "nan", FINITE),
     ("rewards.ocr.score", "cer", "'cer'", "input should be 'ned' or 'confidence'"),
     ("rewards.ocr.crop_margin", "-0.1", "-0.1", NOT_NEGATIVE),
@@ -93,7 +93,7 @@ BOUNDS = [
     ("optimizer.lr", "0", "0", POSITIVE),
     ("optimizer.lr", ".inf", "inf", FINITE),
     ("optimizer.lr", "1e-4x", "'1e-4x'", "input should be a valid number, unable to parse string as a number"),
-    ("optimizer.warmup_lr", "0", "0", POSITIVE),
+    ("optimizer.sft_lr", "0", "0", POSITIVE),
     ("optimizer.weight_decay", "-1", "-1", NOT_NEGATIVE),
     ("optimizer.eps", "0", "0", POSITIVE),
     ("optimizer.schedule", "step", "'step'", "input should be 'constant', 'linear' or 'cosine'"),
@@ -104,7 +104,7 @@ BOUNDS = [
     ("optimizer.max_grad_norm", "0", "0", POSITIVE),
     ("optimizer.on_out_of_memory", "skip", "'skip'", "input should be 'halve' or 'stop'"),
     ("rollout.solver", "heun", "'heun'", "input should be 'first_order' or 'dpm2'"),
-    ("optimizer.moments", "fp8", "'fp8'", "input should be 'fp32' or 'int8'"),
+    ("optimizer.state", "fp8", "'fp8'", "input should be 'fp32' or '8bit'"),
     ("ema.decay", "1", "1", "input should be less than 1"),
     ("ema.decay", "0", "0", POSITIVE),
     ("ema.update_interval", "0", "0", POSITIVE),
@@ -303,20 +303,23 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
         (
             ("rollout.group_size=1",),
             (
-                "rollout.group_size: given 1, but algorithm.baseline=group compares the images of one example with "
+                "rollout.group_size: given 1, but algorithm.baseline=group compares samples of one example with "
                 "each other; set group_size to 2 or more (4-16 is usual), or algorithm.baseline=batch"
             ),
         ),
         (
             ("rollout.group_size=1", "algorithm={name: ppo, scale: group}"),
             (
-                "rollout.group_size: given 1, but algorithm.scale=group compares the images of one example with each "
+                "rollout.group_size: given 1, but algorithm.scale=group compares samples of one example with each "
                 "other; set group_size to 2 or more (4-16 is usual), or algorithm.scale=batch"
             ),
         ),
         (
-            ("algorithm.warmup_steps=11", "training.max_steps=10"),
-            "algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too",
+            ("algorithm.sft_steps=11", "training.max_steps=10"),
+            (
+                "algorithm.sft_steps: given 11, more than training.max_steps 10, which counts them too; set a larger "
+                "training.max_steps"
+            ),
         ),
         (
             ("algorithm.timestep_fraction=0.5", "rollout.window={size: 2}"),
@@ -354,17 +357,17 @@ def test_every_bounded_option_has_a_bad_example_here() -> None:
             ),
         ),
         (
-            ("training.sharding=fsdp2", "optimizer.moments=int8"),
+            ("training.sharding=fsdp2", "optimizer.state=8bit"),
             (
-                "optimizer.moments: given 'int8' beside training.sharding=fsdp2, which shards them already, in fp32; "
-                "set moments=fp32"
+                "optimizer.state: given '8bit' beside training.sharding=fsdp2, which shards them already, in fp32; "
+                "set state=fp32"
             ),
         ),
         (
             ("algorithm={name: dpo}", "rollout.preset=fast"),
             (
-                "rollout.preset: given 'fast', but presets are of grpo, ppo, nft, and algorithm.name is dpo; leave "
-                "preset out, and set rollout.num_steps and guidance_scale"
+                "rollout.preset: given 'fast', but dpo has no presets; leave preset out, and "
+                "set rollout.num_steps and guidance_scale"
             ),
         ),
         (
@@ -519,7 +522,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ("rollout.group_size=1", "algorithm={name: sft}", "rewards={}"),
         ("rollout.group_size=2",),
         ("rewards={ocr: {weight: 0}, preservation: {weight: 0.5}}",),
-        ("algorithm.warmup_steps=10", "training.max_steps=10"),
+        ("algorithm.sft_steps=10", "training.max_steps=10"),
         ("evaluation.weights=ema", "ema={}"),
         ("logging.sinks=[trackio]", "logging.group=first", "logging.project=signs"),
         ("rollout={num_steps: 4, window: {size: 2, range: [0, 0.5]}}",),
@@ -539,7 +542,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ),
         (
             "warmup_data={format: self_bench, path: x, resolution: 64, reference: half_box}",
-            "algorithm.warmup_steps=1",
+            "algorithm.sft_steps=1",
             "model.train={kind: ip_adapter}",
         ),
         ("model={family: qwen_image}", "data={format: prompts, path: x.txt, resolution: 64}"),

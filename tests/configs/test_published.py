@@ -16,10 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from retouch.adapters.trainee import make_trainable
-from retouch.algorithms.sections import (
-    NftConfig,
-    RlConfig,
-)
+from retouch.algorithms.base import RlConfig
+from retouch.algorithms.nft.config import NftConfig
 from retouch.config import ConfigError, derive, load_run
 from retouch.config.derived import snapshots
 from retouch.engine.checkpoint import complete_checkpoints

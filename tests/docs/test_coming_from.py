@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from retouch.adapters.formats import NAME
-from retouch.algorithms.sections import NftConfig
+from retouch.algorithms.nft.config import NftConfig
 from retouch.cli import EXTRAS
 from retouch.config import RunConfig, derive, load_run
 from retouch.doctor.machine import EXTRAS as LOOKED_AT

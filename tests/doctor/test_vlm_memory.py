@@ -293,7 +293,7 @@ def test_the_released_sizes_by_hand(launch: Launch, adapter: bool, held: int, wa
     trained = LORA if adapter else VLM - SEES
     policy = policy_of(trained, each, VLM if adapter else SEES, 2 if adapter or launch.stage else 4)
     run = released("qwen_image", **({} if adapter else {"algorithm.trl": "{use_peft: false}"}))
-    for away in ({}, {"offload_painter": True}):
+    for away in ({}, {"offload_diffusion_model": True}):
         given = run.model_copy(update={"algorithm": run.algorithm.model_copy(update=away)})
         parts = vlm_parts(given, policy, {"transformer": DIT, "vae": VAE}, launch, 8)
         draws = 2 * (DIT + VAE)
@@ -321,7 +321,7 @@ def test_phases_bring_what_waits_and_gather_what_is_sharded(tmp_path: Path) -> N
         ("none", None, {}),
         ("zero3", Launch(3), {}),
         ("zero2", Launch(2), {}),
-        ("offloaded", None, {"algorithm__offload_painter": True}),
+        ("offloaded", None, {"algorithm__offload_diffusion_model": True}),
     ):
         reports[name] = report_memory(run_of(tmp_path, FULL, **sections), 2, launch)
     phases = {name: {p["what"]: p["bytes"] for p in report["phases"]} for name, report in reports.items()}

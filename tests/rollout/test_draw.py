@@ -172,7 +172,7 @@ def test_what_draws_does_not_learn(models: dict[str, QwenModel]) -> None:
             generate_images(model, [drawing], 1)
         freeze(model)
         model.network.train()
-        with pytest.raises(RuntimeError, match="training mode, where it drops out; call freeze"):
+        with pytest.raises(RuntimeError, match="training mode, with dropout; call freeze"):
             generate_images(model, [drawing], 1)
     finally:
         freeze(model)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.run import RunConfig
 from retouch.rewards.sections import MmmgReward
 
 
 def warnings_of(run: RunConfig) -> list[str]:
     """One line each: the key, what was given, what follows, what to set."""
-    own = run.algorithm.warnings(run) if isinstance(run.algorithm, VlmGrpoConfig) else ()
-    return [*own, *_named_mmmg(run)]
+    return [*run.algorithm.warnings(run), *_named_mmmg(run)]
 
 
 def _named_mmmg(run: RunConfig) -> Iterator[str]:

@@ -374,7 +374,7 @@ def _algorithm(run: RunConfig) -> VlmGrpoConfig:
 
 def _waiting(run: RunConfig) -> Sequence[str]:
     """Components that are kept on the CPU while they are not used."""
-    if _algorithm(run).offload_painter:
+    if _algorithm(run).offload_diffusion_model:
         return ("transformer", "vae")
     return ("vae",) if run.model.offload_vae else ()
 

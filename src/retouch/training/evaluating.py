@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from retouch.config import RunConfig
-from retouch.config.needs import supervised_steps
 from retouch.data.sampler import own_share
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.guards import Alarm, evaluation_alarms
@@ -78,7 +77,7 @@ def keep_evaluation(
     Args:
         seconds: time that it took, by part.
     """
-    c, first = run.config.evaluation, supervised_steps(run.config) if after_warmup else None
+    c, first = run.config.evaluation, run.config.algorithm.supervised_steps(run.config) if after_warmup else None
     kept = c.grid_examples * c.images_per_example
     alarms = record_evaluation(run, step, moment, result, seconds, images=kept, compared_from=first)
     if c.grid_examples:
@@ -132,7 +131,10 @@ def record_evaluation(
 
 def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[str, Evaluation]:
     """Earlier evaluations that stand beside the one of a step in its grid: before the run, and after its warm-up."""
-    milestones = {"before": 0, "after warm-up": supervised_steps(run.config) if after_warmup else 0}
+    milestones = {
+        "before": 0,
+        "after warm-up": run.config.algorithm.supervised_steps(run.config) if after_warmup else 0,
+    }
     earlier = {name: folder / f"step-{at:06d}" for name, at in milestones.items() if at < step}
     columns = {name: load_evaluation(path) for name, path in earlier.items() if path.is_dir()}
     if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field, PositiveInt, field_validator
 
-from retouch.algorithms.sections import AlgorithmSection
+from retouch.algorithms.base import AlgorithmSection
 from retouch.algorithms.vlm_grpo import trl_options
+from retouch.config.base import Section
 from retouch.config.errors import ConfigError
 from retouch.data.sections import PictureSection
 from retouch.families.facts import FACTS
@@ -59,7 +60,9 @@ class VlmGrpoConfig(AlgorithmSection):
     """GRPO of the text encoder (TRL): the vision-language model writes how to edit or what to generate, its completion
     conditions the frozen diffusion transformer, and the image is scored."""
 
-    recipe: ClassVar[str] = "retouch.algorithms.vlm_grpo.recipe:train"
+    trainer: ClassVar[str] = "retouch.algorithms.vlm_grpo.recipe:train"
+    trains_text_encoder: ClassVar[bool] = True
+    ALIASES: ClassVar[Mapping[str, str]] = {"offload_painter": "offload_diffusion_model"}
 
     name: Literal["vlm_grpo"] = "vlm_grpo"
     trl: dict[str, Any] = Field(default={})
@@ -75,7 +78,7 @@ class VlmGrpoConfig(AlgorithmSection):
     """Images of each completion, each from its own noise; their rewards are averaged."""
     train_vision_tower: bool = False
     """Train the vision tower in addition to the language model."""
-    offload_painter: bool = False
+    offload_diffusion_model: bool = False
     """Keep the diffusion model and its autoencoder in CPU memory while the text encoder generates and trains; they are
     moved to the GPU and back for each batch of images."""
     on_overflow: Literal["error", "truncate"] = "error"
@@ -88,6 +91,19 @@ class VlmGrpoConfig(AlgorithmSection):
         given = {name: option for name, option in value.items() if option is not None}
         trl_options.check_names(given)
         return given
+
+    @classmethod
+    def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of TRL that have a key of their own in the run file (`algorithm.trl.max_steps`) are moved there."""
+        algorithm: Any = run["algorithm"]
+        given = cast("Any", algorithm).get("trl") if isinstance(algorithm, dict) else None
+        if not isinstance(given, dict):
+            return dict(run)
+        rest, moved = trl_options.moved(cast("dict[str, Any]", given), run)
+        return {**moved, "algorithm": {**algorithm, "trl": rest}}
+
+    def trained_kind(self, run: RunConfig) -> str:
+        return "lora" if self.uses_adapter else "full"
 
     @property
     def uses_adapter(self) -> bool:
@@ -185,10 +201,10 @@ class VlmGrpoConfig(AlgorithmSection):
                 "algorithm.negative_encoder: given 'base', but without an adapter training overwrites the base; set "
                 "policy, or algorithm.trl.use_peft=true"
             )
-        if self.offload_painter and run.model.offload_vae:
+        if self.offload_diffusion_model and run.model.offload_vae:
             raise ValueError(
-                "model.offload_vae: given true beside algorithm.offload_painter, which moves the autoencoder as well; "
-                "leave it out"
+                "model.offload_vae: given true beside algorithm.offload_diffusion_model, which moves the autoencoder "
+                "as well; leave it out"
             )
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
@@ -234,12 +250,13 @@ class VlmGrpoConfig(AlgorithmSection):
                     "out, and launch with configs/accelerate/zero2.yaml or zero3.yaml"
                 )
         for section in ("optimizer", "rollout"):
-            given, default = getattr(run, section), type(getattr(run, section))()
-            for name in type(given).model_fields:
+            own: Section = getattr(run, section)
+            default = type(own)()
+            for name in type(own).model_fields:
                 read = section == "rollout" and name in ROLLOUT_KEYS
-                if not read and getattr(given, name) != getattr(default, name):
+                if not read and getattr(own, name) != getattr(default, name):
                     raise ValueError(
-                        f"{section}.{name}: given {getattr(given, name)!r}, but only training of a diffusion model "
+                        f"{section}.{name}: given {getattr(own, name)!r}, but only training of a diffusion model "
                         "reads it; vlm_grpo takes TRL's options under algorithm.trl (learning_rate, num_generations, "
                         "...)"
                     )

@@ -170,7 +170,7 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
         processor=processor,
         task=task,
         drop=prefix_length(tokenizer_of(processor), task),
-        diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_painter else device),
+        diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_diffusion_model else device),
         data=data,
         eval_data=held_out or data,
         eval_is_held_out=held_out is not None and not overlaps,

@@ -138,7 +138,7 @@ class CompletionScorer:
                 ImageRequest(text, seed, size_of(example), negative, (example.source,) if example.source else ())
                 for example, text, seed, negative in zip(examples, states, noise_seeds, negatives, strict=True)
             ]
-            rollout, offloaded = run.config.rollout, run.algorithm.offload_painter
+            rollout, offloaded = run.config.rollout, run.algorithm.offload_diffusion_model
             with placed_on(run.diffusion_model, policy.device) if offloaded else nullcontext():
                 generated = generate_images(
                     run.diffusion_model,

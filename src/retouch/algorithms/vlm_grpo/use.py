@@ -46,7 +46,7 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
         processor=processor,
         task=task,
         drop=prefix_length(tokenizer_of(processor), task),
-        diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_painter else device),
+        diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_diffusion_model else device),
         data=data,
         eval_data=data,
         eval_is_held_out=False,
