@@ -170,6 +170,6 @@ def test_state_of_deepspeed_is_read_by_the_same_engine_alone(
     for (other, ranks), what in now.items():
         if (other, ranks) != (stage, processes):
             with pytest.raises(
-                CheckpointError, match=f"was written under {before}.*, this is .*{what}.*launch as before"
+                CheckpointError, match=f"was written under {before}.*, but this is .*{what}.*launch as before"
             ):
                 require_same_engine(folder, other, ranks)
