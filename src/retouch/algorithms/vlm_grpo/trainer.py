@@ -19,13 +19,7 @@ from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, load_weigh
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.responses import template_options
 from retouch.algorithms.vlm_grpo.run import VlmRun
-from retouch.algorithms.vlm_grpo.scoring import (
-    CompletionScorer,
-    ScoredCompletions,
-    evaluation_of,
-    joined,
-    scored_grid,
-)
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, ScoredCompletion, evaluation_of, scored_grid
 from retouch.algorithms.vlm_grpo.trl_options import grpo_fields, model_fields
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import own_share
@@ -210,12 +204,12 @@ class RunTrainer(GRPOTrainer):
         examples = run.eval_data[: c.num_examples]
         own, padding = own_share(examples, self.accelerator.process_index, self.accelerator.num_processes)
         failed: RewardOutage | None = None
-        rounds: list[ScoredCompletions] = []
+        rounds: list[list[ScoredCompletion]] = []
         with run.clock.part("eval"), self.whole_policy() as policy:
             try:
                 for k in range(c.images_per_example):
                     scored = self.scorer.complete(policy, own + examples[:1] * padding, 0, "eval", k, score=True)
-                    rounds.append(scored.first(len(own)))
+                    rounds.append(scored[: len(own)])
             except RewardOutage as error:
                 failed = error
         raise_together(failed, self.any_rank)
@@ -223,7 +217,7 @@ class RunTrainer(GRPOTrainer):
         seconds = self.spent()
         if not self.accelerator.is_main_process:
             return
-        rounds = [joined([of_rank[k] for of_rank in gathered]) for k in range(c.images_per_example)]
+        rounds = [[one for of_rank in gathered for one in of_rank[k]] for k in range(c.images_per_example)]
         evaluation = evaluation_of(rounds)
         alarms = record_evaluation(run, step, moment, evaluation, seconds, images=c.grid_examples, compared_from=0)
         for alarm in alarms:
@@ -231,7 +225,7 @@ class RunTrainer(GRPOTrainer):
             if alarm.of_gold and c.on_gold_fall == "stop":
                 self.stops.alarm = alarm.text
         if c.grid_examples:
-            run.dir.save_image(step, "evaluation", scored_grid(rounds[0], c.grid_examples))
+            run.dir.save_image(step, "evaluation", scored_grid(rounds[0][: c.grid_examples]))
 
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""

@@ -96,11 +96,11 @@ def sample_trained(
     for position in range(len(data)):
         example = data[position]
         for k in range(count):
-            generated = scorer.complete(run.policy, [example], seed, "sample", k, score=False)
+            [generated] = scorer.complete(run.policy, [example], seed, "sample", k, score=False)
             require_drawn(generated.broken, example.id)
             path = path_of(example.id)
-            Image.fromarray(generated.images[0][0].numpy()).save(path)
-            path.with_suffix(".txt").write_text(generated.texts[0] + "\n", encoding="utf-8")
+            Image.fromarray(generated.images[0].numpy()).save(path)
+            path.with_suffix(".txt").write_text(generated.text + "\n", encoding="utf-8")
             written.append(path)
     return written
 
