@@ -161,6 +161,28 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
             "the data with `retouch data split`, or set evaluation.allow_overlap=true"
         )
     choose_kernels(torch.device(device), config.training)
+    clock, is_held_out = stopwatch(torch.device(device).type), held_out is not None and not overlaps
+    return open_run(config, device, derived, data, held_out or data, rewards, run_dir, clock, is_held_out)
+
+
+def open_run(
+    config: RunConfig,
+    device: Any,
+    derived: VlmDerived,
+    data: Dataset,
+    eval_data: Dataset,
+    rewards: RewardTable,
+    run_dir: RunDir,
+    clock: Stopwatch,
+    eval_is_held_out: bool = False,
+) -> VlmRun:
+    """Load the networks of a run.
+
+    Raises:
+        ModelFilesError: a component is missing or of another class.
+    """
+    algorithm = config.algorithm
+    assert isinstance(algorithm, VlmGrpoConfig)
     policy, processor, task = load_policy(config)
     return VlmRun(
         config=config,
@@ -172,11 +194,11 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
         drop=prefix_length(tokenizer_of(processor), task),
         diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_diffusion_model else device),
         data=data,
-        eval_data=held_out or data,
-        eval_is_held_out=held_out is not None and not overlaps,
+        eval_data=eval_data,
+        eval_is_held_out=eval_is_held_out,
         rewards=rewards,
         dir=run_dir,
-        clock=stopwatch(torch.device(device).type),
+        clock=clock,
     )
 
 

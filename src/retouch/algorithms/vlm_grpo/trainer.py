@@ -100,6 +100,16 @@ def adapter_config(algorithm: VlmGrpoConfig) -> Any:
     return config
 
 
+def _timed(method: str, part: str) -> Any:
+    """A method of TRL's trainer whose time counts as a part of the run's clock."""
+
+    def timed(self: RunTrainer, *args: Any, **options: Any) -> Any:
+        with self.run.clock.part(part):
+            return getattr(GRPOTrainer, method)(self, *args, **options)
+
+    return timed
+
+
 class RunTrainer(GRPOTrainer):
     """The parts of a run beside the algorithm: evaluation, checkpoints, stops, timings.
 
@@ -145,31 +155,13 @@ class RunTrainer(GRPOTrainer):
 
     # --- timings: the text encoder's inference is "text", image generation "rollout" and "vae" ---
 
-    def training_step(self, *args: Any, **options: Any) -> Any:
-        """Time outside of the other parts is the backward, with the optimizer's step where DeepSpeed takes it there."""
-        with self.run.clock.part("train_backward"):
-            return super().training_step(*args, **options)
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with self.run.clock.part("other"):
-            return super()._prepare_inputs(generation_batch)
-
-    def _generate(self, prompts: Any) -> Any:
-        with self.run.clock.part("text"):
-            return super()._generate(prompts)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
-        """Of the policy in the loss, and before it of the reference and of the policy that generated."""
-        with self.run.clock.part("train_forward"):
-            return super()._get_per_token_logps_and_entropies(*args, **options)
-
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
-        with self.run.clock.part("train_forward"):
-            return super().compute_loss(*args, **options)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        with self.run.clock.part("optimizer"):
-            return super()._clip_grad_norm(model)
+    training_step = _timed("training_step", "train_backward")
+    """Its other parts aside this is the backward, with the optimizer's step where DeepSpeed takes it there."""
+    _prepare_inputs = _timed("_prepare_inputs", "other")
+    _generate = _timed("_generate", "text")
+    _get_per_token_logps_and_entropies = _timed("_get_per_token_logps_and_entropies", "train_forward")
+    compute_loss = _timed("compute_loss", "train_forward")
+    _clip_grad_norm = _timed("_clip_grad_norm", "optimizer")
 
     def trained_parameters(self) -> int:
         """Number of trained parameters, including those that ZeRO-3 keeps on other processes."""
