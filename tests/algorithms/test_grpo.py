@@ -21,7 +21,7 @@ from retouch.algorithms.train import recipe
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import derive_seed
 from retouch.engine import Engine
-from retouch.engine.checkpoint import is_pinned
+from retouch.engine.saved import is_pinned
 from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem

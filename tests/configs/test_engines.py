@@ -13,7 +13,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.command_line import retouch

@@ -22,7 +22,7 @@ from retouch.algorithms.nft.config import NftConfig
 from retouch.config import ConfigError, derive, load_run
 from retouch.config.derived import snapshots
 from retouch.config.load import read_yaml
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
 from retouch.families.loading import load_model
 from retouch.families.meta import released_networks

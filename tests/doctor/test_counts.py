@@ -28,7 +28,7 @@ from retouch.doctor.memory import (
 )
 from retouch.doctor.model import PIPELINES, PROCESSORS, Found, find_model
 from retouch.doctor.networks import build_networks
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
 from retouch.families.base import Model
 from retouch.families.loading import (

@@ -144,7 +144,7 @@ def login_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def _beginning(run: RunConfig, directory: RunDir) -> str:
-    from retouch.engine.checkpoint import complete_checkpoints
+    from retouch.engine.saved import complete_checkpoints
 
     if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
         return "holds no checkpoint; the run begins anew" if directory.holds_run() else "new"

@@ -21,7 +21,7 @@ from retouch.data.dataset import (
 )
 from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.families.embeddings import require_prompts
 from retouch.families.loading import load_model
 from retouch.observe import RunDir, Stopwatch
