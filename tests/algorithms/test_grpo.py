@@ -319,6 +319,7 @@ def test_the_reward_moves_the_policy_its_way(config: Config, scripted: Use, name
     assert gap_between_light_and_dark(make, scripted) > 0.02
 
 
+@pytest.mark.full
 def test_rewards_dealt_at_random_within_groups_do_not_help(
     config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:

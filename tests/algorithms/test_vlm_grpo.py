@@ -38,6 +38,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.rollout.scorer import Tally
 from retouch.types import Failure, Score, Scores
 from tests.command_line import retouch
+from tests.selection import default
 
 from . import vlm_runs
 from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_file, weights
@@ -184,7 +185,7 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     assert all(torch.equal(plain[name], tensor) for name, tensor in policy.items())
 
 
-@pytest.mark.parametrize("loss_type", ["dr_grpo", None, "grpo"])
+@pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], "dr_grpo".__ne__))
 def test_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """30 % of the rewards fail, with KL and entropy in the loss: what the failed rows said does not matter, and the
     others are compared with each other alone."""
@@ -237,7 +238,7 @@ def test_one_failed_reward_of_two_is_none() -> None:
     assert rewards(Scores({"a": [Score(1.0), Score(0.5), Score(1.0), failure]}, {"a": 2}), 2) == [1.5, None]
 
 
-@pytest.mark.parametrize("loss_type", ["dr_grpo", None, "grpo"])
+@pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], "dr_grpo".__eq__))
 def test_what_the_other_reward_says_of_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """Two rewards, of which one fails on three rows of eight: gradients to the bit, whatever the other one says."""
 

@@ -112,7 +112,12 @@ def test_training_goes_on_from_the_released_adapter(
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow)]
+    "algorithm",
+    [
+        pytest.param("sft", marks=pytest.mark.full),
+        pytest.param("grpo", marks=pytest.mark.slow),
+        pytest.param("dpo", marks=pytest.mark.slow),
+    ],
 )
 def test_all_weights_with_averages_on_four_processes(
     algorithm: str, signs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
