@@ -6,11 +6,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 SOURCES := src tests examples benchmarks tools
-# the networks of the tests are tiny: one thread per test process is fastest
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The networks of the tests are tiny: one thread for each test process. Compiled modules are kept: tests start programs.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS := -n auto --dist worksteal
+EVERYTHING := -m "not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-deepspeed test-gpu lint docs mutants clean
+.PHONY: help demo test test-all test-slow test-deepspeed test-gpu lint style types docs mutants clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -18,8 +20,15 @@ help: ## List the targets
 demo: .venv/.runtime ## Train a tiny inpainting model to write words, on a CPU
 	$(BIN)/python examples/demo.py
 
-test: lint ## Run make lint, then every fast test
-	$(TEST) -n auto
+test: .venv/.installed style ## Run make lint and every fast test
+	@$(call beside_types,$(TEST) $(WORKERS))
+
+test-all: .venv/.installed style ## Run every test that needs no GPU (hours), before a release
+	@$(call beside_types,$(TEST) $(WORKERS) $(EVERYTHING))
+
+# A command while the types are checked; fails if either does.
+beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types=$$!; \
+	$(1); tests=$$?; wait $$types; types=$$?; cat .venv/types.log; exit $$((tests + types))
 
 test-slow: .venv/.installed ## Run the tests that take minutes
 	$(TEST) -m slow
@@ -30,12 +39,16 @@ test-deepspeed: .venv/.deepspeed ## Install DeepSpeed and run its tests
 test-gpu: .venv/.installed ## Run the tests that need a GPU
 	$(TEST) -m gpu tests/cuda
 
-lint: .venv/.installed ## Check format, style, types, import contracts and language
+lint: style types ## Check format, style, types, import contracts and language
+
+style: .venv/.installed
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/ruff check $(wildcard $(SOURCES))
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python tools/language.py --scope docs
+
+types: .venv/.installed
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: .venv/.installed ## Build the documentation as a site in site/
 	$(PIP) -e ".[docs]"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import data_sections, trains_on_rewards
+from retouch.config.needs import data_sections
 from retouch.data.dataset import DataError, ItemFiles, list_items
 from retouch.data.formats.manifest import manifest_file
 from retouch.data.sections import (
@@ -40,7 +40,7 @@ def scored_sections(run: RunConfig) -> dict[str, Data]:
     """Data sections whose samples are scored, by key."""
     sections = data_sections(run)
     scored = {name: sections[name] for name in ("data", "evaluation.data") if name in sections}
-    if "evaluation.data" in scored and not trains_on_rewards(run):
+    if "evaluation.data" in scored and not run.algorithm.trains_on_rewards:
         del scored["data"]
     return scored
 

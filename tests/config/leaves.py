@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -40,17 +40,19 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
             yield from leaves(section, f"{key}.")
 
 
-def attribute_reads(source: str) -> set[tuple[str, str]]:
-    """(last name before the dot, attribute) of every attribute that is read: `self.config.training.max_steps` gives
-    ("training", "max_steps") among others. Writes, strings, keywords and docstrings do not count."""
-    found: set[tuple[str, str]] = set()
-    for node in ast.walk(ast.parse(source)):
+def attribute_reads(source: str, is_a_rule: Callable[[str], bool] = lambda function: False) -> set[str]:
+    """Names of the attributes that are read. Writes, strings, keywords and docstrings do not count.
+
+    Args:
+        is_a_rule: of a function's name, whether what it reads does not count.
+    """
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef) and is_a_rule(node.name):
+            continue
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found.add((_last_name(node.value), node.attr))
+            found.add(node.attr)
+        nodes += ast.iter_child_nodes(node)
     return found
-
-
-def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""

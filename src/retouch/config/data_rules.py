@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from retouch.algorithms.sections import (
-    SftConfig,
-    VlmGrpoConfig,
-)
 from retouch.config.needs import (
     data_sections,
     needed_pictures,
     reference_strip,
     seen_tokens,
     takes_references,
-    trains_on_rewards,
 )
 from retouch.config.run import RunConfig
 from retouch.data.sections import (
@@ -35,7 +30,7 @@ from retouch.families.sections import QwenImageEditModel
 
 def check_data(run: RunConfig) -> None:
     """Raise ValueError with *what you gave, what is allowed, what to set*."""
-    if not isinstance(run.algorithm, VlmGrpoConfig):
+    if not run.algorithm.trains_text_encoder:
         _references(run)
     _sizes(run)
     _held_out(run)
@@ -84,7 +79,7 @@ def _references(run: RunConfig) -> None:
 def _supervises_alone(run: RunConfig, section: str) -> bool:
     """Whether supervised steps, and nothing that is scored, see the examples of a section."""
     if section == "data":
-        return isinstance(run.algorithm, SftConfig) and run.evaluation.data is not None
+        return run.algorithm.name == "sft" and run.evaluation.data is not None
     return section == "warmup_data"
 
 
@@ -150,7 +145,7 @@ def _overlap(one: Data, other: Data) -> bool:
 def _curriculum(run: RunConfig) -> None:
     """Stages are those of rollouts; nothing else reads them."""
     sections = {"warmup_data": run.warmup_data, "evaluation.data": run.evaluation.data}
-    unread = sections if trains_on_rewards(run) else {"data": run.data, **sections}
+    unread = sections if run.algorithm.trains_on_rewards else {"data": run.data, **sections}
     for name, data in unread.items():
         if isinstance(data, ProtocolData) and data.curriculum != 1:
             raise ValueError(

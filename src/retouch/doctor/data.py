@@ -92,7 +92,7 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
         )
     except ImportError:  # no torch: the extra's line says so
         return
-    if run.algorithm.name == "vlm_grpo":  # a prompt may come up in a generation as often as it likes
+    if run.algorithm.trains_text_encoder:  # a prompt may come up in a generation as often as it likes
         return
     try:
         needs_targets(run, warmup)

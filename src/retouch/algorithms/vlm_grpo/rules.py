@@ -13,7 +13,7 @@ from retouch.data.sections import PictureSection
 from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
-    from retouch.algorithms.sections import VlmGrpoConfig
+    from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
     from retouch.config.run import RunConfig
 
 FAMILIES = ("qwen_image", "qwen_image_edit")

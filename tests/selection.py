@@ -1,0 +1,43 @@
+"""Which cells of a product the default run takes: mostly so many that every two values meet. `make test-all` takes the
+rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Values = tuple[tuple[int, Hashable], ...]
+
+
+def meetings(row: Sequence[Hashable], strength: int) -> set[Values]:
+    """Every `strength` values of a row, with their columns."""
+    return set(combinations(enumerate(row), strength))
+
+
+def covering(rows: Iterable[Sequence[Hashable]], strength: int = 2) -> list[Sequence[Hashable]]:
+    """Some of the rows, in their order, in which every `strength` values meet that meet in any of them. Greedy: the
+    row with most meetings that are missing, the first of equals."""
+    rows = list(rows)
+    missing = set[Values]().union(*(meetings(row, strength) for row in rows))
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(rows)), key=lambda index: (len(meetings(rows[index], strength) & missing), -index))
+        chosen.append(best)
+        missing -= meetings(rows[best], strength)
+    return [rows[index] for index in sorted(chosen)]
+
+
+def default(values: Iterable[Any], chosen: Callable[[Any], bool]) -> list[Any]:
+    """Arguments of `parametrize` with one value each; those that are not chosen are marked `full`."""
+    return [value if chosen(value) else pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def cells(rows: Iterable[Sequence[Hashable]], strength: int = 2) -> list[Any]:
+    """Arguments of `parametrize` with several values each; those beyond a cover are marked `full`. Of strength 1,
+    every value is in some row of the cover."""
+    rows = list(rows)
+    chosen = covering(rows, strength)
+    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.full) for row in rows]
