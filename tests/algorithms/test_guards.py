@@ -59,7 +59,7 @@ def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> Non
     client = {"probe_every": 1, "on_drift": action}
     run = config(reward_client=client, training__max_steps=6)
     if action == "stop":
-        with pytest.raises(Stopped, match=r"preservation of this process: its scores of the same images changed by 1 since"):
+        with pytest.raises(Stopped, match=r"of this process: its scores of the same images changed by 1 since"):
             train(run)
         return
     _, records = train(run)

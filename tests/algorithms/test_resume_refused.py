@@ -20,9 +20,10 @@ from retouch.algorithms.dpo.recipe import Pairs
 from retouch.config import RunConfig, parse_run
 from retouch.config.run import RolloutConfig
 from retouch.data.dataset import load_dataset
+from retouch.data.formats import FORMATS
 from retouch.data.identity import item_key
-from retouch.data.sections import Data
 from retouch.engine import CheckpointError
+from retouch.families import FAMILIES
 from retouch.families.base import Train
 from retouch.families.loading import tiny_path
 from retouch.training.experience import (
