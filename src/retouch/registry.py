@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, Union, cast
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 logger = logging.getLogger(__name__)
+
+PLUGINS = "RETOUCH_PLUGINS"
+"""Environment variable: modules of plug-ins, separated by commas. It tells them to processes that read no run file."""
+
+_plugins: set[str] = set()
 
 Component = TypeVar("Component")
 
@@ -45,7 +53,8 @@ class Registry(Mapping[str, Component], Generic[Component]):
         """
         known = self._loaded.get(name)
         same = known is not None and _qualified(known) == _qualified(component)
-        if name in self and not same:
+        place = self._places.get(name, "")
+        if name in self and not same and (name in self._builtin or place != ":".join(_qualified(component))):
             raise ValueError(f"{self.kind} {name!r}: the name is taken; register it under another name")
         self._loaded[name] = component
         return component
@@ -97,6 +106,36 @@ class Chosen:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         union = Union[tuple(self.classes)]  # noqa: UP007
         return handler.generate_schema(Annotated[union, Field(discriminator=self.key)])
+
+
+def import_from_here(module: str) -> Any:
+    """Import a module of the user. The working directory is searched too, which an installed command does not do."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return importlib.import_module(module)
+
+
+def import_plugins(modules: Iterable[str] = ()) -> bool:
+    """Import modules that register components, with those in RETOUCH_PLUGINS, and name them there for child processes.
+
+    Returns:
+        Whether one of them had not been imported yet.
+
+    Raises:
+        ImportError: a module that is not there, or fails.
+    """
+    named = [name for name in dict.fromkeys([*os.environ.get(PLUGINS, "").split(","), *modules]) if name]
+    new = [name for name in named if name not in _plugins]
+    for name in new:
+        try:
+            import_from_here(name)
+        except Exception as error:
+            raise ImportError(f"given {name!r}, which cannot be imported ({type(error).__name__}: {error})") from error
+        _plugins.add(name)
+    if new:
+        os.environ[PLUGINS] = ",".join(named)
+    return bool(new)
 
 
 def load_attribute(place: str) -> Any:

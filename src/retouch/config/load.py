@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of
-from retouch.config.run import RunConfig
+from retouch.config.run import EvaluationConfig, RunConfig
 from retouch.families import DEFAULT_FAMILY
+from retouch.registry import import_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -273,10 +274,27 @@ def parse_run(
     for override in overrides:
         _apply(merged, override)
     expanded = _expand(merged, "", unread)
+    _take_in_plugins(expanded.get("plugins"), source)
     try:
         return RunConfig.model_validate(expanded)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, RunConfig))) from None
+
+
+def _take_in_plugins(modules: object, source: str) -> None:
+    """Make valid what the modules under `plugins` register; a malformed list is left to the schema.
+
+    Raises:
+        ConfigError: a module that is not there, or fails.
+    """
+    named = cast("list[object]", modules) if isinstance(modules, list) else []
+    try:
+        new = import_plugins(name for name in named if isinstance(name, str))
+    except ImportError as error:
+        raise ConfigError(f"{source}: plugins: {error}; install its package, or start where its file is") from error
+    if new:
+        EvaluationConfig.model_rebuild(force=True)  # the sections that hold a union of registered classes
+        RunConfig.model_rebuild(force=True)
 
 
 def dump_run(run: RunConfig) -> str:

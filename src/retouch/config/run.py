@@ -19,6 +19,7 @@ from retouch.config.base import (
     NonNegative,
     Positive,
     Section,
+    Text,
     Unit,
 )
 from retouch.config.errors import nearest
@@ -220,6 +221,9 @@ class RunConfig(Section):
     """Names the run directory; letters, digits, '.', '_' and '-'."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random derives from it."""
+    plugins: list[Text] = Field(default=[])
+    """Modules that register components of other packages (docs/extending.md), imported before the run file is
+    validated; the working directory is searched too. Packages with entry points need none."""
     resume: str | None = None
     """"auto" continues from the newest complete checkpoint of the run directory, or starts where there is none; a path
     continues from that checkpoint; null starts, and refuses a directory that holds a run."""

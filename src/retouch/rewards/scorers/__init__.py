@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
+from retouch.registry import PLUGINS, import_plugins
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import Scorer
 
@@ -23,6 +24,10 @@ def make_scorer(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     Raises:
         ConfigError: no scorer of that name, or an option that it does not have or cannot take.
     """
+    try:
+        import_plugins()
+    except ImportError as error:
+        raise ConfigError(f"{PLUGINS}: {error}") from error
     if name not in REWARDS:
         raise ConfigError(f"reward {name!r}: no such scorer; {nearest(name, REWARDS)}")
     entry = REWARDS[name]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +11,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from retouch.errors import ConfigError
+from retouch.registry import import_from_here
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.types import Failure, Outcome, Score
@@ -87,13 +86,10 @@ def find_function(fn: str, where: str) -> Any:
         ConfigError: no such module, or no such name in it.
     """
     module, _, name = fn.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # an installed command does not search the working directory
-        sys.path.insert(0, here)
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(import_from_here(module), name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{where}: given {fn!r}: no module {error.name}; it is looked for in {here}") from None
+        raise ConfigError(f"{where}: given {fn!r}: no module {error.name}; it is looked for in {Path.cwd()}") from None
     except AttributeError:
         raise ConfigError(f"{where}: given {fn!r}: {module} has no {name}") from None
 
