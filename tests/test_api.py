@@ -16,7 +16,7 @@ from PIL import Image
 import retouch
 from retouch import use
 from retouch.config import ConfigError
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.use import trained
 from tests.command_line import retouch as command
 from tests.docs.pages import REPOSITORY, blocks

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
 from retouch.config import RunConfig, load_run
-from retouch.data.dataset import ItemFiles
+from retouch.data.base import ItemFiles
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop

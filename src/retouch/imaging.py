@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
 Fit = Literal["crop", "stretch"]
+FITS = get_args(Fit)
 StripFit = Literal["contain", "full_width"]
 
 MASK_THRESHOLD = 128
@@ -34,7 +35,7 @@ class ImageProblem(ValueError):
 
 
 @dataclass(frozen=True)
-class PackedPicture:
+class PackedImage:
     """A picture inside another file, read when it is opened.
 
     Attributes:
@@ -50,7 +51,7 @@ class PackedPicture:
         return self.name
 
 
-def packed(image: Image.Image, name: str) -> PackedPicture:
+def packed(image: Image.Image, name: str) -> PackedImage:
     """An image in memory in place of a file.
 
     Args:
@@ -60,20 +61,20 @@ def packed(image: Image.Image, name: str) -> PackedPicture:
     shown = as_shown(image)
     (shown if shown.mode in _PNG_MODES else to_rgb(shown)).save(stream, "PNG")
     data = stream.getvalue()
-    return PackedPicture(name, lambda: data, hashlib.sha256(data).hexdigest())
+    return PackedImage(name, lambda: data, hashlib.sha256(data).hexdigest())
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-def open_image(path: Path | PackedPicture) -> Image.Image:
+def open_image(path: Path | PackedImage) -> Image.Image:
     """Open and decode a picture, `as_shown`.
 
     Raises:
         ImageProblem: missing, not a picture, cut off, or of a kind that has no 8-bit meaning.
     """
     try:
-        with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedPicture) else path) as image:
+        with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
             shown = as_shown(image)
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None

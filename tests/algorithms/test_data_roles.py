@@ -13,11 +13,8 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from retouch.config import ConfigError, dump_run
-from retouch.data.dataset import (
-    Dataset,
-    ItemFiles,
-    load_dataset,
-)
+from retouch.data.base import ItemFiles
+from retouch.data.dataset import Dataset, load_dataset
 from retouch.families.registry import load_model
 from retouch.families.sections import Model
 from retouch.observe import Stopwatch

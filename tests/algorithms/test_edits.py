@@ -13,11 +13,8 @@ import yaml
 from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, derive, load_run
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemFiles,
-)
+from retouch.data.base import DataError, ItemFiles
+from retouch.data.dataset import Dataset
 from retouch.families.tiny import (
     tiny_pipeline,
     tiny_qwen_image_edit,

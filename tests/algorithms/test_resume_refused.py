@@ -20,8 +20,8 @@ from retouch.algorithms.dpo.recipe import Pairs
 from retouch.config import RunConfig, parse_run
 from retouch.config.run import RolloutConfig
 from retouch.data.dataset import load_dataset
+from retouch.data.formats import Data
 from retouch.data.identity import item_key
-from retouch.data.sections import Data
 from retouch.engine import CheckpointError
 from retouch.families.loading import tiny_path
 from retouch.families.sections import (

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from retouch.data.sections import (
-    DISCIPLINES,
-    LEVELS,
-)
+from retouch.data.formats.mmmg import DISCIPLINES, LEVELS
 
 _EDIT = "{format: complex_edit, path: somewhere, resolution: 64, %s}"
 _MMMG = "{format: mmmg, path: somewhere, resolution: 64, %s}"

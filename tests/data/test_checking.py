@@ -17,18 +17,11 @@ from retouch.data import (
     checking,
     dataset,
 )
+from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.checking import find_problems, fingerprint, in_threads
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemError,
-    ItemFiles,
-    load_dataset,
-)
-from retouch.data.sections import (
-    ManifestData,
-    PromptsData,
-)
+from retouch.data.dataset import Dataset, load_dataset
+from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.prompts import PromptsData
 from retouch.data.validate import validate
 from retouch.types import Processes
 

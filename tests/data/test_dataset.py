@@ -12,11 +12,9 @@ import yaml
 from PIL import Image, ImageOps
 
 from retouch.config import ConfigError
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.sections import SelfBenchData
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.validate import Finding, validate, validation_table
 from retouch.imaging import Box, ImageProblem, mask_box
 from tests.command_line import retouch

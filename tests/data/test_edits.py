@@ -18,7 +18,7 @@ from retouch.algorithms.vlm_grpo.parts import (
 )
 from retouch.algorithms.vlm_grpo.response import model_inputs
 from retouch.data.dataset import load_dataset
-from retouch.data.sections import ManifestData
+from retouch.data.formats.manifest import ManifestData
 from retouch.families.loading import (
     component_path,
     load_component,

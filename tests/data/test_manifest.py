@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    ItemError,
-    ItemFiles,
-    check_item,
-    list_items,
-    load_dataset,
-)
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import check_item, load_dataset
+from retouch.data.discover import data_at
+from retouch.data.formats.manifest import ManifestData
 from retouch.data.identity import item_key
-from retouch.data.sections import ManifestData
-from retouch.data.validate import data_at
 
 from .conftest import SIZE, box_mask, picture, pixels
 
@@ -45,7 +39,7 @@ def manifest(
 
 
 def items(config: ManifestData) -> list[ItemFiles]:
-    listed = list_items(config)
+    listed = config.items()
     assert all(isinstance(item, ItemFiles) for item in listed), listed
     return [item for item in listed if isinstance(item, ItemFiles)]
 
@@ -144,7 +138,7 @@ def test_a_path_goes_before_its_alias_and_the_alias_is_kept(folder: Path) -> Non
 def test_text_is_a_caption_of_an_imagefolder_alone(folder: Path) -> None:
     (found,) = items(manifest(folder, [{"file_name": "a.png", "prompt": "a sign", "text": "HI"}]))
     assert (found.prompt, dict(found.metadata)) == ("a sign", {"text": "HI"})
-    (listed,) = list_items(manifest(folder, [{"image": "a.png", "text": "HI"}]))
+    (listed,) = manifest(folder, [{"image": "a.png", "text": "HI"}]).items()
     assert str(listed) == "entry 0: prompt missing or empty; each entry needs one"
 
 
@@ -217,7 +211,7 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
     ],
 )
 def test_an_entry_that_cannot_be_used(entry: Any, problem: str, folder: Path) -> None:
-    listed = list_items(manifest(folder, [ENTRY, entry, ENTRY]))
+    listed = manifest(folder, [ENTRY, entry, ENTRY]).items()
     assert [str(item) for item in listed if isinstance(item, ItemError)] == [problem]
     assert [item.id for item in listed if isinstance(item, ItemFiles)] == [0, 2]  # an id is a position, broken or not
 
@@ -336,19 +330,19 @@ def test_a_target_of_another_size(folder: Path) -> None:
 )
 def test_a_file_that_is_no_manifest(content: str | bytes, message: str, folder: Path) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        list_items(manifest(folder, content, message.split()[0].rstrip(":")))
+        manifest(folder, content, message.split()[0].rstrip(":")).items()
     assert "\n" not in str(caught.value)
 
 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        list_items(ManifestData(path=str(tmp_path / "data.json")))
+        ManifestData(path=str(tmp_path / "data.json")).items()
     assert str(caught.value) == f"data.path: {tmp_path}/data.json: no such manifest (a .json, .jsonl or .csv file)"
 
 
 def test_a_folder_in_place_of_a_manifest(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        list_items(ManifestData(path=str(tmp_path)))
+        ManifestData(path=str(tmp_path)).items()
     assert str(caught.value) == (
         f"data.path: {tmp_path} is a folder without metadata.jsonl or metadata.csv; give the manifest in it (a .json, "
         ".jsonl or .csv file), or, of a folder with a self_bench.txt, set data.format=self_bench"

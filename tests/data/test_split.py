@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.overlap import trained_on
-from retouch.data.sections import (
-    ManifestData,
-    PromptsData,
-)
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.prompts import PromptsData
+from retouch.data.identity import trained_on
 from retouch.data.split import sides, split
 from tests.command_line import retouch
 

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.sections import SelfBenchData
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
 from retouch.tiny import signs as synth

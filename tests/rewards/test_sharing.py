@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError
+from retouch.machine import Machine, this_machine
 from retouch.rewards import (
     machine,
 )
@@ -20,7 +21,6 @@ from retouch.rewards import (
     table as compose,
 )
 from retouch.rewards.devices import CPU
-from retouch.rewards.machine import Machine, this_machine
 from retouch.rewards.sections import (
     PreservationReward,
     RewardClientConfig,

@@ -13,19 +13,19 @@ from retouch.algorithms.sections import (
 )
 from retouch.algorithms.vlm_grpo.rules import check_vlm
 from retouch.config import presets
-from retouch.config.data_rules import check_data
-from retouch.config.needs import step_rule, takes_given_pairs, trains_on_rewards
+from retouch.config.needs import data_sections, seen_tokens, step_rule, takes_given_pairs, trains_on_rewards
 from retouch.config.reward_rules import check_entries
 from retouch.config.run import RunConfig
 from retouch.families.facts import (
     ADAPTERS,
+    EDIT_CHAT_TOKENS,
     ENDS_WITHOUT_NOISE,
     ETA,
     FACTS,
     NOISE_LEVEL,
     RULES_OF,
 )
-from retouch.families.sections import TrainIpAdapter
+from retouch.families.sections import QwenImageEditModel, TrainIpAdapter
 
 
 def check(run: RunConfig) -> None:
@@ -35,7 +35,7 @@ def check(run: RunConfig) -> None:
     _logging(run)
     if isinstance(run.algorithm, VlmGrpoConfig):
         check_vlm(run, run.algorithm)
-        check_data(run)
+        _data(run)
         return
     _adapter(run)
     _groups(run)
@@ -43,9 +43,26 @@ def check(run: RunConfig) -> None:
     _preset(run)
     _sampling(run)
     _objective(run)
-    check_data(run)
+    _data(run)
     _weights(run)
     _sharding(run)
+
+
+def _data(run: RunConfig) -> None:
+    for key, section in data_sections(run).items():
+        section.check(run, key)
+        if isinstance(run.model, QwenImageEditModel):
+            _shows_the_image(run.model, key, section.size)
+
+
+def _shows_the_image(model: QwenImageEditModel, key: str, size: tuple[int, int]) -> None:
+    taken = seen_tokens(model, size) + EDIT_CHAT_TOKENS
+    if taken >= model.max_sequence_length:
+        raise ValueError(
+            f"model.max_sequence_length: given {model.max_sequence_length}, but an image of {key}.resolution "
+            f"{size[0]} x {size[1]} takes {taken} tokens of it with the chat around it, which leaves none for a "
+            f"prompt; set {taken + 256} or more, or a smaller model.vision_pixels"
+        )
 
 
 def _model(run: RunConfig) -> None:

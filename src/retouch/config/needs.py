@@ -10,13 +10,11 @@ from retouch.algorithms.sections import (
     VlmGrpoConfig,
 )
 from retouch.config.run import RunConfig
-from retouch.data.sections import (
-    Data,
-    PictureSection,
-)
+from retouch.data.formats import Data
 from retouch.families.facts import (
     FACTS,
     RULES_OF,
+    TINY_SIZE_MULTIPLE,
     shown_size,
     vision_tokens,
 )
@@ -24,6 +22,11 @@ from retouch.families.sections import QwenImageEditModel
 
 DATA_SECTIONS = ("data", "warmup_data", "evaluation.data")
 """Keys of the sections that name examples."""
+
+
+def size_multiple(run: RunConfig) -> int:
+    """Image sides and strips are multiples of it."""
+    return TINY_SIZE_MULTIPLE if run.model.path == "tiny" else FACTS[run.model.family].size_multiple
 
 
 def trains_on_rewards(run: RunConfig) -> bool:
@@ -71,7 +74,7 @@ def takes_references(run: RunConfig, *, scored: bool) -> bool:
 
 def reference_strip(run: RunConfig) -> int | None:
     """Height in pixels of the strip of in-context references; the same in all sections."""
-    return run.data.reference_strip if isinstance(run.data, PictureSection) else None
+    return run.data.image_options.reference_strip
 
 
 def data_sections(run: RunConfig) -> dict[str, Data]:

@@ -21,7 +21,7 @@ from retouch.config.base import (
     Unit,
 )
 from retouch.config.presets import Preset, fill_in
-from retouch.data.sections import Data
+from retouch.data.formats import Data
 from retouch.families.facts import DEFAULT_FAMILY
 from retouch.families.sections import Model
 from retouch.rewards.sections import (

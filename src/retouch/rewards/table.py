@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retouch.config.errors import ConfigError
+from retouch.machine import this_machine
 from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.client.client import (
     ClientOptions,
@@ -29,7 +30,6 @@ from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
 from retouch.rewards.gates import Gate
 from retouch.rewards.local import LocalRewards
-from retouch.rewards.machine import this_machine
 from retouch.rewards.protocol import RewardBackend, RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.server.launch import (

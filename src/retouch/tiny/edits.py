@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
 
 SIDE = 32

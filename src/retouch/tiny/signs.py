@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
 from retouch.glyphs import FONTS, write_spaced
 from retouch.imaging import mask_box

@@ -7,12 +7,6 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
-from retouch.data.dataset import list_items
-from retouch.data.sections import (
-    DataSection,
-    MmmgData,
-    ProtocolData,
-)
 from retouch.families.facts import ADAPTERS
 from retouch.families.sections import (
     Model,
@@ -37,15 +31,15 @@ def require_files(run: RunConfig) -> None:
         DataError, ModelFilesError, ConfigError: naming the key.
     """
     for section in data_sections(run).values():
-        if not Path(section.path).expanduser().exists() and not _is_of_the_hub(section):
-            list_items(section)  # reports a missing list in the words of its format
+        if not Path(section.path).expanduser().exists() and section.hub_id is None:
+            section.items()  # reports a missing list in the words of its format
     require_model(run)
     for name, entry in run.rewards.items():
         for field in _PATHS if entry.url in (None, "auto") else ():  # servers that others start have their own models
             require_hub(f"rewards.{name}.{field}", _model_of(entry, field))
     for name, section in data_sections(run).items():
-        if isinstance(section, ProtocolData):
-            require_hub(f"{name}.path", section.path, "datasets")
+        if section.hub_id is not None:
+            require_hub(f"{name}.path", section.hub_id, "datasets")
 
 
 def require_model(run: RunConfig) -> None:
@@ -77,12 +71,6 @@ def _model_of(entry: RewardEntry, field: str) -> str:
 def _require_path(key: str, path: str | None, expected: str) -> None:
     if path is not None and not Path(path).expanduser().exists():
         raise ConfigError(f"{key}: given {path!r}; no such file or folder; set {key} to {expected}")
-
-
-def _is_of_the_hub(section: DataSection) -> bool:
-    """Whether `path` is the id of a data set; in formats that are not read from the hub, owner/name is a local path."""
-    local = not isinstance(section, ProtocolData) or (isinstance(section, MmmgData) and section.layout == "train")
-    return not local and is_hub_id(section.path)
 
 
 _PATHS = ("path", "processor", "image_encoder")

@@ -14,14 +14,9 @@ from PIL.Image import Image
 
 from retouch.algorithms.vlm_grpo.use import evaluate_trained
 from retouch.config import ConfigError, RunConfig
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemFiles,
-    all_embedded,
-    list_items,
-)
-from retouch.data.overlap import files, pictures_of, trained_on
+from retouch.data.base import DataError, ItemFiles
+from retouch.data.dataset import Dataset, all_embedded
+from retouch.data.identity import images_of, paths, trained_on
 from retouch.observe import Stopwatch
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.statistics import paired_difference
@@ -149,10 +144,10 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
         if section is None:
             continue
         try:
-            listed = [item for item in list_items(section) if isinstance(item, ItemFiles)] if _is_here(section) else []
+            listed = [item for item in section.items() if isinstance(item, ItemFiles)] if _is_here(section) else []
         except DataError:
             listed = []
-        items = [item for item in listed if all(path.is_file() for path in files(pictures_of(item)))]
+        items = [item for item in listed if all(path.is_file() for path in paths(images_of(item)))]
         if not items:
             logger.warning(
                 "--data: whether %s trained on its examples is unknown, because %s.path holds no images here: %s",

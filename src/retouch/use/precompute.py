@@ -12,10 +12,7 @@ from PIL.Image import Image
 from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures
-from retouch.data.dataset import (
-    Dataset,
-    load_dataset,
-)
+from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
 from retouch.families.embeddings import (
     EmbeddingCache,

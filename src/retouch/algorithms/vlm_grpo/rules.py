@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError
 from retouch.config.needs import data_sections
-from retouch.data.sections import PictureSection
 from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def _untouched(run: RunConfig) -> None:
                     f"vlm_grpo takes TRL's options under algorithm.trl (learning_rate, num_generations, ...)"
                 )
     for name, data in data_sections(run).items():
-        strip = data.reference_strip if isinstance(data, PictureSection) else None
+        strip = data.image_options.reference_strip
         if strip is not None:
             raise ValueError(
                 f"{name}.reference_strip: given {strip}, but the diffusion network of vlm_grpo learns to look at none; "

@@ -1,4 +1,4 @@
-"""Which processes loopback joins: those of one machine, or of one container of it."""
+"""The machine, or container, that a process runs on. Processes of one machine share its disks and loopback."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Machine:
-    """Told apart by both: cloned machines share a name, and the containers of a machine the start of its kernel.
+    """Both fields identify it: cloned machines share a name, and the containers of a machine its boot id.
 
     Attributes:
-        name: that it has in the network.
-        boot: what the kernel calls its start; "" where it does not say.
+        name: host name.
+        boot: boot id of the kernel; "" if there is none.
     """
 
     name: str
     boot: str
 
     def among(self, machines: Collection[Machine]) -> str:
-        """What its files have in their names, among those of all machines; nothing where it is the only one."""
+        """Suffix of the names of its files that distinguishes it from the other machines; "" if it is the only one."""
         if len(machines) == 1:
             return ""
         alone = sum(one.name == self.name for one in machines) == 1
@@ -31,7 +31,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The one that this process runs on."""
+    """The machine of this process."""
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
