@@ -119,8 +119,8 @@ def test_an_empty_mask_is_no_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "has no mapping_file.json, which names pictures, captions and masks"),
-        ("[]", "holds no object of pictures; is it BrushBench's?"),
+        (None, "has no mapping_file.json, which names images, captions and masks"),
+        ("[]", "holds no object of images; is it BrushBench's?"),
         ("{", "not valid JSON: "),
     ],
 )

@@ -196,7 +196,7 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ),
         (
             {"prompt": "a sign", "mask_path": "m.png"},
-            "entry 1: mask_path without image_path; name the picture that it is the mask of, or leave it out",
+            "entry 1: mask_path without image_path; name the image that the mask belongs to, or leave it out",
         ),
         ({}, "entry 1: prompt missing or empty; each entry needs one"),
         ({**ENTRY, "win_path": 3}, "entry 1: win_path is 3; it must be a string"),
@@ -229,7 +229,7 @@ def test_a_prompt_alone_is_text_to_image(folder: Path) -> None:
     assert str(check_item(items(config)[0], config, {"source"})) == "item 0: image_path missing, which the run needs"
     picture(blue=1).resize((9, 9)).save(folder / "nine.png")
     (pair,) = items(manifest(folder, [{"prompt": "a sign", "win_path": "a.png", "lose_path": "nine.png"}]))
-    assert "nine.png: the rejected picture is 9 x 9, its preferred picture" in str(check_item(pair, config))
+    assert "nine.png: the rejected image is 9 x 9, its preferred image" in str(check_item(pair, config))
 
 
 @pytest.mark.parametrize("mask", [{}, {"mask_path": None}, {"mask_path": ""}])
@@ -281,11 +281,11 @@ def test_a_pair_is_cut_like_its_source(folder: Path) -> None:
         ({"win_path": "b.png", "lose_path": None}, "lose_path missing, which the run needs"),
         (
             {"win_path": "r.png", "lose_path": "b.png"},
-            "{folder}/r.png: the preferred picture is 16 x 16, its source 48 x 32; both must have one size",
+            "{folder}/r.png: the preferred image is 16 x 16, its source 48 x 32; both must have one size",
         ),
         (
             {"win_path": "b.png", "lose_path": "r.png"},
-            "{folder}/r.png: the rejected picture is 16 x 16, its source 48 x 32; both must have one size",
+            "{folder}/r.png: the rejected image is 16 x 16, its source 48 x 32; both must have one size",
         ),
         ({"win_path": "b.png", "lose_path": "nowhere.png"}, "{folder}/nowhere.png: no such file"),
     ],
@@ -314,11 +314,11 @@ def test_a_target_of_another_size(folder: Path) -> None:
         ('[{"image_path": 1,}]', "data.json: not valid JSON: .* \\(line 1\\)$"),
         (
             json.dumps(ENTRY) + "\n{oops}\n",
-            "data.json line 2: not valid JSON: .*; write one object a line, or one JSON list",
+            "data.json line 2: not valid JSON: .*; write one object in each line, or one JSON list",
         ),
         (
             json.dumps(ENTRY, indent=1),
-            "data.json line 1: not valid JSON: .*; write one object a line, or one JSON list",
+            "data.json line 1: not valid JSON: .*; write one object in each line, or one JSON list",
         ),
         (b'["\xff"]', "data.json: not UTF-8 \\(byte 2\\); save it as UTF-8$"),
         (
@@ -345,5 +345,5 @@ def test_a_folder_in_place_of_a_manifest(tmp_path: Path) -> None:
         ManifestData(path=str(tmp_path)).items()
     assert str(caught.value) == (
         f"data.path: {tmp_path} is a folder without metadata.jsonl or metadata.csv; give the manifest in it (a .json, "
-        ".jsonl or .csv file), or, of a folder with a self_bench.txt, set data.format=self_bench"
+        ".jsonl or .csv file), or, for a folder with a self_bench.txt, set data.format=self_bench"
     )

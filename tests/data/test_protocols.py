@@ -136,7 +136,7 @@ def test_broken_rows_are_told_and_skipped(tmp_path: Path, caplog: pytest.LogCapt
     found = edits(tmp_path)
     assert [e.id for e in found] == [58]
     assert caplog.text.count("edit.compound has no instruction of complexity 8") == 3
-    assert "row 3: no picture under image" in caplog.text and "gone.png: no such file" in caplog.text
+    assert "row 3: no image under image" in caplog.text and "gone.png: no such file" in caplog.text
 
 
 def test_compound_may_come_as_lists_or_as_json(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_training_set_has_a_schema_of_its_own(made: Path) -> None:
         ("train/train.json", "benchmark", "set layout=train"),
         ("mmmg", "train", "no such file; layout=train takes the JSON file"),
         ("mmmg/test.jsonl", "train", "layout=train takes the JSON file"),
-        ("edits", "benchmark", "does not say its level"),
+        ("edits", "benchmark", "has no level"),
         ("nowhere", "benchmark", "no such folder, and not the id of a data set of the hub"),
     ],
 )

@@ -129,8 +129,8 @@ def test_what_cannot_be_divided(bench: Bench, tmp_path: Path) -> None:
     folder_of(bench, 2)
     for arguments, message in (
         (["--share", "1"], "--share: given 1.0; the held-out share lies between 0 and 1, like 0.1"),
-        (["--by", "word"], "--by: given 'word'; allowed: picture, text"),
-        (["--share", "0.0001"], f"{bench.folder}: of 2 items none is in the held-out half; set another --share or"),
+        (["--by", "word"], "--by: given 'word'; allowed: image, text"),
+        (["--share", "0.0001"], f"{bench.folder}: of 2 items none is in the held-out part; set another --share or"),
     ):
         outcome = retouch("data", "split", bench.folder, *arguments)
         assert outcome.code == 2 and outcome.err.startswith(f"error: {message}")

@@ -59,7 +59,7 @@ def _shows_the_image(model: QwenImageEditModel, key: str, size: tuple[int, int])
     taken = seen_tokens(model, size) + EDIT_CHAT_TOKENS
     if taken >= model.max_sequence_length:
         raise ValueError(
-            f"model.max_sequence_length: given {model.max_sequence_length}, but an image of {key}.resolution "
+            f"model.max_sequence_length: given {model.max_sequence_length}, but a picture of {key}.resolution "
             f"{size[0]} x {size[1]} takes {taken} tokens of it with the chat around it, which leaves none for a "
             f"prompt; set {taken + 256} or more, or a smaller model.vision_pixels"
         )

@@ -38,7 +38,7 @@ class BrushBenchData(ImageSection):
     """What is repainted: "inside", what the caption names (`inpainting_mask`); "outside", all around it
     (`outpainting_mask`)."""
 
-    expects: ClassVar[str] = f"a folder with a {MAPPING}"
+    expects: ClassVar[str] = f"a {MAPPING}"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

@@ -63,7 +63,7 @@ class SelfBenchData(CalligrapherData):
     """Ground truth: "auto" takes a full-size `_ref`, else the source (the text is already in it); "none": no item has
     one, for sources whose masked region holds nothing to imitate."""
 
-    expects: ClassVar[str] = f"a folder with a {SELF_BENCH}"
+    expects: ClassVar[str] = f"a {SELF_BENCH}"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -103,7 +103,7 @@ class CrossBenchData(CalligrapherData):
     list_file: str = CROSS_BENCH
     """File of the folder that lists the items."""
 
-    expects: ClassVar[str] = f"a folder with a {CROSS_BENCH}"
+    expects: ClassVar[str] = f"a {CROSS_BENCH}"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
