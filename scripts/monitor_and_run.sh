@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Wait until GPUS (1) devices hold less than FREE_BELOW_MIB (1000), run a command on them, and do so again whenever it
-# stops resumable (exit code 3), MAX_RESTARTS (10) times at most. CUDA_VISIBLE_DEVICES, where it is set, says which may
-# be taken; POLL_S (60) is how often to look.
+# Wait until GPUS (1) devices use less than FREE_BELOW_MIB (1000) of memory, run a command on them, and run it again after
+# each resumable stop (exit code 3), at most MAX_RESTARTS (10) times. CUDA_VISIBLE_DEVICES limits the devices; POLL_S (60)
+# is the number of seconds between checks.
 #
 #   GPUS=4 scripts/monitor_and_run.sh scripts/finetune_flux_fill_grpo_4gpus.sh
 set -eu

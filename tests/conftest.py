@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import settings
 
 from retouch.config import RunConfig, parse_run
 from retouch.tiny.signs import (
@@ -23,6 +24,8 @@ from retouch.tiny.signs import (
 from tests.command_line import retouch
 
 torch.set_num_threads(1)
+settings.register_profile("fast", max_examples=30, deadline=None)
+settings.register_profile("full", max_examples=200, deadline=None)
 
 _CACHE = tempfile.TemporaryDirectory(prefix="retouch-cache-")
 
@@ -31,11 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes. What
     is remembered of checked data is kept out of the home of whoever runs them."""
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
+    settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 SIZE = (32, 64)
+
+TEXT_LENGTH = {"flux_fill": 24, "qwen_image": 96, "qwen_image_edit": 96}
+"""Tokens of a prompt where the default would be padding, and take most of a test's time."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +110,6 @@ def small_run(signs: Path, runs: Path, **overrides: Any) -> dict[str, Any]:
             "family": "flux_fill",
             "path": "tiny",
             "dtype": "fp32",
-            "max_sequence_length": 24,
             "train": {"kind": "full"},
         },
         "data": {"format": "self_bench", "path": str(signs / "prompts"), "resolution": [32, 64], "target": "none"},
@@ -139,4 +145,6 @@ def small_run(signs: Path, runs: Path, **overrides: Any) -> dict[str, Any]:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
+    if length := TEXT_LENGTH.get(data["model"].get("family")):
+        data["model"] = {"max_sequence_length": length, **data["model"]}
     return data

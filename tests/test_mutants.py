@@ -1,4 +1,4 @@
-"""The list of faults fits the code: `make mutants` runs them; this is the part that takes no time."""
+"""The list of faults and the tool that applies them. `make mutants` itself reports an entry that no longer fits."""
 
 from __future__ import annotations
 
@@ -8,34 +8,42 @@ from pathlib import Path
 import pytest
 from tools.mutants import Mutant, exists, load, problems
 
-MUTANTS = load()
+GOOD = Mutant("n", "a.py", "x = 1", "x = 3", ("t.py::test_a",))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_every_fault_stands_once_in_its_file_and_names_tests_that_exist(mutant: Mutant) -> None:
-    assert problems(mutant) == []
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A package of one file, and one file of tests."""
+    file = GOOD.path(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("x = 1\ny = 2\ny = 2\n")
+    (tmp_path / "t.py").write_text("def helper(): ...\ndef test_a(): ...\n")
+    return tmp_path
 
 
 def test_names_differ_and_there_are_enough() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 24
+    assert len({mutant.name for mutant in load()}) == len(load()) >= 24
 
 
-def test_a_stale_entry_is_seen() -> None:
-    good = MUTANTS[0]
-    assert problems(replace(good, old="nowhere to be found")) != []
-    assert problems(replace(good, old="import")) != []  # more than once
-    assert problems(replace(good, new=good.old)) != []
-    assert problems(replace(good, file="core/nowhere.py")) != []
-    assert problems(replace(good, tests=("tests/core/test_advantages.py::test_that_is_not",))) != []
-    assert problems(replace(good, tests=("tests/nowhere.py::test_x",))) != []
-    assert problems(replace(good, tests=())) != []
+def test_a_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    entry = '[[mutant]]\nname = "a"\nfile = "b.py"\nold = "x"\nnew = "y"\ntests = ["t.py::test_a"]\n'
+    (tmp_path / "list.toml").write_text(2 * entry)
+    with pytest.raises(ValueError, match="two mutants of the name 'a'"):
+        load(tmp_path / "list.toml")
 
 
-def test_a_fault_is_one_replacement(tmp_path: Path) -> None:
-    file = tmp_path / "src" / "retouch" / "a.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("x = 1\ny = 2\n")
-    Mutant("n", "a.py", "x = 1", "x = 3", ()).apply(tmp_path)
-    assert file.read_text() == "x = 3\ny = 2\n"
-    (tmp_path / "t.py").write_text("def helper(): ...\ndef test_a(): ...\n")
-    assert exists("t.py::test_a", tmp_path) and not exists("t.py::test_b", tmp_path)
+def test_a_stale_entry_is_seen(tree: Path) -> None:
+    assert problems(GOOD, tree) == []
+    assert problems(replace(GOOD, old="nowhere to be found"), tree) != []
+    assert problems(replace(GOOD, old="y = 2"), tree) != []  # more than once
+    assert problems(replace(GOOD, new=GOOD.old), tree) != []
+    assert problems(replace(GOOD, file="nowhere.py"), tree) != []
+    assert problems(replace(GOOD, tests=("t.py::test_that_is_not",)), tree) != []
+    assert problems(replace(GOOD, tests=("nowhere.py::test_x",)), tree) != []
+    assert problems(replace(GOOD, tests=()), tree) != []
+
+
+def test_a_fault_is_one_replacement(tree: Path) -> None:
+    GOOD.apply(tree)
+    assert GOOD.path(tree).read_text() == "x = 3\ny = 2\ny = 2\n"
+    assert exists("t.py::test_a", tree) and not exists("t.py::test_b", tree)

@@ -1,16 +1,17 @@
-"""Write docs/configuration.md from the schema: every key of a run file, what it takes, its default, what it means.
+"""Write the configuration reference from the schema: every key of a run file, its type, its default and its meaning.
 
-python tools/config_reference.py            # write the page
-python tools/config_reference.py --print    # print it
+python tools/config_reference.py            # write docs/configuration.md and docs/configuration/*.md
+python tools/config_reference.py --print    # print them
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,76 +20,145 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.errors import models_of
-from retouch.config.run import RunConfig
+from retouch.registry import Chosen
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OVERVIEW = "configuration.md"
 
-HEAD = """# Configuration
+GROUPS = {
+    "model": ("Model families", ("model",)),
+    "data": ("Data formats", ("data", "warmup_data")),
+    "rollout": ("Rollout", ("rollout",)),
+    "algorithm": ("Algorithms", ("algorithm",)),
+    "rewards": ("Rewards", ("rewards", "reward_client")),
+    "training": ("Optimizer, training, evaluation, logging", ()),
+}
+"""Page -> its title and the sections of a run file on it; the last page takes the sections that no other page has."""
 
-<!-- Written by tools/config_reference.py from the schema. Change the docstrings there, then run the tool. -->
+NOTE = "<!-- Written by tools/config_reference.py from the schema. Change the docstrings there, then run the tool. -->"
 
-A run is one YAML file. Any key can be overridden on the command line by its dotted name
-(`retouch train RUN.yaml rollout.group_size=4`); `${VAR}` and `${VAR:-default}` are filled in from the environment.
-`retouch check RUN.yaml` validates a file without loading anything and prints what it amounts to. An unknown key is an
-error that names the nearest one.
+HEAD = f"""# Configuration
 
-`extends: OTHER.yaml`, relative to the file that says it, takes what the other says and this one does not. Sections are
-merged key by key, and lists are replaced. A section that names another kind (`model.family`, `model.train.kind`,
-`data.format`, `algorithm.name`, `scorer`) starts afresh: nothing of the other's section stays. Other sections stay as
-they are, and what does not fit the new kind is refused; of another `model.family`, so is a `rollout.guidance_scale`
-that the file does not set anew. Null takes away a reward (`rewards: {ocr: null}`) or an optional section (`ema: null`).
+{NOTE}
 
-Scalars are YAML 1.2: `1e-4` is a number and `no` is a word, so that `mixed_precision: no` means what it says.
+A run is one YAML file. These pages list every key; this page has the top level.
+
+- **Overrides.** A dotted name on the command line replaces any key: `retouch train RUN.yaml rollout.group_size=4`.
+- **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables.
+- **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints the derived numbers. An
+  unknown key is an error that names the nearest valid key.
+- **Inheritance.** `extends: OTHER.yaml`, relative to the file that contains it, adds the keys of the other file that
+  this file does not set. Sections are merged key by key; lists are replaced. A section that names another kind
+  (`model.family`, `model.train.kind`, `data.format`, `algorithm.name`, `scorer`) replaces the inherited section
+  completely. Other inherited sections stay, and `check` rejects values that do not fit the new kind. With another
+  `model.family`, set `rollout.guidance_scale` again: `check` rejects the inherited value.
+- **Removal.** `null` removes an inherited reward (`rewards: {{ocr: null}}`) or an optional section (`ema: null`).
+- **Scalars** follow YAML 1.2: `1e-4` is a number, and `no` in `mixed_precision: no` is text, not a boolean.
+
+| page | sections |
+|---|---|
 """
 
 WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
 
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
-
-def page() -> str:
-    """The whole page."""
-    return HEAD + "".join(_section("", "The run", RunConfig, {}))
+Kinds = tuple[type[BaseModel], ...]
+"""The classes that one section can be."""
 
 
-def _section(key: str, title: str, section: type[BaseModel], shown: dict[type[BaseModel], str]) -> Iterator[str]:
-    """A heading and a table for one class of the schema, then its sections.
-
-    Args:
-        shown: class -> title of where its table stands already; filled in on the way.
-    """
-    yield f"\n## {title}\n\n{_prose(section)}"
-    if section in shown:
-        yield f"The keys of {shown[section]}.\n"
-        return
-    shown[section] = title
-    nested = {name: parts for name, info in section.model_fields.items() if (parts := models_of(_entry(info)))}
-    rows = [_row(name, info, is_section=name in nested) for name, info in section.model_fields.items()]
-    yield "| key | takes | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-    for name, parts in nested.items():
-        dotted = f"{key}.{name}" if key else name
-        if _is_table(section.model_fields[name]):
-            dotted += ".NAME"
-        tag = _tag(parts)
-        for part in parts:
-            kind = f" with `{tag}: {_tag_value(part, tag)}`" if tag else ""
-            yield from _section(dotted, f"`{dotted}`{kind}", part, shown)
+def pages() -> dict[str, str]:
+    """Path below docs/ -> text of every page of the reference."""
+    return _Reference().pages()
 
 
-def _row(name: str, info: FieldInfo, *, is_section: bool) -> str:
-    takes = ("sections by name" if _is_table(info) else "section") if is_section else _type(info)
-    default = _default(info)
-    if is_section and default not in ("required", "null"):
-        parts = models_of(info.annotation)
-        tag = _tag(parts) if len(parts) > 1 else None
-        default = "none" if _is_table(info) else f"`{tag}: {getattr(info.default, tag)}`" if tag else "its defaults"
-    return f"| `{name}` | {takes} | {default} | {_cell(info.description or '')} |"
+class _Reference:
+    """The pages; each section that occurs several times is shown where it occurs first."""
+
+    def __init__(self) -> None:
+        self.where: dict[Kinds, tuple[str, str]] = {}
+        """Kinds -> page and dotted key of the heading that shows them."""
+
+    def pages(self) -> dict[str, str]:
+        fields = RunConfig.model_fields
+        named = {section for _, sections in GROUPS.values() for section in sections}
+        rest = tuple(name for name, info in fields.items() if _kinds(info) and name not in named)
+        written: dict[str, str] = {}
+        overview = HEAD
+        for stem, (title, sections) in GROUPS.items():
+            page, sections = f"configuration/{stem}.md", sections or rest
+            overview += f"| [{title}]({page}) | {', '.join(f'`{section}`' for section in sections)} |\n"
+            for section in sections:
+                self.where.setdefault(_kinds(fields[section]), (page, _dotted("", section, fields[section])))
+            body = "".join(text for section in sections for text in self._section(page, section, fields[section]))
+            written[page] = f"# Configuration: {title[0].lower()}{title[1:]}\n\n{NOTE}\n{body}"
+        rows = [self._row(OVERVIEW, "", name, info) for name, info in fields.items()]
+        return {OVERVIEW: f"{overview}\n## The run\n\n{_table(rows)}", **written}
+
+    def _section(self, page: str, name: str, info: FieldInfo, key: str = "") -> Iterator[str]:
+        """A heading with the keys of one section, then the sections in it that are not shown elsewhere."""
+        dotted, kinds = _dotted(key, name, info), _kinds(info)
+        yield f"\n## `{dotted}`\n\n"
+        if self.where[kinds] != (page, dotted):
+            yield f"The keys of {self._link(page, kinds)}.\n"
+            return
+        tag = _tag(kinds)
+        rows = {kind: self._rows(page, dotted, kind, tag if len(kinds) > 1 else None) for kind in kinds}
+        shared = [row for row in rows[kinds[0]] if all(row in rows[kind] for kind in kinds)] if len(kinds) > 2 else []
+        if shared:
+            yield f"These keys are the same with every `{tag}`:\n\n{_table(shared)}"
+        for kind, all_rows in rows.items():
+            own = [row for row in all_rows if row not in shared]
+            if len(kinds) > 1:
+                yield f"\n### `{tag}: {_tag_value(kind, tag or '')}`\n\n"
+            yield _prose(kind) + (_table(own) if own else "No other keys.\n")
+        nested = {_kinds(i): (n, i) for kind in kinds for n, i in kind.model_fields.items() if _kinds(i)}
+        for inner, (inner_name, inner_info) in nested.items():
+            if self.where[inner] == (page, _dotted(dotted, inner_name, inner_info)):
+                yield from self._section(page, inner_name, inner_info, dotted)
+
+    def _rows(self, page: str, key: str, kind: type[BaseModel], tag: str | None) -> list[str]:
+        return [self._row(page, key, name, info) for name, info in kind.model_fields.items() if name != tag]
+
+    def _row(self, page: str, key: str, name: str, info: FieldInfo) -> str:
+        kinds = _kinds(info)
+        takes, default = "" if kinds else _type(info), _default(info)
+        if kinds:
+            self.where.setdefault(kinds, (page, _dotted(key, name, info)))
+            takes = self._link(page, kinds, "sections by name" if _is_table(info) else "section")
+            if default not in ("required", "null"):
+                tag = _tag(kinds) if len(kinds) > 1 else None
+                chosen = f"`{tag}: {getattr(info.default, tag)}`" if tag and not _is_table(info) else "its defaults"
+                default = "none" if _is_table(info) else chosen
+        return f"| `{name}` | {takes} | {default} | {_cell(info.description or '')} |"
+
+    def _link(self, page: str, kinds: Kinds, text: str = "") -> str:
+        """Markdown link from a page to the heading that shows these kinds."""
+        target, dotted = self.where[kinds]
+        anchor = f"#{re.sub(r'[^a-z0-9_-]', '', dotted.lower())}"
+        folders = ("configuration/" in page, "configuration/" in target)
+        path = "" if target == page else target.removeprefix("configuration/") if all(folders) else target
+        return f"[{text or f'`{dotted}`'}]({path}{anchor})"
 
 
-def _tag(parts: list[type[BaseModel]]) -> str | None:
-    """The key that tells the kinds of a union apart; also where there is only one kind yet."""
+def _dotted(key: str, name: str, info: FieldInfo) -> str:
+    return ".".join(part for part in (key, name, "NAME" if _is_table(info) else "") if part)
+
+
+def _kinds(info: FieldInfo) -> Kinds:
+    """The section classes that a key can hold, without those of plug-ins."""
+    return tuple(kind for kind in models_of(_entry(info)) if kind.__module__.startswith("retouch."))
+
+
+def _table(rows: Sequence[str]) -> str:
+    return "| key | takes | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _tag(parts: Kinds) -> str | None:
+    """The key whose value names the kind in a union, also in a union of one."""
     for name in ("kind", "format", "name", "scorer", "family"):
         if all(_tag_value(part, name) for part in parts):
             return name
@@ -109,8 +179,11 @@ def _prose(section: type[BaseModel]) -> str:
 
 
 def _entry(info: FieldInfo) -> Any:
-    """What a table of named entries holds; the type of anything else."""
-    return typing.get_args(info.annotation)[1] if _is_table(info) else info.annotation
+    """The type of the values of a table of named entries; the annotation of any other key, with its registry."""
+    if _is_table(info):
+        return typing.get_args(info.annotation)[1]
+    chosen = [extra for extra in info.metadata if isinstance(extra, Chosen)]
+    return typing.Annotated[info.annotation, chosen[0]] if chosen else info.annotation
 
 
 def _is_table(info: FieldInfo) -> bool:
@@ -122,7 +195,7 @@ def _type(info: FieldInfo) -> str:
 
 
 def _words(annotation: Any, metadata: list[Any] | None = None) -> str:
-    """A type as a reader of YAML thinks of it."""
+    """The YAML name of a type, with its bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _words(arguments[0], list(annotation.__metadata__))
@@ -166,8 +239,10 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    if "--print" in sys.argv[1:]:
-        print(page())
-    else:
-        PAGE.write_text(page(), encoding="utf-8")
-        print(PAGE)
+    for name, text in pages().items():
+        if "--print" in sys.argv[1:]:
+            print(text)
+        else:
+            (DOCS / name).parent.mkdir(exist_ok=True)
+            (DOCS / name).write_text(text, encoding="utf-8")
+            print(DOCS / name)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,7 +70,11 @@ class Verdict:
 
 
 def load(path: Path = LIST) -> list[Mutant]:
+    """The list, in which every name stands once."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+    twice = [name for name, count in Counter(entry["name"] for entry in entries).items() if count > 1]
+    if twice:
+        raise ValueError(f"{path.name} has two mutants of the name {twice[0]!r}")
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 

@@ -21,7 +21,7 @@ from retouch import __version__
 from retouch.config import ConfigError, load_run, numbers
 from retouch.config.advice import warnings_of
 from retouch.config.errors import nearest
-from retouch.config.needs import DATA_SECTIONS, trained_kind
+from retouch.config.needs import DATA_SECTIONS
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import file_problem, writing
 
@@ -108,7 +108,8 @@ def check(
             more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
         return
-    typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {trained_kind(config)}, {config.algorithm.name})")
+    kind = config.algorithm.trained_kind(config)
+    typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
     for line in preset_lines(config):

@@ -32,7 +32,8 @@ class Registry(Mapping[str, Component], Generic[Component]):
 
     def __init__(self, kind: str, group: str, builtin: Mapping[str, str]) -> None:
         self.kind = kind
-        self._places = {point.name: point.value for point in entry_points(group=group)} | dict(builtin)
+        others = {point.name: point.value for point in entry_points(group=group)}
+        self._places = {**builtin, **others, **builtin}  # the package's own come first and keep their names
         self._builtin = frozenset(builtin)
         self._loaded: dict[str, Component] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import data_sections, trains_on_rewards
+from retouch.config.needs import data_sections
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.rewards.protocol import quoted_text
 from retouch.rewards.sections import OcrReward, RewardEntry, StyleReward
@@ -29,7 +29,7 @@ def scored_sections(run: RunConfig) -> dict[str, DataSection]:
     """Data sections whose samples are scored, by key."""
     sections = data_sections(run)
     scored = {name: sections[name] for name in ("data", "evaluation.data") if name in sections}
-    if "evaluation.data" in scored and not trains_on_rewards(run):
+    if "evaluation.data" in scored and not run.algorithm.trains_on_rewards:
         del scored["data"]
     return scored
 

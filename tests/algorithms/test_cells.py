@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from retouch.config import RunConfig
 from retouch.observe.run_dir import read_metrics
+from tests.selection import cells
 from tests.tiny_models import WITH_BASE, tiny_model
 
 from .runs import Config, Use, base_weights, brightness, of_kind, train, weights
@@ -36,9 +37,6 @@ CELLS = [
     ("qwen_image_edit", "grpo", "full"),
 ]
 
-LENGTH = {"qwen_image_edit": {"max_sequence_length": 96}}
-"""Of the text where the default would be mostly padding."""
-
 
 def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: Any) -> RunConfig:
     """One warm-up step, then two epochs of two steps (SFT: five steps); a checkpoint at step 2, inside an epoch."""
@@ -47,13 +45,7 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
         own["warmup_steps"] = 1
     window = {"size": 1, "range": [0, 0.5]} if algorithm in ("grpo", "ppo") else None
     return config(
-        model={
-            "family": family,
-            "path": tiny_model(family),
-            "dtype": "fp32",
-            "train": TRAIN[kind],
-            **LENGTH.get(family, {}),
-        },
+        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
         algorithm=own,
         rollout__window=window,
         rollout__noise_level=None,
@@ -66,7 +58,7 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
     )
 
 
-@pytest.mark.parametrize(("family", "algorithm", "kind"), CELLS)
+@pytest.mark.parametrize(("family", "algorithm", "kind"), cells(CELLS))
 def test_a_cell_trains_and_resumes_bitwise(
     family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
 ) -> None:

@@ -8,7 +8,7 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,7 +62,6 @@ def dealt(live: list[bool], world_size: int) -> tuple[list[Experience], Ranks]:
     return each, ranks
 
 
-@settings(deadline=None)
 @given(world_size=st.integers(1, 5), n=st.integers(1, 6), data=st.data())
 def test_every_live_row_is_dealt_once_and_evenly(world_size: int, n: int, data: st.DataObject) -> None:
     live = data.draw(st.lists(st.booleans(), min_size=n * world_size, max_size=n * world_size))

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 from tests.rewards.fakes import closed_port, get, until
 
 STEPS = 4  # two epochs of two optimizer steps
@@ -68,10 +69,8 @@ def reward_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 def train(run: Path, name: str, *overrides: str, kills: int = 0) -> subprocess.CompletedProcess[str]:
     """Train in a process of its own, which kills the process `kills` while it samples its second epoch."""
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", CHILD, "train", str(run), f"name={name}", *overrides],
-        capture_output=True,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "SERVER": str(kills), "COLUMNS": "1000"},
         timeout=300,
     )

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 
 STEPS = 6
 
@@ -51,10 +52,8 @@ main()
 
 
 def run_child(where: str, count: int, arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", CHILD, where, str(count), "train", *arguments],
-        capture_output=True,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         timeout=300,
     )

@@ -129,19 +129,21 @@ def test_how_far_words_decide_and_states_drift() -> None:
     """Words win by far; what is drawn as asked with nothing said is less than what was gained."""
     after = [row["words_decide"]["after"] for row in ROWS]
     moved, blank = [found["moved"] for found in after], [found["blank"] for found in after]
-    assert f"at least {percent(min(m['as_said'] for m in moved))} of the moved words are drawn" in PROSE
-    assert f"at most {percent(max(m['as_asked'] for m in moved))} of those pictures" in PROSE
-    assert f"{span([b['as_it_was'] for b in blank])} of the tasks only" in PROSE
-    assert f"{span([b['as_asked'] for b in blank])} are drawn as asked without a word" in PROSE
+    assert (
+        f"at least {percent(min(m['as_said'] for m in moved))} of the swapped completions determine the colour" in PROSE
+    )
+    assert f"at most {percent(max(m['as_asked'] for m in moved))} of those images" in PROSE
+    assert f"this holds for {span([b['as_it_was'] for b in blank])} of the tasks" in PROSE
+    assert f"{span([b['as_asked'] for b in blank])} get the target colour" in PROSE
     assert all(b["as_asked"] <= 0.25 and b["as_asked"] < row["gain"][0] for b, row in zip(blank, ROWS, strict=True))
     of_changed = {row["run"]: b["as_asked"] / (1 - b["as_it_was"]) for row, b in zip(ROWS, blank, strict=True)}
     low, high = min(of_changed.values()), max(of_changed.values())
-    assert f"Of the pictures that change, that is {100 * low:.0f} to {100 * high:.0f} %" in PROSE
+    assert f"of the images that change, that is {100 * low:.0f} to {100 * high:.0f} %" in PROSE
     assert {run for run, share in of_changed.items() if share > 0.4} == {"full-0", "full-1"}
 
 
 def test_judge_and_words_agree_as_often_as_the_page_says() -> None:
-    told = PROSE.partition("Judge and words agree on")[2]
+    told = PROSE.partition("Judge and text agree on")[2]
     for kind, words in (("adapter", "with the adapter"), ("full", "with all weights")):
         *first, last = (str(row["at_the_end"]["agree"]) for row in ROWS if row["kind"] == kind)
         assert f"{', '.join(first)} and {last} of 96" in told.partition(words)[0]
@@ -172,7 +174,7 @@ def test_falls_and_gradients_are_told() -> None:
 def test_the_picture_is_of_the_row_that_the_page_names() -> None:
     """Eight tasks of source, before and after; three and seven of them right."""
     assert next(row for row in ROWS if row["run"] == "full-0")["first_eight_drawn_right"] == [3, 7]
-    assert "before training three shapes have the colour that was asked for, afterwards seven" in PROSE
+    assert "before training three shapes have the target colour, afterwards seven" in PROSE
     with Image.open(REPOSITORY / "docs/images/vlm-grpo.png") as picture:
         assert picture.size == (312, 963)
     assert "](images/vlm-grpo.png)" in PAGE

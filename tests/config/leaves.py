@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retouch.config.errors import models_of
+from retouch.config.errors import field_annotation, models_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Leaf:
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
     """Options that hold a value, through sections, unions, optionals and tables."""
     for name, info in model.model_fields.items():
-        key, annotation = f"{prefix}{name}", info.annotation
+        key, annotation = f"{prefix}{name}", field_annotation(model, name)
         if typing.get_origin(annotation) is dict:
             key, annotation = f"{key}.*", typing.get_args(annotation)[1]
         sections = models_of(annotation)
@@ -40,17 +40,19 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
             yield from leaves(section, f"{key}.")
 
 
-def attribute_reads(source: str) -> set[tuple[str, str]]:
-    """(last name before the dot, attribute) of every attribute that is read: `self.config.training.max_steps` gives
-    ("training", "max_steps") among others. Writes, strings, keywords and docstrings do not count."""
-    found: set[tuple[str, str]] = set()
-    for node in ast.walk(ast.parse(source)):
+def attribute_reads(source: str, is_a_rule: Callable[[str], bool] = lambda function: False) -> set[str]:
+    """Names of the attributes that are read. Writes, strings, keywords and docstrings do not count.
+
+    Args:
+        is_a_rule: of a function's name, whether what it reads does not count.
+    """
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef) and is_a_rule(node.name):
+            continue
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found.add((_last_name(node.value), node.attr))
+            found.add(node.attr)
+        nodes += ast.iter_child_nodes(node)
     return found
-
-
-def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""

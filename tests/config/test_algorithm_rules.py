@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from retouch.config import RunConfig
-from retouch.config.needs import needed_pictures, step_rule, trains_on_rewards
+from retouch.config.needs import needed_pictures
+from retouch.core.rules import STEP_RULES
 
 Problems = Callable[..., list[str]]
 RunWith = Callable[..., RunConfig]
@@ -36,7 +37,10 @@ OFFLINE = (PAIRS, "rewards={}")
         ),
         (
             (SD, "rollout.eta=1.5"),
-            ("rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published"),
+            (
+                "rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published, or "
+                "another step_rule"
+            ),
         ),
         (
             (SD, "rollout.num_steps=1"),
@@ -53,10 +57,10 @@ OFFLINE = (PAIRS, "rewards={}")
             ),
         ),
         (
-            (SD, "algorithm={name: grpo, kl_weight: 0.04, kl_mode: published}"),
+            (SD, "algorithm={name: grpo, kl_weight: 0.04, kl_mode: flow_grpo}"),
             (
-                "algorithm.kl_mode: given 'published', which is Flow-GRPO's; sd_inpaint is no flow model; set "
-                "kl_mode=exact"
+                "algorithm.kl_mode: given 'flow_grpo', which is for the std of flow_sde, but "
+                "rollout.step_rule is ddim; set kl_mode=exact"
             ),
         ),
         (
@@ -93,9 +97,9 @@ OFFLINE = (PAIRS, "rewards={}")
             ),
         ),
         (
-            ("algorithm={name: grpo, kl_mode: published}",),
+            ("algorithm={name: grpo, kl_mode: flow_grpo}",),
             (
-                "algorithm.kl_mode: given 'published', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
+                "algorithm.kl_mode: given 'flow_grpo', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
                 "(Flow-GRPO: 0.04), or leave kl_mode out"
             ),
         ),
@@ -104,10 +108,10 @@ OFFLINE = (PAIRS, "rewards={}")
             "algorithm.shifted_times: given false, but sd_inpaint samples without a shift; leave shifted_times out",
         ),
         (
-            (SD, "algorithm={name: grpo, warmup_steps: 1, warmup_shifted_times: false}"),
+            (SD, "algorithm={name: grpo, sft_steps: 1, sft_shifted_times: false}"),
             (
-                "algorithm.warmup_shifted_times: given false, but sd_inpaint samples without a shift; leave "
-                "warmup_shifted_times out"
+                "algorithm.sft_shifted_times: given false, but sd_inpaint samples without a shift; leave "
+                "sft_shifted_times out"
             ),
         ),
         *(
@@ -124,9 +128,9 @@ OFFLINE = (PAIRS, "rewards={}")
         ),
         *(
             (
-                (f"algorithm={{name: {algorithm}, kl_weight: 0.04, kl_mode: published}}", f"rollout.step_rule={rule}"),
+                (f"algorithm={{name: {algorithm}, kl_weight: 0.04, kl_mode: flow_grpo}}", f"rollout.step_rule={rule}"),
                 (
-                    "algorithm.kl_mode: given 'published', which is Flow-GRPO's, of the std of flow_sde, but "
+                    "algorithm.kl_mode: given 'flow_grpo', which is for the std of flow_sde, but "
                     f"rollout.step_rule is {rule}; set kl_mode=exact, or step_rule=flow_sde"
                 ),
             )
@@ -135,10 +139,10 @@ OFFLINE = (PAIRS, "rewards={}")
         # a warm-up that there is not
         *(
             (
-                (f"algorithm={{name: {name}, warmup_shifted_times: false}}",),
+                (f"algorithm={{name: {name}, sft_shifted_times: false}}",),
                 (
-                    "algorithm.warmup_shifted_times: given false, but algorithm.warmup_steps is 0: there is no "
-                    "warm-up; set warmup_steps, or leave warmup_shifted_times out"
+                    "algorithm.sft_shifted_times: given false, but algorithm.sft_steps is 0: there is no "
+                    "supervised warm-up; set sft_steps, or leave sft_shifted_times out"
                 ),
             )
             for name in ("grpo", "nft", "dpo")
@@ -149,7 +153,7 @@ OFFLINE = (PAIRS, "rewards={}")
                 (f"algorithm={{name: {algorithm}, skip_zero_std_groups: true}}",),
                 (
                     "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
-                    "batch, where a group whose rewards are all alike counts as well; leave it out, or set "
+                    "batch, where a group with zero reward variance counts as well; leave it out, or set "
                     "baseline=group"
                 ),
             )
@@ -157,23 +161,23 @@ OFFLINE = (PAIRS, "rewards={}")
         ),
         # log-probabilities
         (
-            ("algorithm.log_prob_mode=published",),
+            ("algorithm.log_prob_mode=cps",),
             (
-                "algorithm.log_prob_mode: given 'published', which is that of the cps code, but rollout.step_rule is "
+                "algorithm.log_prob_mode: given 'cps', but rollout.step_rule is "
                 "flow_sde; set log_prob_mode=exact, or step_rule=cps"
             ),
         ),
         (
-            ("algorithm={name: ppo, log_prob_mode: published}", "rollout.step_rule=dance_sde"),
+            ("algorithm={name: ppo, log_prob_mode: cps}", "rollout.step_rule=dance_sde"),
             (
-                "algorithm.log_prob_mode: given 'published', which is that of the cps code, but rollout.step_rule is "
+                "algorithm.log_prob_mode: given 'cps', but rollout.step_rule is "
                 "dance_sde; set log_prob_mode=exact, or step_rule=cps"
             ),
         ),
         (
-            ("algorithm={name: grpo, log_prob_mode: published, guard: true}", "rollout.step_rule=cps"),
+            ("algorithm={name: grpo, log_prob_mode: cps, guard: true}", "rollout.step_rule=cps"),
             (
-                "algorithm.guard: given true beside log_prob_mode 'published', which has no std to correct for; set "
+                "algorithm.guard: given true beside log_prob_mode 'cps', which has no std to correct for; set "
                 "log_prob_mode=exact"
             ),
         ),
@@ -196,8 +200,8 @@ OFFLINE = (PAIRS, "rewards={}")
             (
                 (algorithm, "rollout.shared_noise=true"),
                 (
-                    f"rollout.shared_noise: given true, but {name} samples by the ODE: all images of a group would be "
-                    "one; set shared_noise=false"
+                    f"rollout.shared_noise: given true, but {name} samples by the ODE, and all images of a group would "
+                    "be the same; set shared_noise=false"
                 ),
             )
             for name, algorithm in (("nft", NFT), ("dpo", DPO))
@@ -245,7 +249,7 @@ OFFLINE = (PAIRS, "rewards={}")
         (
             (NFT, "rollout.group_size=1"),
             (
-                "rollout.group_size: given 1, but algorithm.baseline=group compares the images of one example with "
+                "rollout.group_size: given 1, but algorithm.baseline=group compares samples of one example with "
                 "each other; set group_size to 2 or more (4-16 is usual), or algorithm.baseline=batch"
             ),
         ),
@@ -265,8 +269,11 @@ OFFLINE = (PAIRS, "rewards={}")
         ),
         *(
             (
-                (f"algorithm={{name: {name}, warmup_steps: 11}}", "training.max_steps=10"),
-                ("algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too"),
+                (f"algorithm={{name: {name}, sft_steps: 11}}", "training.max_steps=10"),
+                (
+                    "algorithm.sft_steps: given 11, more than training.max_steps 10, which counts them too; set "
+                    "a larger training.max_steps"
+                ),
             )
             for name in ("nft", "dpo")
         ),
@@ -324,8 +331,11 @@ OFFLINE = (PAIRS, "rewards={}")
             )
         ),
         (
-            ("algorithm={name: dpo, pairs: offline, warmup_steps: 11}", "training.max_steps=10", *OFFLINE),
-            "algorithm.warmup_steps: given 11, more than training.max_steps 10; max_steps counts the warm-up too",
+            ("algorithm={name: dpo, pairs: offline, sft_steps: 11}", "training.max_steps=10", *OFFLINE),
+            (
+                "algorithm.sft_steps: given 11, more than training.max_steps 10, which counts them too; set a larger "
+                "training.max_steps"
+            ),
         ),
     ],
     ids=lambda value: value.split(";")[0] if isinstance(value, str) else None,
@@ -345,14 +355,14 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         (SD, DPO),
         (SD, SFT, "rewards={}"),
         ("rollout={step_rule: dance_sde, eta: 1.5}",),  # a diffusion, no share
-        ("algorithm={name: grpo, kl_weight: 0.04, kl_mode: published}", "rollout.step_rule=flow_sde"),
-        ("algorithm={name: ppo, kl_weight: 0.04, kl_mode: published}",),
-        ("algorithm={name: grpo, warmup_steps: 1, warmup_shifted_times: false}", "optimizer.warmup_lr=1e-5"),
-        (SFT, "rewards={}", "optimizer.warmup_lr=1e-5"),  # a run file with another algorithm in it
-        ("algorithm.warmup_steps=0", "optimizer.warmup_lr=1e-5"),  # ... or with its warm-up left out
+        ("algorithm={name: grpo, kl_weight: 0.04, kl_mode: flow_grpo}", "rollout.step_rule=flow_sde"),
+        ("algorithm={name: ppo, kl_weight: 0.04, kl_mode: flow_grpo}",),
+        ("algorithm={name: grpo, sft_steps: 1, sft_shifted_times: false}", "optimizer.sft_lr=1e-5"),
+        (SFT, "rewards={}", "optimizer.sft_lr=1e-5"),  # a run file with another algorithm in it
+        ("algorithm.sft_steps=0", "optimizer.sft_lr=1e-5"),  # ... or with its warm-up left out
         ("algorithm={name: ppo, skip_zero_std_groups: false}",),
         ("algorithm={name: ppo, baseline: group, skip_zero_std_groups: true}",),
-        ("algorithm.log_prob_mode=published", "rollout.step_rule=cps"),
+        ("algorithm.log_prob_mode=cps", "rollout.step_rule=cps"),
         ("algorithm={name: grpo, guard: true, clip_range: 2e-6}",),
         (NFT,),
         (NFT, "rollout.num_steps=1"),  # the ODE may end at once
@@ -393,7 +403,8 @@ def test_its_neighbour_that_works(overrides: tuple[str, ...], run_with: RunWith)
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_the_step_rule_of_a_run(overrides: tuple[str, ...], rule: str | None, run_with: RunWith) -> None:
-    assert step_rule(run_with(*overrides)) == rule
+    run = run_with(*overrides)
+    assert run.algorithm.step_rule(run) == (None if rule is None else STEP_RULES[rule])
 
 
 @pytest.mark.parametrize(
@@ -412,7 +423,7 @@ def test_the_pictures_a_run_needs(
     overrides: tuple[str, ...], rewarded: bool, in_training: set[str], run_with: RunWith
 ) -> None:
     run = run_with(*overrides)
-    assert trains_on_rewards(run) is rewarded
+    assert run.algorithm.trains_on_rewards is rewarded
     assert needed_pictures(run, training=True) == in_training
     assert needed_pictures(run, training=False) == {"source", "mask"}  # of warm-up and evaluation
 

@@ -85,7 +85,7 @@ def test_memory_of_a_model_that_is_not_there() -> None:
             ],
         ),
         (["nonsense"], ["override 'nonsense': write it as key=value with a dotted key, like rollout.group_size=4"]),
-        (["--world-size", "0"], ["--world-size: given 0; it is the number of processes, at least 1"]),
+        (["--world-size", "0"], ["--world-size: given 0; expected the number of processes, at least 1"]),
     ],
 )
 def test_a_bad_run_is_one_line_a_problem_and_exit_2(arguments: list[str], lines: list[str]) -> None:

@@ -15,7 +15,7 @@ from .leaves import leaves
 
 GUIDE = [
     # algorithm, key, the guide's default, ours, why it differs
-    ("grpo", "algorithm.warmup_steps", 1000, 0, "the guide's base cannot write yet; a run says when its own cannot"),
+    ("grpo", "algorithm.sft_steps", 1000, 0, "the guide's base cannot write yet; a run says when its own cannot"),
     ("grpo", "rollout.group_size", 1, 8, "K = 1 has no group to compare with; 4-8 is recommended"),
     ("grpo", "rollout.batches_per_epoch", 1, 1, ""),
     ("grpo", "rollout.num_steps", 50, 10, "Flow-GRPO samples 6-10 steps in training; evaluation has steps of its own"),

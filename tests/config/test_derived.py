@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import ConfigError, RunConfig, derive, load_run
-from retouch.config.derived import snapshots, stochastic_steps, trained_steps, window_starts
+from retouch.config.derived import snapshots, stochastic_steps, window_starts
 from retouch.data.sampler import rank_slots
 
 from .conftest import TINY
@@ -17,7 +17,7 @@ RunWith = Callable[..., RunConfig]
 SHAPE = (
     "rollout={group_size: 8, global_groups_per_batch: 8, batches_per_epoch: 2, num_steps: 10}",
     "optimizer={batch_size_per_device: 4, gradient_accumulation: 2}",
-    "algorithm={name: grpo, warmup_steps: 100, inner_epochs: 2}",
+    "algorithm={name: grpo, sft_steps: 100, inner_epochs: 2}",
     "training={max_steps: 1000, gradient_checkpointing: false}",
 )
 
@@ -130,7 +130,7 @@ PAIRS = ("data={format: manifest, path: pairs.json, resolution: 64}", "rewards={
 )
 def test_dpo_counts_pairs(world_size: int, per_device: int, steps: int, epochs: int, run_with: RunWith) -> None:
     """16 groups are 16 pairs at most: in steps of 8 a process they take 2 on one, 1 on more; twice over."""
-    derived = derive(run_with(*SHAPE, "algorithm={name: dpo, warmup_steps: 100, inner_epochs: 2}"), world_size)
+    derived = derive(run_with(*SHAPE, "algorithm={name: dpo, sft_steps: 100, inner_epochs: 2}"), world_size)
     assert (derived.global_images_per_epoch, derived.global_groups_per_epoch) == (128, 16)
     assert derived.images_per_epoch_per_device == per_device
     assert derived.global_rows_per_step == 8 * world_size
@@ -139,13 +139,13 @@ def test_dpo_counts_pairs(world_size: int, per_device: int, steps: int, epochs: 
 
 
 def test_nft_counts_images(run_with: RunWith) -> None:
-    derived = derive(run_with(*SHAPE, "algorithm={name: nft, warmup_steps: 100, inner_epochs: 2}"), 2)
+    derived = derive(run_with(*SHAPE, "algorithm={name: nft, sft_steps: 100, inner_epochs: 2}"), 2)
     assert (derived.images_per_epoch_per_device, derived.optimizer_steps_per_epoch) == (64, 16)
     assert (derived.epochs, derived.stochastic_steps, derived.trained_steps) == (57, 0, 0)
 
 
 def test_given_pairs_have_no_rollouts(run_with: RunWith) -> None:
-    algorithm = "algorithm={name: dpo, pairs: offline, warmup_steps: 7, timesteps_per_pair: 3}"
+    algorithm = "algorithm={name: dpo, pairs: offline, sft_steps: 7, timesteps_per_pair: 3}"
     derived = derive(run_with(*SHAPE[1:2], SHAPE[3], algorithm, *PAIRS), 3)
     assert (derived.warmup_steps, derived.global_rows_per_step) == (7, 24)
     assert derived.forwards_per_image == 3 * (1 + 3)
@@ -205,7 +205,7 @@ def test_guidance_without_an_embedding_doubles_what_goes_through_the_solver(
 def test_windows_of_ddim_leave_its_last_step_out(window: str, starts: list[int], run_with: RunWith) -> None:
     run = run_with(SD, "rollout.num_steps=10", f"rollout.window={window}")
     assert list(window_starts(run)) == starts
-    assert stochastic_steps(run) == trained_steps(run) == run.rollout.window.size  # type: ignore[union-attr]
+    assert stochastic_steps(run) == run.algorithm.trained_steps(run) == run.rollout.window.size  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def test_state_of_a_trained_weight(overrides: tuple[str, ...], kept: set[str], r
     run = run_with(*overrides)
     assert snapshots(run) == kept
     assert derive(run).state_bytes_per_weight == 16 + 4 * len(kept)
-    assert derive(run_with(*overrides, "optimizer.moments=int8")).state_bytes_per_weight == 10 + 4 * len(kept)
+    assert derive(run_with(*overrides, "optimizer.state=8bit")).state_bytes_per_weight == 10 + 4 * len(kept)
 
 
 def test_a_run_that_ends_with_its_warm_up_has_no_epoch(run_with: RunWith) -> None:
-    assert derive(run_with("algorithm.warmup_steps=10", "training.max_steps=10")).epochs == 0
+    assert derive(run_with("algorithm.sft_steps=10", "training.max_steps=10")).epochs == 0
 
 
 @pytest.mark.parametrize("world_size", [0, -2])
 def test_there_is_at_least_one_process(world_size: int, run_with: RunWith) -> None:
     with pytest.raises(ConfigError) as caught:
         derive(run_with(), world_size)
-    assert str(caught.value) == f"--world-size: given {world_size}; it is the number of processes, at least 1"
+    assert str(caught.value) == f"--world-size: given {world_size}; expected the number of processes, at least 1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from functools import cache
 from typing import Any
 
@@ -12,14 +11,9 @@ import torch
 from PIL import Image
 
 from retouch.config.errors import models_of
-from retouch.config.run import RolloutConfig
-from retouch.core.steps import STEP_RULES
+from retouch.core.rules import STEP_RULES, rules_of
 from retouch.families.facts import (
-    ENDS_WITHOUT_NOISE,
-    ETA,
     FACTS,
-    NOISE_LEVEL,
-    RULES_OF,
     TINY_SIZE_MULTIPLE,
 )
 from retouch.families.registry import (
@@ -86,13 +80,8 @@ def test_guidance_doubles_the_rows_of_the_network_where_it_is_said_to(family: st
 # --- step rules ---
 
 
-def test_every_step_rule_is_for_what_it_is_said_to_be() -> None:
-    by_prediction = {p: {name for name, rule in STEP_RULES.items() if rule.prediction == p} for p in RULES_OF}
-    assert {p: set(rules) for p, rules in RULES_OF.items()} == by_prediction
-    options = typing.get_args(RolloutConfig.model_fields["step_rule"].annotation)
-    assert set(typing.get_args(options[0])) == STEP_RULES.keys()
-    for strength, defaults in (("eta", ETA), ("noise_level", NOISE_LEVEL)):
-        assert defaults.keys() == {name for name, rule in STEP_RULES.items() if rule.strength == strength}
+def test_every_prediction_has_a_default_rule() -> None:
+    assert [rules_of(prediction)[0] for prediction in ("flow", "epsilon")] == ["flow_sde", "ddim"]
 
 
 @pytest.mark.parametrize("name", STEP_RULES)
@@ -100,4 +89,4 @@ def test_rules_that_end_without_noise_are_those_whose_last_std_is_0(name: str) -
     x, rule = torch.ones(1, 1), STEP_RULES[name]
     last = (0.25, 0.0) if rule.prediction == "flow" else (0.9, 1.0)
     std = rule.mean_std(x, x, *last, 0.5, 0.75)[1]
-    assert (float(std) == 0) == (name in ENDS_WITHOUT_NOISE)
+    assert (float(std) == 0) == rule.ends_without_noise

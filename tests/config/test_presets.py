@@ -27,13 +27,12 @@ ALL_BUT_THE_LAST = {"flux_fill": 5, "qwen_image": 9, "sd_inpaint": 9}
 def lora_cost(run: RunConfig) -> float:
     """Forward-equivalents of an image where a backward counts as one: the network is frozen. By hand, not by the
     package: sampling, the reference's forwards, and a forward and a backward of each trained step."""
-    from retouch.config.derived import trained_steps
 
     rollout, algorithm = run.rollout, run.algorithm
     guided = 2 if run.model.family != "flux_fill" and rollout.guidance_scale != 1.0 else 1
     prefix = 1.0 if rollout.window else 0.0  # windows of the fast preset start at 0, 1 or 2
     shared = prefix * (1 - 1 / rollout.group_size) if rollout.shared_noise else 0.0
-    trained = trained_steps(run)
+    trained = run.algorithm.trained_steps(run)
     return guided * (rollout.num_steps - shared + trained * (2 + (1 if algorithm.kl_weight else 0)))  # type: ignore[union-attr]
 
 
@@ -53,7 +52,7 @@ def test_reference_is_the_published_default(run_with: RunWith) -> None:
     assert run.algorithm.model_dump(exclude_defaults=True) == {
         "skip_zero_std_groups": False,
         "kl_weight": 0.04,
-        "kl_mode": "published",
+        "kl_mode": "flow_grpo",
         "timestep_fraction": 0.9,
     }
 

@@ -168,7 +168,7 @@ def test_what_has_another_place_is_named(name: str) -> None:
         (["model.free_text_encoders=true"], {}, "free_text_encoders: "),
         (["training.compile=true"], {}, "training.compile: given true, .*leave it out"),
         (["rollout.preset=fast"], {}, "rollout.preset: given 'fast'"),
-        (["optimizer.moments=int8"], {}, "optimizer.moments: given 'int8'"),
+        (["optimizer.state=8bit"], {}, "optimizer.state: given '8bit'"),
         (["optimizer.lr=0.1"], {}, r"optimizer.lr: given 0.1, .*algorithm.trl"),
         (["rollout.group_size=4"], {}, r"rollout.group_size: given 4, .*num_generations"),
         (["ema.decay=0.9"], {}, "ema: given"),

@@ -16,6 +16,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
+from tests.conftest import TEXT_LENGTH
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures
 from tests.tiny_models import WITH_BASE, tiny_calligrapher, tiny_clip, tiny_model
 
@@ -106,8 +107,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     published = read_yaml(path)
     algorithm, rollout = published["algorithm"], published["rollout"]
     overrides = [f"model.path={tiny_model(published['model']['family'])}", "model.dtype=fp32", f"logging.dir={out}"]
-    if published["model"]["family"] == "flux_fill":
-        overrides += ["model.max_sequence_length=24"]
+    if length := TEXT_LENGTH.get(published["model"]["family"]):
+        overrides += [f"model.max_sequence_length={length}"]
     if published["model"]["train"]["kind"] == "ip_adapter":
         overrides += ["model.train.image_encoder=tiny"]
     if "initial_adapter" in published["model"]["train"]:

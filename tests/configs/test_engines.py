@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.testing import assert_close
 
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 from tests.command_line import retouch
 
 from .conftest import CONFIGS, ENGINES, name_of, shrink
@@ -103,9 +103,7 @@ def on_two(*arguments: object) -> None:
     """A command of the package on two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "retouch"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = forked.run([*command, *map(str, arguments)], env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

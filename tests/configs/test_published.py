@@ -6,8 +6,9 @@ A new file under configs/ is tested by being there.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from retouch.adapters.trainee import make_trainable
-from retouch.algorithms.sections import (
-    NftConfig,
-    RlConfig,
-)
+from retouch.algorithms.base import RlConfig
+from retouch.algorithms.nft.config import NftConfig
 from retouch.config import ConfigError, derive, load_run
 from retouch.config.derived import snapshots
+from retouch.config.load import read_yaml
 from retouch.engine.checkpoint import complete_checkpoints
 from retouch.families.facts import (
     ADAPTERS,
@@ -35,6 +35,7 @@ from retouch.families.registry import (
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 from tests.rewards.openai_server import OpenAIServer
+from tests.selection import default, pairwise
 from tests.tiny_models import WITH_BASE, tiny_model
 
 from .conftest import CONFIGS, RUNS, name_of, shrink
@@ -142,7 +143,21 @@ def test_a_tiny_run_needs_no_environment(path: Path, monkeypatch: pytest.MonkeyP
     assert (run.model.path, run.data.path.split("/")[0]) == ("tiny", "runs")
 
 
-@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def kind_of(path: Path) -> tuple[str, str, str]:
+    """Family, algorithm and trained weights of a run."""
+    run = read_yaml(path)
+    return run["model"]["family"], run["algorithm"]["name"], run["model"]["train"]["kind"]
+
+
+OF_KIND: dict[tuple[str, str, str], list[Path]] = {}
+for run_path in RUNS:
+    OF_KIND.setdefault(kind_of(run_path), []).append(run_path)
+
+STEPPED = {OF_KIND[kind][n % len(OF_KIND[kind])] for n, kind in enumerate(pairwise(OF_KIND))}  # type: ignore[index]
+"""The runs that a default run of the tests trains for a step; one kind's is a list of descriptions, another's tiny."""
+
+
+@pytest.mark.parametrize("path", default(RUNS, STEPPED.__contains__), ids=name_of)
 def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path, picky: OpenAIServer) -> None:
     """One optimizer step of each of its phases on the tiny base: sampled, scored, trained, saved."""
     overrides = shrink(path, signs, tmp_path)
@@ -217,29 +232,63 @@ def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -
 @pytest.mark.parametrize("path", RELEASED, ids=name_of)
 def test_what_it_trains_is_in_the_released_network(path: Path) -> None:
     config = load_run(path).model
+    train, made = config.train, made_trainable(config)
+    assert made.kind == train.kind
+    if train.kind == "full":
+        assert made.parameters == made.base
+    elif train.kind == "ip_adapter":
+        expected = ADAPTER_PARAMETERS[config.family] + QUERY_FORMER_PARAMETERS * train.query_former
+        assert made.whole - made.base == pytest.approx(expected, rel=0.005)
+        assert len(made.names) == made.adapter_names
+    else:
+        assert len(made.names) == 2 * LORA_MODULES[config.family]
+        assert all(".lora_A." in name or ".lora_B." in name for name in made.names)
+        assert made.ranks == {train.rank}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A released network after its trained part was made: numbers of its parameters before, after, and trained."""
+
+    kind: str
+    base: int
+    whole: int
+    parameters: int
+    names: list[str]
+    adapter_names: int
+    ranks: set[int]
+
+
+MADE: dict[str, Made] = {}
+
+
+def made_trainable(config: Any) -> Made:
+    """Once for all files with the same family and the same section `train`."""
     train = config.train
     if train.kind == "ip_adapter":
-        config = config.model_copy(update={"train": train.model_copy(update={"initial_adapter": None})})
         train = train.model_copy(update={"image_encoder": "tiny", "initial_adapter": None})
-    spec = load_model(config.model_copy(update={"path": tiny_model(config.family), "train": train})).spec
-    spec = replace(spec, reference_width=SIGLIP_WIDTH)
+    key = f"{config.family} {train.model_dump_json()}"
+    if key not in MADE:
+        config = config.model_copy(update={"path": tiny_model(config.family), "train": train})
+        MADE[key] = made(config, replace(load_model(config).spec, reference_width=SIGLIP_WIDTH))
+    return MADE[key]
+
+
+def made(config: Any, spec: Any) -> Made:
     network = released_network(config.family)
     base = parameters(network)
     with torch.device("meta"):
         trainee = make_trainable(network, config.train, spec)
-    trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
-    if config.train.kind == "full":
-        assert sum(p.numel() for p in network.parameters() if p.requires_grad) == base
-    elif config.train.kind == "ip_adapter":
-        expected = ADAPTER_PARAMETERS[config.family] + QUERY_FORMER_PARAMETERS * config.train.query_former
-        assert parameters(network) - base == pytest.approx(expected, rel=0.005)
-        assert len(trained) == len(trainee.adapter.names)  # type: ignore[attr-defined]
-    else:
-        assert trainee.kind == "lora"
-        assert len(trained) == 2 * LORA_MODULES[config.family]
-        assert all(".lora_A." in name or ".lora_B." in name for name in trained)
-        ranks = {network.get_parameter(name).shape[0] for name in trained if ".lora_A." in name}
-        assert ranks == {config.train.rank}
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    return Made(
+        trainee.kind,
+        base,
+        parameters(network),
+        sum(parameter.numel() for parameter in trained.values()),
+        list(trained),
+        len(trainee.adapter.names) if trainee.kind == "ip_adapter" else 0,  # type: ignore[attr-defined]
+        {parameter.shape[0] for name, parameter in trained.items() if ".lora_A." in name},
+    )
 
 
 def test_every_file_is_tested() -> None:

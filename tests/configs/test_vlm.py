@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config import load, load_run, numbers
 from retouch.families.facts import EditVariant
 from retouch.families.tiny import (

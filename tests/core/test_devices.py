@@ -17,6 +17,7 @@ from retouch.core.objectives.grpo import gaussian_kl, grpo_loss, guard_log_probs
 from retouch.core.objectives.nft import nft_loss
 from retouch.core.objectives.sft import flow_matching_loss
 from retouch.core.reduce import row_mean
+from retouch.core.rules import STEP_RULES
 
 ROWS = 3
 
@@ -37,9 +38,7 @@ FUNCTIONS: dict[str, Callable[[], object]] = {
     "dpo_loss": lambda: dpo_loss(B, B, B, B, 100.0, B, meta(1)[0]),
     "nft_loss": lambda: nft_loss(X, X, X, X, B, B, 0.5, region=REGION, weight=B, normalizer=meta(1)[0]),
     "flow_matching_loss": lambda: flow_matching_loss(X, X, X, REGION, B, meta(1)[0]),
-    **{
-        f"step {name}": lambda rule=rule: rule.mean_std(X, X, B, B, 0.5, 0.9) for name, rule in steps.STEP_RULES.items()
-    },
+    **{f"step {name}": lambda rule=rule: rule.mean_std(X, X, B, B, 0.5, 0.9) for name, rule in STEP_RULES.items()},
 }
 
 

@@ -145,7 +145,7 @@ def test_dt_is_of_rows() -> None:
 
 def test_kl_of_an_unknown_mode_is_an_error() -> None:
     wrong: Any = "exakt"
-    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):
+    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact, published or flow_grpo"):
         gaussian_kl(torch.ones(2, 3), torch.zeros(2, 3), 1.0, mode=wrong, dt=-0.1)
 
 

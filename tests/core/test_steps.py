@@ -13,6 +13,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, FlowMatchEuler
 from torch import Tensor
 
 from retouch.core import steps
+from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, flux_shift
 
 B, C, H, W = 3, 2, 4, 5
@@ -76,7 +77,7 @@ def test_cps_by_hand() -> None:
 
 def test_levels_per_row_equal_rows_one_by_one(x: Tensor, v: Tensor) -> None:
     now, then = torch.tensor([0.9, 0.7, 0.5]), torch.tensor([0.7, 0.5, 0.2])
-    for rule in steps.STEP_RULES.values():
+    for rule in STEP_RULES.values():
         together, stds = rule.mean_std(x, v, now.double(), then.double(), 0.5, 0.95)
         assert stds.shape == (B,)
         for i in range(B):
@@ -299,7 +300,7 @@ def test_published_log_prob_is_the_squared_distance_alone(x: Tensor, v: Tensor) 
 
 def test_log_prob_of_an_unknown_mode_is_an_error(x: Tensor, v: Tensor) -> None:
     wrong: Any = "exakt"
-    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact or published"):
+    with pytest.raises(ValueError, match="mode is 'exakt'; it must be exact, published or cps"):
         steps.gaussian_log_prob(x, v, 0.5, mode=wrong)
 
 

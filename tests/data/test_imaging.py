@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -174,7 +174,6 @@ def test_an_image_in_memory_is_read_as_a_file_is() -> None:
 sides = st.integers(1, 400)
 
 
-@settings(deadline=None)
 @given(size=st.tuples(sides, sides), target=st.tuples(sides, sides), data=st.data())
 def test_the_window_lies_inside_and_holds_a_mask_that_fits(
     size: tuple[int, int], target: tuple[int, int], data: st.DataObject
@@ -279,7 +278,6 @@ def test_text_similarity(a: str, b: str, distance: int, similarity: float) -> No
 words = st.text("abcä東", max_size=8)
 
 
-@settings(deadline=None, max_examples=200)
 @given(words, words, words)
 def test_edit_distance_is_a_metric(a: str, b: str, c: str) -> None:
     ab, bc, ac = edit_distance(a, b), edit_distance(b, c), edit_distance(a, c)
@@ -291,7 +289,6 @@ def test_edit_distance_is_a_metric(a: str, b: str, c: str) -> None:
     assert (text_similarity(a, b) == 1.0) == (a == b)
 
 
-@settings(deadline=None)
 @given(words, words, st.sampled_from("abcä東"))
 def test_a_common_end_changes_no_distance(a: str, b: str, end: str) -> None:
     assert edit_distance(a + end, b + end) == edit_distance(end + a, end + b) == edit_distance(a, b)

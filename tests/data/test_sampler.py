@@ -8,7 +8,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.data import sampler
@@ -96,7 +96,6 @@ def test_an_epoch_needs_that_many_examples() -> None:
 # --- new groups for those that carry no signal ---
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 30),
     groups=st.integers(1, 30),
@@ -153,7 +152,6 @@ def test_the_taken_examples_are_not_searched_one_by_one() -> None:
 # --- supervised steps ---
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 12), rows=st.integers(1, 30), seed=st.integers(0, 5))
 def test_steps_deal_out_each_pass_exactly(size: int, rows: int, seed: int) -> None:
     steps = -(-3 * size // rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from retouch.config.run import (
     TrainingConfig,
 )
 from retouch.engine.zero import Zero
+from tests import forked
 
 REPOSITORY = Path(__file__).parents[2]
 TORCH = ("ddp", "fsdp2")
@@ -31,11 +31,9 @@ def outcomes(folder: Path, ways: tuple[str, ...]) -> dict[str, Any]:
     """What one process found as `one`, and what each of two found as (way, rank)."""
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for launcher, arguments in (([], []), (two, [",".join(ways)])):
-        done = subprocess.run(
+        done = forked.run(
             [sys.executable, *launcher, "-m", SMALL, str(folder), *arguments],
             cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
             timeout=1200,
         )

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 from tests.command_line import retouch
 from tests.conftest import small_run
 
@@ -70,11 +71,9 @@ ONLY_SHARDED = {
 def on_two(runs: Sequence[Sequence[Any]], timeout: float = 2400) -> subprocess.CompletedProcess[str]:
     """Runs of `many_runs`, one after the other in two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return subprocess.run(
+    return forked.run(
         [*launcher, "-m", "tests.distributed.many_runs", json.dumps(runs)],
         cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         timeout=timeout,
     )

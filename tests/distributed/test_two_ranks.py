@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from retouch.engine.checkpoint import read_state
 from retouch.families.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 from tests.command_line import retouch
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -93,10 +94,8 @@ def child_of(
     child = run.with_name("child.py")
     child.write_text(CHILD, encoding="utf-8")
     cache = str(run.with_name(f"cache-{name}"))
-    return subprocess.run(
+    return forked.run(
         [sys.executable, *launcher, str(child), "train", str(run), f"name={name}", *overrides],
-        capture_output=True,
-        text=True,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

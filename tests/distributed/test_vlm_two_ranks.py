@@ -20,6 +20,7 @@ pytest.importorskip("trl")
 
 from retouch.engine.checkpoint import read_state
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 from tests.algorithms.vlm_runs import records, run_section, weights
 
 CHILD = """
@@ -75,11 +76,9 @@ def start(launcher: tuple[str, ...], file: Path, *overrides: str) -> subprocess.
         environment["ACCELERATE_USE_CPU"] = "true"
     script = file.parent / "child.py"
     script.write_text(CHILD, encoding="utf-8")
-    return subprocess.run(
+    return forked.run(
         [sys.executable, *launcher, str(script), "train", str(file), *overrides],
         env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
         timeout=900,
     )
 

@@ -1,4 +1,4 @@
-"""The pages people read, and what stands in their code blocks."""
+"""The pages of the documentation and the code blocks in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -17,7 +18,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every command of the ```bash and ```console blocks, as words; in the latter, those after a `$`."""
+    """The commands of the ```bash blocks, and those after a `$` in the ```console blocks, split into words."""
     lines: list[str] = []
     for block in blocks(page, "bash"):
         lines += joined(block)
@@ -37,7 +38,7 @@ def _between(words: list[str], separator: str) -> list[list[str]]:
 
 
 def joined(block: str) -> list[str]:
-    """Lines, with those that end in a backslash or inside quotes put together."""
+    """The lines of a block; a line that ends in a backslash or inside quotes is joined with the next."""
     lines: list[str] = []
     pending = ""
     for line in block.splitlines():
@@ -53,7 +54,7 @@ def joined(block: str) -> list[str]:
 
 
 def retouch_arguments(words: list[str]) -> list[str] | None:
-    """What follows `retouch` in a command, also behind `accelerate launch ... -m`; None for other commands."""
+    """The arguments of `retouch` in a command, also after `accelerate launch ... -m`; None for other commands."""
     if words[0] == "retouch":
         return words[1:]
     if "-m" in words and words[words.index("-m") + 1] == "retouch":

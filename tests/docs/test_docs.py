@@ -1,4 +1,4 @@
-"""Nothing in the pages is made up: commands parse, files exist, run files validate, tests that are named are there."""
+"""The pages agree with the code: commands parse, files exist, run files validate, and named tests exist."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from tools.config_reference import page as configuration_page
+from tools.config_reference import pages as configuration_pages
 
 from retouch.adapters.export import FORMATS
 from retouch.cli import app
 from retouch.config import load_run, parse_run
 
-from .pages import PAGES, REPOSITORY, blocks, commands, retouch_arguments
-
-COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]
-RETOUCH = [(name, arguments) for name, words in COMMANDS if (arguments := retouch_arguments(words)) is not None]
-LINKS = [
-    (page, target, title)
-    for page in PAGES
-    for target, title in re.findall(r'\]\(([^)\s]+)(?: "([^"]*)")?\)', page.read_text(encoding="utf-8"))
-    if "://" not in target and not target.startswith("#")
-]
+from .pages import DOCS, PAGES, REPOSITORY, blocks, commands, retouch_arguments
 
 BASE: dict[str, Any] = {
     "name": "example",
@@ -34,6 +25,11 @@ BASE: dict[str, Any] = {
     "rewards": {"ocr": {}},
 }
 """What an example of a single section is completed with."""
+
+
+def retouch_commands(page: Path) -> list[list[str]]:
+    """What follows `retouch` in the commands of a page."""
+    return [arguments for words in commands(page) if (arguments := retouch_arguments(words)) is not None]
 
 
 def as_text(value: Any) -> str:
@@ -48,18 +44,19 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_there_are_pages_with_commands() -> None:
     assert {"README.md", "CONTRIBUTING.md", "index.md", "tutorial.md", "rewards.md"} <= {page.name for page in PAGES}
-    assert {name for name, _ in RETOUCH} >= {"README.md", "tutorial.md", "rewards.md"}
+    assert {page.name for page in PAGES if retouch_commands(page)} >= {"README.md", "tutorial.md", "rewards.md"}
 
 
-@pytest.mark.parametrize(("page", "arguments"), RETOUCH, ids=as_text)
-def test_the_command_exists_with_its_options(page: str, arguments: list[str]) -> None:
-    command: Any = typer.main.get_command(app)
-    rest = list(arguments)
-    while hasattr(command, "commands") and rest != ["--help"]:
-        assert rest and rest[0] in command.commands, f"{page}: no command {rest[:1]}"
-        command = command.commands[rest.pop(0)]
-    if rest != ["--help"]:  # which ends the process
-        command.make_context(command.name, rest)  # raises on an option that does not exist or lacks a value
+@pytest.mark.parametrize("page", PAGES, ids=as_text)
+def test_the_commands_exist_with_their_options(page: Path) -> None:
+    app_command: Any = typer.main.get_command(app)
+    for arguments in retouch_commands(page):
+        command, rest = app_command, list(arguments)
+        while hasattr(command, "commands") and rest != ["--help"]:
+            assert rest and rest[0] in command.commands, f"no command {rest[:1]}"
+            command = command.commands[rest.pop(0)]
+        if rest != ["--help"]:  # which ends the process
+            command.make_context(command.name, rest)  # raises on an option that does not exist or lacks a value
 
 
 def test_the_table_of_commands_has_all_of_them() -> None:
@@ -81,24 +78,32 @@ def test_the_table_of_export_formats_has_all_of_them() -> None:
     assert sorted(name for row in rows for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])) == sorted(FORMATS)
 
 
-@pytest.mark.parametrize(("page", "arguments"), RETOUCH, ids=as_text)
-def test_overrides_of_published_files_are_valid(page: str, arguments: list[str]) -> None:
-    files = [word for word in arguments if re.fullmatch(r"configs/.+\.yaml", word)]
-    if arguments[0] in ("train", "check") and files:
-        load_run(REPOSITORY / files[0], [word for word in arguments if re.match(r"[a-z_.]+=", word)])
+@pytest.mark.parametrize("page", PAGES, ids=as_text)
+def test_overrides_of_published_files_are_valid(page: Path) -> None:
+    for arguments in retouch_commands(page):
+        files = [word for word in arguments if re.fullmatch(r"configs/.+\.yaml", word)]
+        if arguments[0] in ("train", "check") and files:
+            load_run(REPOSITORY / files[0], [word for word in arguments if re.match(r"[a-z_.]+=", word)])
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=as_text)
-def test_files_of_the_repository_exist(page: str, words: list[str]) -> None:
-    for option, word in zip(["", *words], words, strict=False):
-        if option != "--out" and re.match(r"(configs|examples|tools|benchmarks|tests)/", word):
-            assert (REPOSITORY / word).exists(), f"{page}: no {word}"
+@pytest.mark.parametrize("page", PAGES, ids=as_text)
+def test_files_of_the_repository_exist(page: Path) -> None:
+    for words in commands(page):
+        for option, word in zip(["", *words], words, strict=False):
+            if option != "--out" and re.match(r"(configs|examples|tools|benchmarks|tests)/", word):
+                assert (REPOSITORY / word).exists(), f"no {word}"
 
 
 def test_make_targets_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    named = {word for _, words in COMMANDS if "make" in words for word in words[words.index("make") + 1 :]}
+    named = {
+        word
+        for page in PAGES
+        for words in commands(page)
+        if "make" in words
+        for word in words[words.index("make") + 1 :]
+    }
     assert {word for word in named if "=" not in word} <= targets
 
 
@@ -108,21 +113,38 @@ def test_examples_of_run_files_are_valid(page: Path) -> None:
         parse_run({**BASE, **yaml.safe_load(block)}, source=page.name)
 
 
-@pytest.mark.parametrize(("page", "target", "title"), LINKS, ids=as_text)
-def test_links_lead_somewhere(page: Path, target: str, title: str) -> None:
-    """And where a link is titled with the name of a test, that test is in the file."""
-    path = page.parent / target.partition("#")[0]
-    assert path.exists()
-    if title.startswith("test_"):
-        assert f"def {title}(" in path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=as_text)
+def test_links_lead_somewhere(page: Path) -> None:
+    """The file exists, and so does the heading after #; a title with the name of a test names one in the file."""
+    for target, title in re.findall(r'\]\(([^)\s]+)(?: "([^"]*)")?\)', page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        assert not anchor or path.suffix != ".md" or anchor in headings(path), target
+        assert not title.startswith("test_") or f"def {title}(" in path.read_text(encoding="utf-8"), title
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def headings(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
+
+
+def files_of(navigation: list[dict[str, Any]]) -> list[str]:
+    """The files of a navigation of mkdocs, whose entries are files or sections of entries."""
+    entries = [entry for titled in navigation for entry in titled.values()]
+    return [file for entry in entries for file in ([entry] if isinstance(entry, str) else files_of(entry))]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
     navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = {path for entry in navigation for path in entry.values()}
-    assert listed == {path.name for path in (REPOSITORY / "docs").glob("*.md")}
+    assert sorted(files_of(navigation)) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def test_the_configuration_page_is_the_schema() -> None:
-    committed = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert committed == configuration_page(), "the schema changed; run python tools/config_reference.py"
+def test_the_configuration_pages_are_the_schema() -> None:
+    committed = [DOCS / "configuration.md", *(DOCS / "configuration").glob("*.md")]
+    written = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in committed}
+    assert written == configuration_pages(), "the schema changed; run python tools/config_reference.py"

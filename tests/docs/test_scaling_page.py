@@ -73,7 +73,7 @@ def test_a_step_costs_what_the_page_says(
     assert (f"{numbers.forwards_per_image:g}", str(numbers.images_per_epoch_per_device)) == (forwards, images)
     assert numbers.padded_images_per_epoch == 0
     assert f"{report_memory(load_run(file, overrides), int(processes))['device_bytes'] / 1e9:.1f}" == gb
-    if "qwen" not in file:  # "the same 64 images, two an epoch"
+    if "qwen" not in file:  # "two optimizer steps per epoch, with 64 images each"
         assert (numbers.global_rows_per_step, numbers.optimizer_steps_per_epoch) == (64, 2)
 
 
@@ -157,13 +157,13 @@ def test_what_was_measured_is_what_the_files_say() -> None:
         return json.loads((REPOSITORY / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
 
     overlap = result("overlap")
-    assert "8 groups a step" in PAGE and overlap["groups"] == 8
+    assert "8 groups per step" in PAGE and overlap["groups"] == 8
     assert "80 %" in PAGE and overlap["reward_share_of_rollout"] == 0.8
     most = overlap["overlapped_ratio_range"][1]  # type: ignore[index]
     assert f"takes {overlap['overlapped_ratio']:.2f} times as long" in PAGE
-    assert f"(median; at most {most:.2f}), and {overlap['waiting_ratio']:.2f} times where" in " ".join(PAGE.split())
+    assert f"(median; at most {most:.2f}), and {overlap['waiting_ratio']:.2f} times if" in " ".join(PAGE.split())
     rows: list[dict[str, float]] = result("memory")["rows"]  # type: ignore[assignment]
-    assert "within 10 % of what is held" in PAGE and all(abs(row["ratio"] - 1) <= 0.1 for row in rows)
+    assert "within 10 % of the memory before activations" in PAGE and all(abs(row["ratio"] - 1) <= 0.1 for row in rows)
     scaling: dict[str, dict[str, float]] = result("scaling")  # type: ignore[assignment]
     alone = scaling["one"]["wall_step_s"]
     strong, weak = (f"{100 * scaling[kind]['wall_step_s'] / alone:.0f} %" for kind in ("strong", "weak"))

@@ -34,11 +34,12 @@ def test_the_page_says_what_is_counted(run: str, engine: str, numbers: str, monk
         report["host_bytes"],
     ]
     [frozen] = [part for part in report["parts"] if part["what"] == "transformer, frozen"]
-    assert frozen["bytes"] > report["device_bytes"] / 2  # "most of what is held"
+    assert frozen["bytes"] > report["device_bytes"] / 2  # "most of the stored memory"
     assert [f"{count / 1e9:.1f}" for count in found] == numbers.split(" | ")
 
 
 def test_the_table_of_the_page_is_read_whole() -> None:
     assert len(ROWS) == 4
-    tile, words = HEAD_TILE
-    assert f"tiles of {tile:,} tokens and {words:,} words" in PAGE and "within 10 %" in PAGE
+    tile, vocabulary = HEAD_TILE
+    prose = " ".join(PAGE.split())
+    assert f"tiles of {tile:,} tokens and {vocabulary:,} vocabulary entries" in prose and "within 10 %" in prose

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import forked
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/python_api.py"
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(NOTEBOOK), "1"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    done = forked.run([sys.executable, str(NOTEBOOK), "1"], cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Run('runs/python', grpo, step 1)" in done.stdout
     assert len(re.findall(r"(?:base|after RL) +OCR similarity \d\.\d{3}", done.stdout)) == 2

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
-from retouch.core.steps import STEP_RULES
 from retouch.rollout.plan import StepPlan
 from retouch.types import Condition, Example, ModelSpec
 

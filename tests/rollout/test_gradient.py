@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from retouch.core.advantages import group_advantages
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
+from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
-from retouch.core.steps import STEP_RULES, gaussian_log_prob
+from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.sampler import sample
 from retouch.rollout.transition import transition

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
-from retouch.core.steps import STEP_RULES, gaussian_log_prob
+from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.sampler import sample
 from retouch.rollout.transition import (

@@ -9,8 +9,8 @@ import torch
 
 from retouch.config import parse_run
 from retouch.config.run import RolloutConfig
+from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
-from retouch.core.steps import STEP_RULES
 from retouch.rollout.plan import (
     StepPlan,
     make_plan,

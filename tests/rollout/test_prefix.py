@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from retouch.config import derive, parse_run
+from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
-from retouch.core.steps import STEP_RULES
 from retouch.rollout.plan import (
     StepPlan,
     make_plan,

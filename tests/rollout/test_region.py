@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.algorithms.sections import (
-    DpoConfig,
-    GrpoConfig,
-    NftConfig,
-    SftConfig,
-)
+from retouch.algorithms.dpo.config import DpoConfig
+from retouch.algorithms.grpo.config import GrpoConfig
+from retouch.algorithms.nft.config import NftConfig
+from retouch.algorithms.sft.config import SftConfig
 from retouch.rollout.transition import (
     latent_region,
     objective_region,

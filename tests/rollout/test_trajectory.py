@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from retouch.core import steps
-from retouch.core.steps import STEP_RULES, gaussian_log_prob
+from retouch.core.rules import STEP_RULES
+from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import (
     StepPlan,
     ode_plan,

@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from retouch.cli import app
 from retouch.config import derive, load_run
 from retouch.observe.run_dir import read_metrics
+from tests import forked
 from tests.command_line import retouch
 from tests.configs.conftest import shrink, signs
 
@@ -367,7 +368,7 @@ def test_two_processes_of_the_package_note_their_codes(tmp_path: Path) -> None:
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     environment = {**os.environ, "RETOUCH_EXIT_CODES": str(tmp_path / "codes"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=120)
+    done = forked.run(launcher, env=environment, timeout=120)
     assert done.returncode == 1  # the launcher's
     # the launcher may end the slower one before it has noted its own
     assert set((tmp_path / "codes").read_text(encoding="utf-8").split()) == {"3"}, done.stderr

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,19 @@ NEW, RELEASED = "configs/flux_fill_ip_{}.yaml", "configs/flux_fill_calligrapher_
 
 
 def run_script(name: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A launcher with the programs of this environment, on the CPU."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """A launcher with the programs of this environment, on the CPU. `accelerate` imports torch once for all of its
+    processes."""
+    programs = Path(sys.executable).parent
+    path = f"{programs}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory() as folder:
+        accelerate = Path(folder, "accelerate")
+        forked = f"PYTHONPATH={shlex.quote(str(REPOSITORY))} exec {programs}/python -m tests.forked"
+        accelerate.write_text(f'#!/bin/sh\n[ "$1" = launch ] && shift\n{forked} accelerate.commands.launch "$@"\n')
+        accelerate.chmod(0o755)
+        return started(name, f"{folder}:{path}", *overrides, **environment)
+
+
+def started(name: str, path: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(REPOSITORY / f"scripts/{name}.sh"), *overrides],
         cwd="/",

@@ -8,12 +8,12 @@ ALGORITHMS: Registry[type] = Registry(
     "algorithm",
     "retouch.algorithms",
     {
-        "sft": "retouch.algorithms.sections:SftConfig",
-        "grpo": "retouch.algorithms.sections:GrpoConfig",
-        "ppo": "retouch.algorithms.sections:PpoConfig",
-        "dpo": "retouch.algorithms.sections:DpoConfig",
-        "nft": "retouch.algorithms.sections:NftConfig",
-        "vlm_grpo": "retouch.algorithms.sections:VlmGrpoConfig",
+        "sft": "retouch.algorithms.sft.config:SftConfig",
+        "grpo": "retouch.algorithms.grpo.config:GrpoConfig",
+        "ppo": "retouch.algorithms.grpo.config:PpoConfig",
+        "dpo": "retouch.algorithms.dpo.config:DpoConfig",
+        "nft": "retouch.algorithms.nft.config:NftConfig",
+        "vlm_grpo": "retouch.algorithms.vlm_grpo.config:VlmGrpoConfig",
     },
 )
 """`algorithm.name` -> its section of the run file."""

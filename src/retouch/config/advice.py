@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config.run import RunConfig
 from retouch.families.facts import FACTS
 from retouch.families.sections import (
@@ -26,7 +25,7 @@ def _few_steps(run: RunConfig) -> Iterator[str]:
     """Steps and guidance that a frozen diffusion network was not made for. Of vlm_grpo alone: elsewhere the network is
     trained, and learns to do without guidance."""
     model, rollout = run.model, run.rollout
-    if not isinstance(run.algorithm, VlmGrpoConfig) or not isinstance(model, QwenImageModel | QwenImageEditModel):
+    if not run.algorithm.trains_text_encoder or not isinstance(model, QwenImageModel | QwenImageEditModel):
         return
     scale = FACTS[model.family].guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     if model.distillation_lora is not None and scale > 1:

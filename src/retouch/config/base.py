@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -15,4 +23,55 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Section(BaseModel):
+    """Keys of a run file. A former key or value of `ALIASES` and `VALUE_ALIASES` is read as the one of today."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+    """Former key -> key. Subclasses have those of their bases, too."""
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Key -> its former values -> the values of today."""
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        """Refuse what this section cannot do in this run: "key: given ...; expected ...; set ...".
+
+        Args:
+            key: where the section stands, for sections that may stand in several places.
+
+        Raises:
+            ValueError: with that message.
+        """
+
+    @classmethod
+    def renamed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys and values of a section under the names of today; a former one is logged once.
+
+        Raises:
+            ValueError: a key is given under both names.
+        """
+        section = dict(given)
+        for kind in reversed(cls.__mro__):
+            for former, key in cast("Mapping[str, str]", vars(kind).get("ALIASES", {})).items():
+                if former not in section:
+                    continue
+                if key in section:
+                    raise ValueError(f"{key}: also given as {former}, its former name; leave {former} out")
+                _tell(former, key)
+                section = {key if name == former else name: value for name, value in section.items()}
+            for key, values in cast("Mapping[str, Mapping[str, str]]", vars(kind).get("VALUE_ALIASES", {})).items():
+                value = section.get(key)
+                if isinstance(value, str) and value in values:
+                    _tell(f"{key}: {value}", f"{key}: {values[value]}")
+                    section[key] = values[value]
+        return section
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_names(cls, value: object) -> object:
+        return cls.renamed(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
+
+
+@cache
+def _tell(former: str, now: str) -> None:
+    """Log a renamed key or value once."""
+    logger.warning("%s: this is now written %s; both are read", former, now)

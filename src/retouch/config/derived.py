@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from retouch.algorithms.sections import (
-    DpoConfig,
-    GrpoConfig,
-    NftConfig,
-    RlConfig,
-    SftConfig,
-    VlmGrpoConfig,
-)
-from retouch.algorithms.vlm_grpo.rules import (
-    VlmDerived,
-    derive_vlm,
-)
+from retouch.algorithms.base import Objective, RlConfig
 from retouch.config.errors import ConfigError
-from retouch.config.needs import seen_tokens, step_rule, trains_on_rewards
-from retouch.config.run import RunConfig
-from retouch.families.facts import (
-    ENDS_WITHOUT_NOISE,
-    FACTS,
-)
+from retouch.config.needs import seen_tokens
+from retouch.families.facts import FACTS
 from retouch.families.sections import QwenImageEditModel
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
+
+
+class Numbers(Protocol):
+    """Named numbers of a run."""
+
+    def as_dict(self) -> dict[str, int | float]: ...
 
 
 @dataclass(frozen=True)
@@ -71,28 +66,19 @@ class Derived:
 
 def stochastic_steps(run: RunConfig) -> int:
     """Steps of a rollout that draw noise and have a density: the window, or all (but the last one of some rules)."""
-    rule = step_rule(run)
+    rule = run.algorithm.step_rule(run)
     if rule is None:
         return 0
-    if run.rollout.window:
-        return run.rollout.window.size
-    return run.rollout.num_steps - (1 if rule in ENDS_WITHOUT_NOISE else 0)
-
-
-def trained_steps(run: RunConfig) -> int:
-    """Steps of a rollout that enter the loss."""
-    if not isinstance(run.algorithm, GrpoConfig):
-        return 0
-    share = stochastic_steps(run) * run.algorithm.timestep_fraction
-    return max(1, math.ceil(share - 1e-9))  # 25 x 0.28 is 7.000000000000001
+    return run.rollout.window.size if run.rollout.window else run.rollout.num_steps - rule.ends_without_noise
 
 
 def window_starts(run: RunConfig) -> range:
     """First steps that the window may have, in order."""
-    rollout, rule = run.rollout, step_rule(run)
+    rollout, rule = run.rollout, run.algorithm.step_rule(run)
     assert rollout.window is not None
+    assert rule is not None
     low, high = (round(share * rollout.num_steps) for share in rollout.window.range)
-    high = min(high, rollout.num_steps - 1) if rule in ENDS_WITHOUT_NOISE else high
+    high = min(high, rollout.num_steps - rule.ends_without_noise)
     return range(low, high - rollout.window.size + 1)
 
 
@@ -103,127 +89,79 @@ def sliding_places(run: RunConfig) -> list[int]:
     return sorted({*starts[:: run.rollout.window.stride], starts[-1]})
 
 
-def snapshots(run: RunConfig) -> set[str]:
+def snapshots(run: RunConfig) -> frozenset[str]:
     """Copies of the trained weights that the run keeps beside them."""
-    algorithm = run.algorithm
-    kept = {"ema"} if run.ema else set[str]()
-    if isinstance(algorithm, DpoConfig) or (isinstance(algorithm, GrpoConfig | NftConfig) and algorithm.kl_weight):
-        kept.add("reference")
-    return kept | {"old"} if isinstance(algorithm, NftConfig) else kept
+    return run.algorithm.snapshots | frozenset({"ema"} if run.ema else ())
 
 
-def numbers(run: RunConfig, world_size: int = 1) -> Derived | VlmDerived:
-    """What `retouch check` prints, whatever the algorithm.
+def numbers(run: RunConfig, world_size: int = 1) -> Numbers:
+    """The numbers that `retouch check` prints.
 
     Raises:
         ConfigError: a run that could never take an optimizer step on this many processes.
     """
-    if isinstance(run.algorithm, VlmGrpoConfig):
-        return derive_vlm(run, run.algorithm, world_size)
-    return derive(run, world_size)
+    return run.algorithm.derive(run, world_size)
 
 
 def derive(run: RunConfig, world_size: int = 1) -> Derived:
-    """Compute the numbers of a run that trains the diffusion network.
+    """Compute the numbers of a run that trains the diffusion model.
 
     Raises:
-        ConfigError: a run that could never take an optimizer step on this many processes.
+        ConfigError: no process.
     """
     if world_size < 1:
-        raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
-    optimizer, training, algorithm = run.optimizer, run.training, run.algorithm
-    assert not isinstance(algorithm, VlmGrpoConfig)  # `derive_vlm` does those
-    rows_per_step = optimizer.batch_size_per_device * optimizer.gradient_accumulation * world_size
-    if not trains_on_rewards(run):
-        return Derived(
-            world_size=world_size,
-            warmup_steps=algorithm.warmup_steps if isinstance(algorithm, RlConfig) else training.max_steps,
-            global_images_per_rollout_batch=0,
-            global_groups_per_epoch=0,
-            global_images_per_epoch=0,
-            images_per_epoch_per_device=0,
-            padded_images_per_epoch=0,
-            global_rows_per_step=rows_per_step,
-            optimizer_steps_per_epoch=0,
-            epochs=0,
-            stochastic_steps=0,
-            trained_steps=0,
-            forwards_per_image=forwards_per_image(run, 0),
-            state_bytes_per_weight=_state_bytes(run),
-            vision_tokens=_vision_tokens(run),
-        )
-    assert isinstance(algorithm, RlConfig)
-    rollout = run.rollout
-    groups = rollout.global_groups_per_batch * rollout.batches_per_epoch
-    images_per_batch = rollout.global_groups_per_batch * rollout.group_size
-    images = images_per_batch * rollout.batches_per_epoch
-    per_device = math.ceil(images_per_batch / world_size) * rollout.batches_per_epoch
-    rows_per_device = math.ceil(groups / world_size) if isinstance(algorithm, DpoConfig) else per_device
-    steps_per_inner_epoch = math.ceil(
-        rows_per_device / (optimizer.batch_size_per_device * optimizer.gradient_accumulation)
-    )
-    per_epoch = steps_per_inner_epoch * algorithm.inner_epochs
+        raise ConfigError(f"--world-size: given {world_size}; expected the number of processes, at least 1")
+    optimizer, training, algorithm, rollout = run.optimizer, run.training, run.algorithm, run.rollout
+    assert isinstance(algorithm, Objective)
+    rows = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+    supervised = algorithm.supervised_steps(run)
+    groups = batch = per_device = per_epoch = epochs = 0
+    if isinstance(algorithm, RlConfig) and algorithm.trains_on_rewards:
+        groups = rollout.global_groups_per_batch * rollout.batches_per_epoch
+        batch = rollout.global_groups_per_batch * rollout.group_size
+        per_device = math.ceil(batch / world_size) * rollout.batches_per_epoch
+        per_epoch = math.ceil(algorithm.rows_per_device(run, world_size) / rows) * algorithm.inner_epochs
+        epochs = math.ceil((training.max_steps - supervised) / per_epoch)
+    images = batch * rollout.batches_per_epoch
     return Derived(
         world_size=world_size,
-        warmup_steps=algorithm.warmup_steps,
-        global_images_per_rollout_batch=images_per_batch,
+        warmup_steps=supervised,
+        global_images_per_rollout_batch=batch,
         global_groups_per_epoch=groups,
         global_images_per_epoch=images,
         images_per_epoch_per_device=per_device,
         padded_images_per_epoch=per_device * world_size - images,
-        global_rows_per_step=rows_per_step,
+        global_rows_per_step=rows * world_size,
         optimizer_steps_per_epoch=per_epoch,
-        epochs=math.ceil((training.max_steps - algorithm.warmup_steps) / per_epoch),
+        epochs=epochs,
         stochastic_steps=stochastic_steps(run),
-        trained_steps=trained_steps(run),
+        trained_steps=algorithm.trained_steps(run),
         forwards_per_image=forwards_per_image(run, per_epoch),
-        state_bytes_per_weight=_state_bytes(run),
-        vision_tokens=_vision_tokens(run),
+        state_bytes_per_weight=4 * (2 + len(snapshots(run))) + moment_bytes(run),
+        vision_tokens=seen_tokens(run.model, run.data.size) if isinstance(run.model, QwenImageEditModel) else 0,
     )
 
 
 def moment_bytes(run: RunConfig) -> int:
-    """Of AdamW's two moments of a trained weight."""
-    return 8 if run.optimizer.moments == "fp32" else 2
-
-
-def _state_bytes(run: RunConfig) -> int:
-    return 4 * (2 + len(snapshots(run))) + moment_bytes(run)
-
-
-def _vision_tokens(run: RunConfig) -> int:
-    return seen_tokens(run.model, run.data.size) if isinstance(run.model, QwenImageEditModel) else 0
+    """Bytes of AdamW's two moments of a trained weight."""
+    return 8 if run.optimizer.state == "fp32" else 2
 
 
 def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
     """Forward-equivalents of one image; see `Derived`.
 
     Args:
-        optimizer_steps: of an epoch; of a single one no log-probability is computed again.
+        optimizer_steps: of an epoch; with a single one no log-probability is computed again.
     """
-    algorithm, rollout, facts = run.algorithm, run.rollout, FACTS[run.model.family]
+    rollout, facts = run.rollout, FACTS[run.model.family]
+    assert isinstance(run.algorithm, Objective)
     scale = facts.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     guided = 2 if facts.doubles_for_guidance and scale > 1 else 1
     backward = 3 + (1 if run.training.gradient_checkpointing else 0)
-    if isinstance(algorithm, SftConfig):
-        return float(backward)
-    if isinstance(algorithm, DpoConfig):
-        per_member = algorithm.timesteps_per_pair * (1 + backward)
-        if algorithm.pairs == "offline":
-            return float(per_member)
-        return guided * rollout.num_steps + per_member * algorithm.inner_epochs * 2 / rollout.group_size
-    if isinstance(algorithm, NftConfig):
-        asked = len(snapshots(run) - {"ema"})
-        noised = algorithm.timesteps_per_image * algorithm.inner_epochs * (asked + backward)
-        return float(guided * rollout.num_steps + noised)
-    assert isinstance(algorithm, GrpoConfig)
-    trained = trained_steps(run)
-    reference = trained if algorithm.kl_weight else 0
-    again = trained if algorithm.old_log_probs == "recomputed" and optimizer_steps > 1 else 0
-    return guided * (_sampling_steps(run) + again + reference + algorithm.inner_epochs * trained * backward)
+    return run.algorithm.forwards_per_image(run, optimizer_steps, guided, backward)
 
 
-def _sampling_steps(run: RunConfig) -> float:
+def sampling_forwards(run: RunConfig) -> float:
     """Forwards that sampling one image takes; steps before the window are taken once a group where noise is shared."""
     rollout = run.rollout
     if not (rollout.window and rollout.shared_noise):

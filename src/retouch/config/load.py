@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from retouch.config import yaml12
-from retouch.config.errors import ConfigError, explain
+from retouch.config.base import Section
+from retouch.config.errors import ConfigError, explain, field_annotation, models_of
 from retouch.config.run import RunConfig
 from retouch.families.facts import DEFAULT_FAMILY
 
@@ -58,9 +59,9 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     Raises:
         ConfigError: a key set twice or below a value, or what cannot be laid over.
     """
-    above = _nested(changes)
-    _check_family(run, above)
-    return _overlay(run, above)
+    below, above = with_new_names(run), with_new_names(_nested(changes))
+    _check_family(below, above)
+    return _overlay(below, above)
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +128,10 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a run file is a mapping of keys; this one holds {type(data).__name__}")
-    own = cast("dict[str, Any]", data)
+    try:
+        own = with_new_names(cast("dict[str, Any]", data))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if "extends" not in own:
         return own
     base = own.pop("extends")
@@ -143,6 +147,38 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         return _overlay(below, own)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def with_new_names(run: Mapping[str, Any], annotation: Any = RunConfig, key: str = "") -> dict[str, Any]:
+    """A run file with former keys under the names of today, so that layers of it can be laid over each other.
+
+    Args:
+        annotation: what the mapping is validated as.
+        key: where it stands in the run file.
+
+    Raises:
+        ConfigError: a key is given under both names.
+    """
+    kinds = [kind for kind in models_of(annotation) if issubclass(kind, Section)]
+    table = get_args(annotation)[1:] if get_origin(annotation) is dict else ()
+    if not kinds and not table:
+        return dict(run)
+    known = {name for kind in kinds for name in kind.model_fields}
+    named = dict(run)
+    for kind in kinds:
+        try:
+            renamed = kind.renamed(named)
+        except ValueError as error:
+            raise ConfigError(f"{key}.{error}".removeprefix(".")) from None
+        if not (named.keys() - renamed.keys()) & known:  # a former key may be a key of another kind
+            named = renamed
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            below: list[Any] = [field_annotation(kind, name) for kind in kinds if name in kind.model_fields]
+            below += table
+            part = f"{key}.{name}".removeprefix(".")
+            named[name] = with_new_names(cast("Mapping[str, Any]", value), Union[*below] if below else None, part)
+    return named
 
 
 _TAGS = ("family", "kind", "format", "scorer")
@@ -233,7 +269,7 @@ def parse_run(
     data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run", unread: Collection[str] = ()
 ) -> RunConfig:
     """Validate a mapping as `load_run` does. `source` names it in messages."""
-    merged = deepcopy(dict(data))
+    merged = with_new_names(deepcopy(dict(data)))
     for override in overrides:
         _apply(merged, override)
     expanded = _expand(merged, "", unread)
@@ -254,6 +290,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise ConfigError(f"override {override!r}: write it as key=value with a dotted key, like rollout.group_size=4")
+    path = _new_path(path)
     node = data
     for part in path[:-1]:
         child = node.get(part)
@@ -274,6 +311,18 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if path == ["rewards"] and isinstance(value, dict):
         _without_null(cast("dict[str, Any]", value))
     node[path[-1]] = value
+
+
+def _new_path(path: list[str]) -> list[str]:
+    """A dotted key under the names of today."""
+    nested: Any = None
+    for part in reversed(path):
+        nested = {part: nested}
+    nested, renamed = with_new_names(nested), list[str]()
+    for _ in path:
+        renamed += nested
+        nested = nested[renamed[-1]]
+    return renamed
 
 
 def _expand(node: Any, key: str, unread: Collection[str]) -> Any:

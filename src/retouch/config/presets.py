@@ -1,87 +1,66 @@
-"""`rollout.preset`: keys that a run file leaves unsaid, filled in before it is validated.
+"""`rollout.preset`: keys that a run file leaves out, filled in before it is validated.
 
     reference   what the method was published with: every denoising step but the last one is trained, under guidance,
                 with a KL to the reference. Slow, and what a fast run is to be compared with.
-    fast        a fraction of the forwards. Each lever is lossy; docs/speed.md says how.
+    fast        a fraction of the forwards. Each lever is lossy; docs/speed.md describes them.
 
-What the run file says itself always wins, key by key. A filled-in run is an ordinary one: its keys are in the run
-directory's config.yaml, and nothing but what shows them reads the preset again.
+What the run file sets always wins, key by key. A filled-in run is an ordinary one: its keys are in the run directory's
+config.yaml, and only what prints them reads the preset again. The keys are those of the algorithm (`preset_keys`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from pydantic import BaseModel
 
-from retouch.families.facts import (
-    DEFAULT_FAMILY,
-    ENDS_WITHOUT_NOISE,
-    FACTS,
-    RULES_OF,
-)
+from retouch.algorithms import ALGORITHMS
+from retouch.families.facts import DEFAULT_FAMILY, FACTS
 
 if TYPE_CHECKING:
+    from retouch.algorithms.base import AlgorithmSection
     from retouch.config.run import RunConfig
 
 Preset = Literal["reference", "fast"]
 
-ALGORITHMS = ("grpo", "ppo", "nft")
-"""Algorithms that have presets."""
-
-FAST_WINDOW: dict[str, Any] = {"size": 2, "range": [0.0, 0.67]}
-"""Two trained steps in the first two thirds: late, low-noise steps change little and are spiky."""
-
 Section = dict[str, Any]
+
+PresetKeys = dict[str, Section]
+"""Section (`rollout`, `algorithm`) -> its keys and values. A key that would contradict a written one is left out."""
 
 
 def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The run file with what its preset says of keys that are not written. Anything malformed is left to the schema."""
-    rollout, algorithm = _section(run, "rollout"), _section(run, "algorithm")
-    family = _section(run, "model").get("family", DEFAULT_FAMILY)
-    preset, name = rollout.get("preset"), algorithm.get("name")
-    if preset not in ("reference", "fast") or name not in ALGORITHMS or family not in FACTS:
+    """The run file with the keys that its preset and its algorithm add. Anything malformed is left to the schema."""
+    name = _section(run, "algorithm").get("name")
+    if not isinstance(name, str) or name not in ALGORITHMS:
         return dict(run)
-    keys = preset_keys(preset, family, name, rollout, algorithm)
+    kind = cast("type[AlgorithmSection]", ALGORITHMS[name])
+    completed = kind.completed(run)
+    rollout, algorithm = _section(completed, "rollout"), kind.renamed(_section(completed, "algorithm"))
+    family = _section(completed, "model").get("family", DEFAULT_FAMILY)
+    preset: Any = rollout.get("preset")
+    if preset not in get_args(Preset) or not kind.presets or family not in FACTS:
+        return completed
+    keys = kind.preset_keys(preset, family, rollout, algorithm)
     return {
-        **run,
+        **completed,
         "rollout": _below(keys["rollout"], rollout),
         "algorithm": _below(keys["algorithm"], algorithm),
     }
 
 
-def preset_keys(
-    preset: Preset, family: str, algorithm: str, rollout: Mapping[str, Any], written: Mapping[str, Any]
-) -> dict[str, Section]:
-    """What a preset says -> keys of `rollout` and of `algorithm`.
-
-    A key that would contradict a written one is left out: a written window leaves no timestep_fraction, and a written
-    timestep_fraction below 1 no window.
-
-    Args:
-        rollout, written: these sections of the run file.
-    """
-    guided = FACTS[family].doubles_for_guidance
-    if algorithm == "nft":
-        return _nft(preset, guided=guided)
-    if preset == "fast":
-        return _fast(rollout, written, guided=guided)
-    rule = rollout.get("step_rule") or RULES_OF[FACTS[family].prediction][0]
-    return _reference(rule, rollout, written, guided=guided)
-
-
 def preset_values(run: RunConfig) -> dict[str, tuple[object, object]]:
-    """Dotted key -> (what the run has, what its preset says), of every key of its preset; nothing without one."""
-    preset, name = run.rollout.preset, run.algorithm.name
-    if preset is None or name not in ALGORITHMS:
+    """Dotted key -> (value of the run, value of its preset), of every key of its preset; empty without one."""
+    preset, algorithm = run.rollout.preset, run.algorithm
+    if preset is None or not algorithm.presets:
         return {}
     rollout = {"step_rule": run.rollout.step_rule, "num_steps": run.rollout.num_steps}
-    says = preset_keys(preset, run.model.family, name, rollout, {})
+    keys = algorithm.preset_keys(preset, run.model.family, rollout, {})
     has = run.model_dump(mode="json", include={"rollout", "algorithm"})
     found: dict[str, tuple[object, object]] = {}
-    for section, keys in says.items():
-        for key, value in keys.items():
+    for section, filled in keys.items():
+        for key, value in filled.items():
             full: object = has[section][key]
             if isinstance(value, dict) and isinstance(full, dict):
                 whole = cast("Section", full)
@@ -91,57 +70,12 @@ def preset_values(run: RunConfig) -> dict[str, tuple[object, object]]:
 
 
 def preset_lines(run: RunConfig) -> list[str]:
-    """What the preset came to, a key a line."""
+    """One line for each key of the preset, with the value of the run."""
     preset = run.rollout.preset
     return [
         f"{key:32} {has}  (preset {preset})" if has == says else f"{key:32} {has}  (run file; preset {preset}: {says})"
         for key, (has, says) in preset_values(run).items()
     ]
-
-
-def _reference(
-    rule: str, rollout: Mapping[str, Any], written: Mapping[str, Any], *, guided: bool
-) -> dict[str, Section]:
-    """Flow-GRPO (arXiv 2505.05470): its SD3 runs for families with classifier-free guidance, its FLUX runs for those
-    that embed it. All steps but the last, low-noise one are trained, and groups without a signal as well."""
-    steps = 10 if guided else 6
-    sampled: Section = {"num_steps": steps, "window": None, "shared_noise": False}
-    trained: Section = {"kl_weight": 0.04 if guided else 0.0}
-    if not written.get("resample_rounds"):  # which replaces groups that are left out
-        trained["skip_zero_std_groups"] = False
-    if trained["kl_weight"] and rule == "flow_sde" and written.get("kl_weight", 1):
-        trained["kl_mode"] = "published"  # the weight is for it
-    steps = rollout.get("num_steps", steps)
-    if rule not in ENDS_WITHOUT_NOISE and not rollout.get("window") and isinstance(steps, int) and steps > 1:
-        trained["timestep_fraction"] = 1 - 1 / steps
-    if guided:
-        sampled["guidance_scale"] = None
-    return {"rollout": sampled, "algorithm": trained}
-
-
-def _fast(rollout: Mapping[str, Any], written: Mapping[str, Any], *, guided: bool) -> dict[str, Section]:
-    """Flow-GRPO-Fast's window and MixGRPO's (arXiv 2507.21802), fewer solver steps, one prefix for a group, neither
-    guidance nor KL."""
-    sampled: Section = {"num_steps": 6}
-    if guided:
-        sampled["guidance_scale"] = 1.0
-    fraction_is_written = "window" not in rollout and written.get("timestep_fraction", 1.0) != 1.0
-    if rollout.get("window", FAST_WINDOW) is not None and not fraction_is_written:
-        sampled |= {"window": dict(FAST_WINDOW), "shared_noise": True}
-    return {"rollout": sampled, "algorithm": {"kl_weight": 0.0}}
-
-
-def _nft(preset: Preset, *, guided: bool) -> dict[str, Section]:
-    """DiffusionNFT (arXiv 2509.16117) samples without guidance in either case; the reference trains on 9 noised copies
-    of an image, the fast preset on 2."""
-    sampled: Section = {"num_steps": 10 if preset == "reference" else 6}
-    if guided:
-        sampled["guidance_scale"] = 1.0
-    trained = {"timesteps_per_image": 9, "kl_weight": 1e-4}
-    return {
-        "rollout": sampled,
-        "algorithm": trained if preset == "reference" else {"timesteps_per_image": 2, "kl_weight": 0.0},
-    }
 
 
 def _section(run: Mapping[str, Any], name: str) -> Section:

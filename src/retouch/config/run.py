@@ -6,12 +6,13 @@ quantities never share a name; every batch size says `_per_device` or `global_`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from retouch.algorithms.sections import Algorithm
-from retouch.algorithms.vlm_grpo.trl_fields import moved
+from retouch.algorithms import ALGORITHMS
+from retouch.algorithms.base import AlgorithmSection
 from retouch.config.base import (
     Decay,
     Name,
@@ -20,10 +21,13 @@ from retouch.config.base import (
     Section,
     Unit,
 )
+from retouch.config.errors import nearest
 from retouch.config.presets import Preset, fill_in
+from retouch.core.rules import STEP_RULES
 from retouch.data.formats import Data
 from retouch.families.facts import DEFAULT_FAMILY
 from retouch.families.sections import Model
+from retouch.registry import Chosen
 from retouch.rewards.sections import (
     Reward,
     RewardClientConfig,
@@ -68,13 +72,13 @@ class RolloutConfig(Section):
     """T: solver steps."""
     guidance_scale: NonNegative | None = None
     """Null takes the model's own (30 for FLUX.1-Fill, 7.5 for SD1.5, whose forwards it doubles above 1)."""
-    step_rule: Literal["flow_sde", "dance_sde", "cps", "ddim"] | None = None
-    """Stochastic step of GRPO and PPO; null is flow_sde, or ddim for an epsilon model. The papers are named in
-    retouch.core.steps."""
+    step_rule: str | None = None
+    """Stochastic step of GRPO and PPO: flow_sde, dance_sde or cps for a flow model, ddim for an epsilon model, or one
+    of a plug-in. Null is flow_sde or ddim. retouch.core.steps names the papers."""
     noise_level: Positive | None = None
-    """Of flow_sde and cps; null is 0.9 and 0.8. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
+    """Noise of flow_sde and cps; null is 0.9 and 0.8. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
     eta: Positive | None = None
-    """Of dance_sde and ddim; null is as published, 0.3 and 1.0."""
+    """Noise of dance_sde and ddim; null is the published value, 0.3 and 1.0."""
     solver: Solver = "first_order"
     """Of the deterministic steps, those outside of a window or all where images are sampled by the ODE: Euler or DDIM;
     or "dpm2" of flow models, DPM-Solver++(2M), mostly nearer to the ODE's end in as many steps. Evaluation and use keep
@@ -85,14 +89,24 @@ class RolloutConfig(Section):
     """All images of a group start from one noise (their SDE noise still differs). The ODE steps before a window are
     then the same for all, and computed once a group."""
 
+    @field_validator("step_rule")
+    @classmethod
+    def _is_registered(cls, value: str | None) -> str | None:
+        if value is not None and value not in STEP_RULES:
+            raise ValueError(f"given {value!r}; {nearest(value, STEP_RULES)}")
+        return value
+
 
 class OptimizerConfig(Section):
     """AdamW and how its batches are made."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {"warmup_lr": "sft_lr", "moments": "state"}
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {"state": {"int8": "8bit"}}
+
     lr: Positive = 1e-4
     """Peak learning rate, of RL and of SFT runs."""
-    warmup_lr: Positive | None = None
-    """Learning rate of the supervised warm-up of RL runs; null is `lr`."""
+    sft_lr: Positive | None = None
+    """Learning rate of the supervised warm-up (SFT) of RL runs; null is `lr`."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the two moments."""
     weight_decay: NonNegative = 1e-4
@@ -111,9 +125,9 @@ class OptimizerConfig(Section):
     """Where an optimizer step does not fit on the device: "halve" begins it again with half the rows in a forward and
     goes on so, which gives the gradient of batch_size_per_device halved and gradient_accumulation doubled, bit for bit;
     "stop" ends the run, as on several processes either does."""
-    moments: Literal["fp32", "int8"] = "fp32"
-    """Of AdamW's two moments: "int8" keeps them in 8 bits (bitsandbytes, arXiv 2110.02861), 2 bytes for a trained
-    weight instead of 8; not exactly the same steps. For full weights: those of LoRA are small anyway."""
+    state: Literal["fp32", "8bit"] = "fp32"
+    """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
+    instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
     steps_per_forward: PositiveInt | None = None
     """Trained denoising steps of a row put into one forward; null is all of them, 1 takes the least memory."""
     max_grad_norm: Positive = 1.0
@@ -217,7 +231,7 @@ class RunConfig(Section):
     warmup_data: Data | None = None
     """Examples with targets for supervised steps (warm-up, SFT); null is `data`."""
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Algorithm
+    algorithm: Annotated[AlgorithmSection, Chosen(ALGORITHMS, "name")]
     rewards: dict[str, Reward] = Field(default={})
     """Name -> reward; their weighted sum is what is raised."""
     reward_client: RewardClientConfig = RewardClientConfig()
@@ -230,22 +244,9 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, value: object) -> object:
-        return fill_in(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _trl_says_it_too(cls, value: object) -> object:
-        """TRL's names for keys that the run file has itself (`algorithm.trl.max_steps`) go to these."""
-        if not isinstance(value, dict):
-            return value  # pyright: ignore[reportUnknownVariableType]
-        run: dict[str, object] = {str(key): part for key, part in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        algorithm: Any = run.get("algorithm")
-        if not isinstance(algorithm, dict) or not isinstance(algorithm.get("trl"), dict):  # pyright: ignore[reportUnknownMemberType]
-            return run
-        rest, run = moved(algorithm["trl"], run)  # pyright: ignore[reportUnknownArgumentType]
-        kept: dict[str, object] = {str(key): part for key, part in algorithm.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
-        return {**run, "algorithm": {**kept, "trl": rest}}
+    def _algorithm_completes(cls, value: object) -> object:
+        """A preset fills in keys, and an algorithm reads some of its own options as keys of other sections."""
+        return fill_in(cast("Mapping[str, object]", value)) if isinstance(value, Mapping) else value
 
     @field_validator("model", mode="before")
     @classmethod

@@ -8,7 +8,6 @@ s' = sigma_next, dt = s' - s < 0, x0^ and e^ the data and noise that the predict
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +19,7 @@ from retouch.core.reduce import row_mean, within
 from retouch.core.schedule import Prediction
 
 Level = Tensor | float
-LogProbMode = Literal["exact", "published"]
+LogProbMode = Literal["exact", "published", "cps"]
 
 
 def euler(x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level) -> Tensor:
@@ -93,8 +92,8 @@ def gaussian_log_prob(
 
     Args:
         region: [B, 1, H, W] non-negative weights beside [B, C, H, W]; what lies outside does not count.
-        mode: "published" is what the CPS code calls a log-probability, -mean (x_next - mean)²: no density, but what its
-            published clip ranges are for.
+        mode: "published", or "cps", is what the CPS code calls a log-probability, -mean (x_next - mean)²: no density,
+            but what its published clip ranges are for.
 
     A std of 0 is that of a deterministic step, which has no density and must not be trained. On the CPU it is an error;
     on another device, where asking would keep it waiting in every forward, an exact log-probability is NaN instead.
@@ -110,33 +109,9 @@ def gaussian_log_prob(
     if may_ask(s) and bool((s <= 0).any()):
         raise ValueError("std is 0: a deterministic step has no log-probability and cannot be trained")
     square = within(x_next - mean, region) ** 2
-    if mode == "published":
+    if mode != "exact":
         return -row_mean(square, region)
     return row_mean(-square / (2 * s**2) - s.log() - 0.5 * math.log(2 * math.pi), region)
-
-
-@dataclass(frozen=True)
-class StepRule:
-    """A stochastic rule as config names it.
-
-    Attributes:
-        prediction: the family it is for; `retouch check` refuses another.
-        strength: the config key that scales its noise.
-        mean_std: (x, prediction, level, level_next, strength, level_1) -> (mean, std), where level_1 is the second
-            level of the schedule (what flow_sde needs at s = 1).
-    """
-
-    prediction: Prediction
-    strength: Literal["noise_level", "eta"]
-    mean_std: Callable[[Tensor, Tensor, Level, Level, float, float], tuple[Tensor, Tensor]]
-
-
-STEP_RULES: dict[str, StepRule] = {
-    "flow_sde": StepRule("flow", "noise_level", flow_sde),
-    "dance_sde": StepRule("flow", "eta", lambda x, v, s, s_next, eta, _: dance_sde(x, v, s, s_next, eta)),
-    "cps": StepRule("flow", "noise_level", lambda x, v, s, s_next, level, _: cps(x, v, s, s_next, level)),
-    "ddim": StepRule("epsilon", "eta", lambda x, e, ab, ab_next, eta, _: ddim(x, e, ab, ab_next, eta)),
-}
 
 
 def ode_step(prediction: Prediction, x: Tensor, output: Tensor, level: Level, level_next: Level) -> Tensor:

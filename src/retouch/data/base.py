@@ -125,15 +125,7 @@ class DataSection(Section):
         """The text, JSON or CSV file that names the items, which `retouch data split` divides; None: there is none."""
         return None
 
-    def check(self, run: RunConfig, key: str = "data") -> None:
-        """Check this section against the rest of the run.
-
-        Args:
-            key: the section's key in the run file.
-
-        Raises:
-            ValueError: a combination that cannot work.
-        """
+    def check(self, run: RunConfig, key: str = "") -> None:
         from retouch.config.needs import needed_pictures, size_multiple
 
         needs = needed_pictures(run, training=key == "data")
@@ -223,7 +215,7 @@ class ImageSection(DataSection):
         strip = self.reference_strip, self.reference_strip_fit
         return ImageOptions(self.fit, self.invert_mask, self.reference, *strip)
 
-    def check(self, run: RunConfig, key: str = "data") -> None:
+    def check(self, run: RunConfig, key: str = "") -> None:
         from retouch.config.needs import size_multiple, takes_references
 
         trained = run.data.image_options
@@ -243,9 +235,8 @@ class ImageSection(DataSection):
                 f"{key}.reference: given {self.reference!r}, but nothing in the run reads a reference; set "
                 "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
             )
-        supervised = key == "warmup_data" or (
-            key == "data" and run.algorithm.name == "sft" and run.evaluation.data is not None
-        )
+        sft = not run.algorithm.trains_on_rewards and not run.algorithm.takes_given_pairs
+        supervised = key == "warmup_data" or (key == "data" and sft and run.evaluation.data is not None)
         if self.reference == "half_box" and not supervised:
             raise ValueError(
                 f"{key}.reference: given 'half_box', which repaints half of a text, so that no reward can read it; set "
@@ -285,11 +276,9 @@ class ProtocolData(DataSection):
     def stages(self) -> int:
         return self.curriculum
 
-    def check(self, run: RunConfig, key: str = "data") -> None:
-        from retouch.config.needs import trains_on_rewards
-
+    def check(self, run: RunConfig, key: str = "") -> None:
         super().check(run, key)
-        if self.curriculum != 1 and (key != "data" or not trains_on_rewards(run)):
+        if self.curriculum != 1 and (key != "data" or not run.algorithm.trains_on_rewards):
             raise ValueError(
                 f"{key}.curriculum: given {self.curriculum}, but only rollouts have a curriculum, and they draw from "
                 "data; leave it out"

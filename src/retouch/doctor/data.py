@@ -93,7 +93,7 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
         )
     except ImportError:  # no torch: reported in the line of the extra
         return
-    if run.algorithm.name == "vlm_grpo":  # a generation may repeat a prompt
+    if run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
         return
     try:
         needs_targets(run, warmup)

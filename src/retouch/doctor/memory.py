@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config.derived import moment_bytes, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
@@ -87,7 +86,7 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
         ConfigError: options of a style adapter that do not fit the network.
     """
     name, *_ = PIPELINES[run.model.family][1]
-    if name not in networks.parts or isinstance(run.algorithm, VlmGrpoConfig):
+    if name not in networks.parts or run.algorithm.trains_text_encoder:
         return None
     shapes = shapes_of(networks.parts[name])
     others = {part: number(shapes_of(made)) for part, made in networks.parts.items() if part != name}
@@ -220,7 +219,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
     Raises:
         ConfigError: no such model, one whose configs cannot be had, or a `launch` of another algorithm.
     """
-    if launch is not None and not isinstance(run.algorithm, VlmGrpoConfig):
+    if launch is not None and not run.algorithm.trains_text_encoder:
         raise ConfigError(
             f"--accelerate: given, but {run.algorithm.name} is not sharded by accelerate; leave it out, and set "
             "training.sharding"
@@ -229,7 +228,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
     if found.folder is None and found.problems:
         raise ConfigError(found.problems[0])
     networks = build_networks(run.model, found, download=True)
-    if isinstance(run.algorithm, VlmGrpoConfig):
+    if run.algorithm.trains_text_encoder:
         from retouch.doctor.vlm_memory import report_vlm
 
         return report_vlm(run, networks.parts, dropped_tokens(run.model, found), launch or Launch(), world_size)
@@ -282,7 +281,7 @@ def memory_table(report: Mapping[str, Any]) -> list[str]:
 
 
 def _unknown(run: RunConfig, networks: Networks) -> str:
-    if isinstance(run.algorithm, VlmGrpoConfig):
+    if run.algorithm.trains_text_encoder:
         return "retouch check --memory counts what TRL trains, with --accelerate FILE as DeepSpeed shards it"
     if run.model.train.kind == "ip_adapter" and networks.reference_width is None:
         return f"the config of the image encoder {encoder_name(run.model)} is not known"
@@ -314,7 +313,7 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
     )
     if need > has:
         less = _LESS[run.model.train.kind]
-        if run.training.sharding == "none" and not run.training.compile and run.optimizer.moments == "fp32":
+        if run.training.sharding == "none" and not run.training.compile and run.optimizer.state == "fp32":
             way = "zero2" if run.model.train.kind == "ip_adapter" else "fsdp2"
             less += f", training.sharding={way} on several devices"
         return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")

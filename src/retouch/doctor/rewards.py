@@ -36,7 +36,7 @@ def needed_extras(run: RunConfig) -> set[str]:
     """Extras that training it takes here."""
     here = [entry for entry in run.rewards.values() if entry.url in (None, "auto")]
     extras = {"train"} | ({"ocr"} if any(_reads(entry) for entry in here) else set())
-    extras |= {"vlm"} if run.algorithm.name == "vlm_grpo" else set()
+    extras |= {"vlm"} if run.algorithm.trains_text_encoder else set()
     extras |= {"deepspeed"} if run.training.sharding.startswith("zero") else set()
     extras |= {"wandb", "trackio"} & {*run.logging.sinks}
     return extras | ({"serve"} if any(entry.url == "auto" for entry in here) else set())

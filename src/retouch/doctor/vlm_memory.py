@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.rules import derive_vlm
 from retouch.config.needs import data_sections
 from retouch.config.run import RunConfig

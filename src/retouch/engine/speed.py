@@ -81,11 +81,11 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], 
         "weight_decay": config.weight_decay,
         "eps": config.eps,
     }
-    if config.moments == "fp32":
+    if config.state == "fp32":
         # on CPUs it goes through memory in order, whatever the strides
         whole = all(parameter.is_contiguous() for parameter in parameters)
         return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda" or (device.type == "cpu" and whole))
-    where = "optimizer.moments: given 'int8', "
+    where = "optimizer.state: given '8bit', "
     if device.type != "cuda":
         raise ConfigError(f"{where}which needs a GPU, but the device is {device.type}; set fp32")
     try:

@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from retouch.config import RunConfig
-from retouch.config.needs import supervised_steps
 from retouch.observe.step_log import loss_text
 from retouch.observe.timing import Stopwatch
 
@@ -103,7 +102,8 @@ class TrainingBar:
         """
         console = _console()
         self.shown = main and (console.is_terminal or console.is_jupyter)
-        ends = {"warmup": supervised_steps(config)} | dict.fromkeys(("sft", "rl"), config.training.max_steps)
+        supervised, last = config.algorithm.supervised_steps(config), config.training.max_steps
+        ends = {"warmup": supervised, "sft": last, "rl": last}
         self.pace = Pace(ends, config.training.eval_every)
         self._clock, self._phase = clock, phase
         self._done = step

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from retouch.algorithms.vlm_grpo.rules import VlmDerived
 from retouch.config import Derived, RunConfig
-from retouch.config.needs import supervised_steps
 
 
 def header(config: RunConfig, derived: Derived | VlmDerived, parameters: int, resumed_from: Path | None) -> str:
@@ -34,7 +33,7 @@ def _steps(config: RunConfig, derived: Derived | VlmDerived) -> str:
     if not derived.global_images_per_epoch:
         rows = "pair" if config.algorithm.name == "dpo" else "image"
         return f"It takes {steps} of {_count(derived.global_rows_per_step, rows)} each."
-    supervised = supervised_steps(config)
+    supervised = config.algorithm.supervised_steps(config)
     warmup = f", the first {supervised} supervised" if supervised else ""
     images, examples = derived.global_images_per_epoch, _count(derived.global_groups_per_epoch, "example")
     used = _count(derived.optimizer_steps_per_epoch, "optimizer step")

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from retouch.config.derived import sliding_places, stochastic_steps, trained_steps, window_starts
-from retouch.config.needs import step_rule
+from retouch.config.derived import sliding_places, stochastic_steps, window_starts
+from retouch.core.rules import StepRule
 from retouch.core.schedule import Schedule
-from retouch.core.steps import STEP_RULES, StepRule
 from retouch.data.sampler import derive_seed
-from retouch.families.facts import (
-    ETA,
-    NOISE_LEVEL,
-)
 
 if TYPE_CHECKING:
     from retouch.config.run import (
@@ -87,14 +82,14 @@ def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:
 def make_plan(run: RunConfig, schedule: Schedule, batch: int) -> StepPlan:
     """The plan of rollout batch number `batch` of the run (counted over epochs); a random window is drawn from
     (run seed, batch), never from a global generator."""
-    rollout, name = run.rollout, step_rule(run)
-    if name is None:
+    rollout, rule = run.rollout, run.algorithm.step_rule(run)
+    if rule is None:
         return ode_plan(schedule, rollout.solver)
-    rule = STEP_RULES[name]
-    given, default = (rollout.eta, ETA) if rule.strength == "eta" else (rollout.noise_level, NOISE_LEVEL)
-    strength = default[name] if given is None else given
+    given = getattr(rollout, rule.strength)
+    strength = rule.default if given is None else given
     if rollout.window is None:
-        return StepPlan(schedule, rule, strength, 0, stochastic_steps(run), trained_steps(run), rollout.solver)
+        trained = run.algorithm.trained_steps(run)
+        return StepPlan(schedule, rule, strength, 0, stochastic_steps(run), trained, rollout.solver)
     size = rollout.window.size
     return StepPlan(schedule, rule, strength, _window_start(run, rollout.window, batch), size, size, rollout.solver)
 

@@ -23,7 +23,7 @@ def sample(
     seeds: Sequence[int],
     noise_seeds: Sequence[int] | None = None,
     region: Tensor | None = None,
-    log_prob_mode: Literal["exact", "published"] = "exact",
+    log_prob_mode: Literal["exact", "cps"] = "exact",
     *,
     keep_means: bool = False,
 ) -> Trajectory:

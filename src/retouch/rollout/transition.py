@@ -17,7 +17,7 @@ from retouch.rollout.plan import StepPlan
 from retouch.types import Condition, DiffusionModel
 
 if TYPE_CHECKING:
-    from retouch.algorithms.sections import Objective
+    from retouch.algorithms.base import Objective
 
 
 def transition(

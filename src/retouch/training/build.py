@@ -13,7 +13,7 @@ from retouch.adapters.formats import describe_unused
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
-from retouch.config.needs import needed_pictures, supervised_steps
+from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
@@ -24,6 +24,7 @@ from retouch.families.registry import load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
+from retouch.registry import load_attribute
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
 from retouch.types import DiffusionModel
@@ -142,13 +143,23 @@ def build(config: RunConfig) -> Run:
     )
 
 
+def train(config: RunConfig) -> Path:
+    """Build what a run file names and run the algorithm's recipe on it -> the run directory."""
+    run = build(config)
+    try:
+        load_attribute(config.algorithm.recipe)(run)
+    finally:
+        run.close()
+    return run.dir.path
+
+
 def needs_targets(config: RunConfig, data: Dataset) -> None:
-    if supervised_steps(config) == 0:
+    if config.algorithm.supervised_steps(config) == 0:
         return
     without = _ids_without_target(config, data)
     if without:
         section = "warmup_data" if config.warmup_data else "data"
-        remedy = "" if config.algorithm.name == "sft" else "set algorithm.warmup_steps=0, or "
+        remedy = "" if config.algorithm.name == "sft" else "set algorithm.sft_steps=0, or "
         raise ConfigError(
             f"{section}: example {without[0]} (and {len(without) - 1} more) has no target picture, which supervised "
             f"steps need; {remedy}name data with targets under warmup_data"

@@ -9,7 +9,6 @@ from operator import add
 from pathlib import Path
 from typing import Literal
 
-from retouch.config.needs import supervised_steps
 from retouch.data.sampler import own_share
 from retouch.observe import Stopwatch
 from retouch.observe.guards import Alarm, evaluation_alarms
@@ -94,7 +93,10 @@ def keep_evaluation(
 
 def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[str, Evaluation]:
     """Earlier evaluations that stand beside the one of a step in its grid: before the run, and after its warm-up."""
-    milestones = {"before": 0, "after warm-up": supervised_steps(run.config) if after_warmup else 0}
+    milestones = {
+        "before": 0,
+        "after warm-up": run.config.algorithm.supervised_steps(run.config) if after_warmup else 0,
+    }
     earlier = {name: folder / f"step-{at:06d}" for name, at in milestones.items() if at < step}
     columns = {name: load_evaluation(path) for name, path in earlier.items() if path.is_dir()}
     if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0
@@ -104,7 +106,7 @@ def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[s
 
 def _judged(run: Run, step: int, folder: Path, result: Evaluation) -> Sequence[Alarm]:
     """Alarms on an evaluation, beside those before it in RL: a warm-up changes pictures on purpose."""
-    rewards, first = run.rewards, supervised_steps(run.config)
+    rewards, first = run.rewards, run.config.algorithm.supervised_steps(run.config)
     weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
     gold = [name for name in rewards.entries if name not in rewards.trained]
     past = [path for path in sorted(folder.glob("step-*")) if first <= int(path.name[5:]) < step]

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from retouch.algorithms.sections import (
-    AdvantageConfig,
-    RlConfig,
-)
+from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.core.advantages import comparable_rows, group_advantages
 from retouch.data.sampler import (
     curriculum_examples,

@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
+from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
@@ -74,10 +75,10 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
         CheckpointError: with the first option that must be set back.
     """
     current = dump_run(config)
-    before, now = (_flat(yaml.safe_load(text)) for text in (state["config"], current))
+    before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], current))
     for section, defaults in _defaults(config).items():  # an option that the checkpoint lacks did not exist yet
         before[section] = {**defaults, **before[section]}
-    for section, name in (("model", "family"), ("algorithm", "name"), ("optimizer", "moments")):
+    for section, name in (("model", "family"), ("algorithm", "name"), ("optimizer", "state")):
         _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
     after_warmup = state["progress"]["phase"] == "rl"
     if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:

@@ -13,10 +13,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.algorithms.sections import (
-    GrpoConfig,
-    RlConfig,
-)
+from retouch.algorithms.base import RlConfig
+from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.core.advantages import comparable_rows, win_rates, zero_std_rows
 from retouch.data.sampler import (
     Slot,

@@ -21,7 +21,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from retouch.config import dump_run
-from retouch.config.needs import supervised_steps
 from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
@@ -266,7 +265,7 @@ class Session:
     def _is_due(self) -> bool:
         """Whether this step is evaluated as one of many; the ends of warm-up and run have evaluations of their own."""
         progress, training = self.progress, self.config.training
-        warmed_up = progress.phase == "warmup" and progress.step == supervised_steps(self.config)
+        warmed_up = progress.phase == "warmup" and progress.step == self.config.algorithm.supervised_steps(self.config)
         last = progress.step >= training.max_steps
         return bool(training.eval_every) and progress.step % training.eval_every == 0 and not (warmed_up or last)
 

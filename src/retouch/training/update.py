@@ -41,7 +41,7 @@ def optimizer_step(session: Session, losses_of: LossesOf, lr: float) -> tuple[di
             stepped = engine.step(lr)
         except torch.OutOfMemoryError as error:  # its moments come into being in the first step
             raise OutOfMemory(
-                f"out of memory in the optimizer ({str(error).splitlines()[0]}); set optimizer.moments=int8 or "
+                f"out of memory in the optimizer ({str(error).splitlines()[0]}); set optimizer.state=8bit or "
                 "model.train.kind=lora, or training.sharding on several devices"
             ) from error
     return {**metrics.reduce(engine), **stepped, "lr": lr}, not stepped["overflow"]

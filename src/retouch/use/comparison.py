@@ -239,7 +239,7 @@ def _evaluated(
     rewards: RewardTable,
 ) -> dict[str, Evaluation]:
     """Every set of weights of one run; None stands for its base, which comes first."""
-    if config.algorithm.name == "vlm_grpo":
+    if config.algorithm.trains_text_encoder:
         return evaluate_trained(config, dataset, weights, images, rewards)
     fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
     free_memory()  # that of the run before

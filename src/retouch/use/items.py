@@ -176,7 +176,7 @@ def _check_crop(config: RunConfig, request: SampleRequest) -> None:
     allowed = get_args(Crop)
     if request.crop not in allowed:
         raise ConfigError(f"--crop: given {request.crop!r}; {nearest(request.crop, allowed)}")
-    if request.crop == "mask" and config.algorithm.name == "vlm_grpo":
+    if request.crop == "mask" and config.algorithm.trains_text_encoder:
         raise ConfigError("--crop: given mask, but a vlm_grpo run generates whole images; leave --crop out")
     if request.context < 0:
         raise ConfigError(

@@ -48,7 +48,7 @@ class Studio:
     """
 
     def __init__(self, trained: Trained) -> None:
-        if trained.config.algorithm.name == "vlm_grpo":
+        if trained.config.algorithm.trains_text_encoder:
             raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
         family = trained.config.model.family
         if "source" not in FACTS[family].needs:

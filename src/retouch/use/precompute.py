@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from PIL.Image import Image
 
-from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
@@ -73,7 +72,7 @@ def usable(config: RunConfig) -> None:
             f"model.family: {config.model.family} has a text encoder that reads the picture with the prompt, so that "
             "nothing can be encoded by the prompt alone; train without model.embeddings"
         )
-    if isinstance(config.algorithm, VlmGrpoConfig):
+    if config.algorithm.trains_text_encoder:
         raise ConfigError("algorithm.name: vlm_grpo trains the text encoder, so that nothing of it can be kept")
 
 

@@ -54,7 +54,7 @@ def sample_to_folder(
     section, items = items_to_sample(trained.config, request)
     make_folder(out)
     free = free_paths(items, out, request.count)
-    if trained.config.algorithm.name == "vlm_grpo":
+    if trained.config.algorithm.trains_text_encoder:
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(trained.config, all_embedded(items))

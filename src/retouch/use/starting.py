@@ -188,7 +188,7 @@ def _rollout(run: _Run) -> list[str]:
     return [
         "algorithm:",
         f"  name: {algorithm}",
-        "  warmup_steps: 0    # supervised steps before RL; they need targets (warmup_data)",
+        "  sft_steps: 0    # supervised steps before RL; they need targets (warmup_data)",
         "rollout:",
         *([] if algorithm == "dpo" else ["  preset: fast    # `retouch check` lists what it sets"]),
         f"  group_size: {group}    # samples of each example, compared with each other",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
-from retouch.algorithms.sections import RlConfig
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.engine import CheckpointError, Engine, Policy
 from retouch.engine.checkpoint import complete_checkpoints, read_state
@@ -159,5 +158,5 @@ def _stage(folder: Path, config: RunConfig) -> str:
     progress = read_state(folder)["progress"]
     if config.algorithm.name == "sft" or progress["phase"] != "rl":
         return "trained"
-    warmup = config.algorithm.warmup_steps if isinstance(config.algorithm, RlConfig) else 0
-    return "warmed up" if progress["step"] == warmup > 0 else "after RL"
+    supervised = config.algorithm.supervised_steps(config)
+    return "warmed up" if progress["step"] == supervised > 0 else "after RL"

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from retouch.algorithms.sections import DpoConfig
+from retouch.algorithms.dpo.config import DpoConfig
 from retouch.algorithms.sft.recipe import (
     rows_to_come,
     warm_up,
@@ -82,7 +82,7 @@ def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
     algorithm = run.config.algorithm
     assert isinstance(algorithm, DpoConfig)
-    with Session(run, "warmup" if algorithm.warmup_steps else "rl") as session:
+    with Session(run, "warmup" if algorithm.sft_steps else "rl") as session:
         warm_up(session, algorithm, ["reference"])
         data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
         noised = data.guided(run.denoising_guidance_scale)
@@ -157,7 +157,7 @@ def given_pairs(session: Session, data: EncodedData) -> Pairs:
 
 def refresh_reference(session: Session, algorithm: DpoConfig) -> None:
     """The reference becomes the policy, where the next step is the first of a new period. Twice is as good as once."""
-    taken, every = session.progress.step - algorithm.warmup_steps, algorithm.refresh_every
+    taken, every = session.progress.step - algorithm.sft_steps, algorithm.refresh_every
     if every and taken and taken % every == 0:
         session.run.policy.snapshot("reference")
 
@@ -183,7 +183,7 @@ def train_step(
             for chunk, copies, reference in zip(chunks, noised, references, strict=True)
         ]
 
-    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.sft_steps))
     return {**values, "rows": float(total), "skipped": 0.0}, updated
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retouch.algorithms.sections import GrpoConfig
+from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.algorithms.sft.recipe import warm_up
 from retouch.core.objectives.grpo import gaussian_kl, grpo_loss, guard_log_probs
 from retouch.core.reduce import weighted_mean
@@ -59,7 +59,7 @@ def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
     algorithm = run.config.algorithm
     assert isinstance(algorithm, GrpoConfig)
-    with Session(run, "warmup" if algorithm.warmup_steps else "rl") as session:
+    with Session(run, "warmup" if algorithm.sft_steps else "rl") as session:
         warm_up(session, algorithm, ["reference"] if algorithm.kl_weight else [])
         data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
         while session.progress.step < run.config.training.max_steps:
@@ -106,7 +106,7 @@ def train_step(
             for span in spans
         ]
 
-    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.sft_steps))
     if fresh:
         values["max_abs_log_ratio"] = max(values["max_abs_log_ratio"], off)
     if fresh and updated:

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from retouch.algorithms.sections import NftConfig
+from retouch.algorithms.nft.config import NftConfig
 from retouch.algorithms.sft.recipe import warm_up
 from retouch.core.objectives.nft import nft_loss, old_policy_decay
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
@@ -69,7 +69,7 @@ def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
     algorithm = run.config.algorithm
     assert isinstance(algorithm, NftConfig)
-    with Session(run, "warmup" if algorithm.warmup_steps else "rl") as session:
+    with Session(run, "warmup" if algorithm.sft_steps else "rl") as session:
         warm_up(session, algorithm, ["old", "reference"] if algorithm.kl_weight else ["old"])
         data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
         noised = data.guided(run.denoising_guidance_scale)
@@ -84,7 +84,7 @@ def train(run: Run) -> None:
 
 def move_old_policy(session: Session, algorithm: NftConfig) -> None:
     """old <- d old + (1 - d) policy, d by the optimizer steps of RL, the one just taken included."""
-    steps = session.progress.step + 1 - algorithm.warmup_steps
+    steps = session.progress.step + 1 - algorithm.sft_steps
     session.run.policy.blend("old", old_policy_decay(steps, algorithm.old_policy))
 
 
@@ -101,7 +101,7 @@ def train_step(
         micros = prepare(session, data, algorithm, experience, rows.split(size))
         return [partial(micro_loss, run, algorithm, experience, micro, total) for micro in micros]
 
-    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.warmup_steps))
+    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.sft_steps))
     return {**values, "rows": float(total), "skipped": 0.0}, updated
 
 

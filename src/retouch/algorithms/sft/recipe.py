@@ -14,11 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from retouch.algorithms.sections import (
-    Objective,
-    RlConfig,
-    SftConfig,
-)
+from retouch.algorithms.base import Objective, RlConfig
+from retouch.algorithms.sft.config import SftConfig
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data.sampler import (
     batch_examples,
@@ -63,8 +60,8 @@ def warm_up(session: Session, algorithm: RlConfig, snapshots: Sequence[str]) -> 
     """
     run, optimizer = session.run, session.config.optimizer
     if session.progress.phase == "warmup":
-        lr = optimizer.warmup_lr or optimizer.lr
-        supervised_phase(session, algorithm.warmup_steps, lr, algorithm.warmup_shifted_times, algorithm)
+        lr = optimizer.sft_lr or optimizer.lr
+        supervised_phase(session, algorithm.sft_steps, lr, algorithm.sft_shifted_times, algorithm)
         session.evaluate("warmup")
         session.progress.phase = "rl"
         run.engine.new_optimizer()

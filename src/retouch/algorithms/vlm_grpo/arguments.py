@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.parts import template_options
 from retouch.algorithms.vlm_grpo.trl_fields import (
     grpo_fields,

@@ -16,7 +16,7 @@ from PIL.Image import Image
 from torch.utils.data import Sampler
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from retouch.algorithms.sections import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.drawing import freeze
 from retouch.algorithms.vlm_grpo.response import Responses
 from retouch.algorithms.vlm_grpo.rules import (

@@ -12,7 +12,7 @@ from retouch.config.needs import data_sections
 from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
-    from retouch.algorithms.sections import VlmGrpoConfig
+    from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
     from retouch.config.run import RunConfig
 
 FAMILIES = ("qwen_image", "qwen_image_edit")

@@ -10,8 +10,8 @@ import torch
 from peft import PeftModel
 from PIL import Image
 
-from retouch.algorithms.sections import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.checkpoint import load_weights
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.judge import (
     Judge,
     answer,

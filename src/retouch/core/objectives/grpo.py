@@ -13,7 +13,7 @@ from torch import Tensor
 from retouch.core._shapes import per_row, require_known, require_same_shape, working
 from retouch.core.reduce import row_mean, row_weights, weighted_mean, within
 
-KlMode = Literal["exact", "published"]
+KlMode = Literal["exact", "published", "flow_grpo"]
 
 
 def grpo_loss(
@@ -117,8 +117,8 @@ def gaussian_kl(
 
     Args:
         std: with the step size in it, scalar or [B].
-        mode: "published" is Flow-GRPO's, which leaves the step out of the std: exactly -dt times the exact one. Its
-            published weights (.04, .01) are for that mode.
+        mode: "published", or "flow_grpo", is Flow-GRPO's, which leaves the step out of the std: exactly -dt times the
+            exact one. Its published weights (.04, .01) are for that mode.
         dt: sigma_next - sigma < 0, scalar or [B]; needed by "published".
     """
     require_known(mode, KlMode, "mode")

@@ -1,0 +1,264 @@
+"""What algorithms share in a run file. An algorithm's own class answers for its rules, its cost and what it keeps.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
+
+from retouch.config.base import Positive, Section, Unit
+from retouch.families.facts import FACTS
+
+if TYPE_CHECKING:
+    from retouch.config.derived import Derived, Numbers
+    from retouch.config.presets import Preset, PresetKeys
+    from retouch.config.run import RunConfig
+    from retouch.core.rules import StepRule
+
+
+class AlgorithmSection(Section):
+    """What every algorithm has."""
+
+    trainer: ClassVar[str] = "retouch.training.build:train"
+    """"module:function" that trains a run file and returns the run directory. This one builds the parts of the run and
+    calls `recipe`; another brings its own loop."""
+    recipe: ClassVar[str] = ""
+    """"module:function" of the built run that is the algorithm."""
+    presets: ClassVar[bool] = False
+    """Whether `rollout.preset` is for it; `preset_keys` then says what it fills in."""
+    trains_text_encoder: ClassVar[bool] = False
+    """Whether the text encoder is trained and the diffusion model is frozen."""
+
+    name: Any
+    """Registered name of the algorithm."""
+
+    @property
+    def trains_on_rewards(self) -> bool:
+        """Whether it samples images and has them scored."""
+        return True
+
+    @property
+    def takes_given_pairs(self) -> bool:
+        """Whether it trains on win_path and lose_path of a manifest."""
+        return False
+
+    @property
+    def snapshots(self) -> frozenset[str]:
+        """Copies of the trained weights that it keeps: "old", "reference"."""
+        return frozenset()
+
+    def supervised_steps(self, run: RunConfig) -> int:
+        """Optimizer steps that need targets."""
+        return 0
+
+    def step_rule(self, run: RunConfig) -> StepRule | None:
+        """The stochastic rule of its rollouts; None where they follow the ODE."""
+        return None
+
+    def trained_steps(self, run: RunConfig) -> int:
+        """Denoising steps of a rollout that enter the loss."""
+        return 0
+
+    def trained_kind(self, run: RunConfig) -> str:
+        """full, lora or ip_adapter: how much of the trained network is trained."""
+        return run.model.train.kind
+
+    def derive(self, run: RunConfig, world_size: int) -> Numbers:
+        """The numbers that `retouch check` prints.
+
+        Raises:
+            ConfigError: a run that could never take an optimizer step on this many processes.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
+        """The run file, before it is validated, with the keys of other sections that this one's options stand for."""
+        return dict(run)
+
+    @classmethod
+    def preset_keys(
+        cls, preset: Preset, family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> PresetKeys:
+        """Keys of `rollout` and `algorithm` that a preset fills in, see `retouch.config.presets`.
+
+        Args:
+            rollout, written: these two sections of the run file.
+        """
+        return {"rollout": {}, "algorithm": {}}
+
+
+class Objective(AlgorithmSection):
+    """Where in the image a loss is computed, and supervised examples without their caption."""
+
+    shift_key: ClassVar[str] = "sft_shifted_times"
+    """Key that says whether supervised training times are shifted."""
+
+    region: Literal["all", "mask"] = "all"
+    """"mask" computes errors, log-probabilities and KL over the repainted latents only."""
+    region_dilation: Annotated[int, Field(ge=0)] = 0
+    """Latent cells by which the region of "mask" reaches beyond the mask."""
+    seam_weight: Positive = 1.0
+    """Weight of the cells that region_dilation adds; cells within the mask have weight 1."""
+    caption_dropout: Unit = 0.0
+    """Share of supervised examples (SFT, the warm-up) trained on the empty prompt, and without a style adapter's
+    reference, which classifier-free guidance steers away from (arXiv 2207.12598: 0.1); for families that have that
+    guidance."""
+
+    def derive(self, run: RunConfig, world_size: int) -> Derived:
+        """The numbers of a run that trains the diffusion model."""
+        from retouch.config.derived import derive
+
+        return derive(run, world_size)
+
+    def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
+        """Forward-equivalents of the network that one image costs, sampled and trained.
+
+        Args:
+            optimizer_steps: of an epoch.
+            guided: forwards of one guided prediction: 2 with classifier-free guidance, else 1.
+            backward: forward-equivalents of a training forward with its backward.
+        """
+        return float(backward)
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        if run.rollout.preset is not None and not (self.presets or self.name == "sft"):
+            raise ValueError(
+                f"rollout.preset: given {run.rollout.preset!r}, but {self.name} has no presets; leave preset out, and "
+                "set rollout.num_steps and guidance_scale"
+            )
+        facts = FACTS[run.model.family]
+        if run.rollout.solver == "dpm2" and facts.prediction != "flow":
+            raise ValueError(
+                f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; "
+                "leave solver out"
+            )
+        if not getattr(self, self.shift_key) and facts.prediction == "epsilon":
+            raise ValueError(
+                f"algorithm.{self.shift_key}: given false, but {run.model.family} samples without a shift; leave "
+                f"{self.shift_key} out"
+            )
+        if self.caption_dropout and not facts.doubles_for_guidance:
+            raise ValueError(
+                f"algorithm.caption_dropout: given {self.caption_dropout}, but {run.model.family} has no "
+                "classifier-free guidance, which would need a prediction without a caption; leave it out"
+            )
+        if self.region == "all" and self.region_dilation:
+            raise ValueError(
+                f"algorithm.region_dilation: given {self.region_dilation}, but algorithm.region is 'all'; set "
+                "region=mask, or region_dilation=0"
+            )
+        if self.seam_weight != 1 and not self.region_dilation:
+            raise ValueError(
+                f"algorithm.seam_weight: given {self.seam_weight}, but it weighs the cells that region_dilation adds, "
+                "and that is 0; set region_dilation, or seam_weight=1"
+            )
+
+
+class RlConfig(Objective):
+    """What every algorithm that trains on rewards has."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "warmup_steps": "sft_steps",
+        "warmup_shifted_times": "sft_shifted_times",
+    }
+
+    sft_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of the supervised warm-up (SFT) before the first rollout; they count towards
+    training.max_steps."""
+    sft_shifted_times: bool = True
+    """Draw the training times of the supervised warm-up through the same shift as sampling."""
+    inner_epochs: PositiveInt = 1
+    """Passes over the rollouts of an epoch."""
+    combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
+    """Several rewards: the weighted sum of the advantages of each, in which no reward dominates by its range, or the
+    advantages of their weighted sum."""
+    resample_rounds: Annotated[int, Field(ge=0)] = 0
+    """Rounds of new groups for those with zero reward variance (DAPO's dynamic sampling, arXiv 2503.14476)."""
+
+    def supervised_steps(self, run: RunConfig) -> int:
+        return self.sft_steps
+
+    def rows_per_device(self, run: RunConfig, world_size: int) -> int:
+        """Samples (DPO: pairs) of an epoch that a process trains on."""
+        rollout = run.rollout
+        return math.ceil(rollout.global_groups_per_batch * rollout.group_size / world_size) * rollout.batches_per_epoch
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        if self.sft_steps > run.training.max_steps:
+            raise ValueError(
+                f"algorithm.sft_steps: given {self.sft_steps}, more than training.max_steps "
+                f"{run.training.max_steps}, which counts them too; set a larger training.max_steps"
+            )
+        if not self.sft_steps and not self.sft_shifted_times:
+            raise ValueError(
+                "algorithm.sft_shifted_times: given false, but algorithm.sft_steps is 0: there is no supervised "
+                "warm-up; set sft_steps, or leave sft_shifted_times out"
+            )
+        if self.step_rule(run) is None:
+            self._samples_by_the_ode(run)
+        super().check(run)
+
+    def _samples_by_the_ode(self, run: RunConfig) -> None:
+        """Refuse options of stochastic steps."""
+        rollout, given_pairs = run.rollout, self.takes_given_pairs
+        if run.optimizer.steps_per_forward is not None:
+            raise ValueError(
+                f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} trains no "
+                "solver steps; leave it out"
+            )
+        why = "algorithm.pairs=offline samples no images" if given_pairs else f"{self.name} samples by the ODE"
+        for name in ("noise_level", "eta", "step_rule"):
+            if getattr(rollout, name) is not None:
+                raise ValueError(f"rollout.{name}: given {getattr(rollout, name)!r}, but {why}; leave {name} out")
+        if rollout.window is not None:
+            untrained = "" if given_pairs else " and trains no steps of it"
+            raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
+        if given_pairs and rollout.solver != "first_order":
+            raise ValueError(f"rollout.solver: given {rollout.solver!r}, but {why}; leave it out")
+        if rollout.shared_noise:
+            same = "" if given_pairs else ", and all images of a group would be the same"
+            raise ValueError(f"rollout.shared_noise: given true, but {why}{same}; set shared_noise=false")
+
+
+class AdvantageConfig(RlConfig):
+    """From rewards to advantages."""
+
+    advantage_clip: Positive = 5.0
+    """Advantages are clipped to plus and minus this."""
+    baseline: Literal["group", "batch"] = "group"
+    """What a reward is compared with: the mean of its group (per-prompt statistics) or of the whole batch (PPO)."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """Whose standard deviation divides the advantage; "batch" is Flow-GRPO's global std."""
+    skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
+    """Leave out groups with zero reward variance: with a group baseline they carry no signal. Null is true with a
+    group baseline and false with that of the batch, where every image counts."""
+
+    @field_validator("skip_zero_std_groups")
+    @classmethod
+    def _follows_the_baseline(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        return info.data.get("baseline") == "group" if value is None else value
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        for name, value in (("baseline", self.baseline), ("scale", self.scale)):
+            if value == "group" and run.rollout.group_size == 1:
+                raise ValueError(
+                    f"rollout.group_size: given 1, but algorithm.{name}=group compares samples of one example with "
+                    f"each other; set group_size to 2 or more (4-16 is usual), or algorithm.{name}=batch"
+                )
+        if self.skip_zero_std_groups and self.baseline == "batch":
+            raise ValueError(
+                "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
+                "batch, where a group with zero reward variance counts as well; leave it out, or set baseline=group"
+            )
+        if self.resample_rounds and not (self.baseline == "group" and self.skip_zero_std_groups):
+            raise ValueError(
+                f"algorithm.resample_rounds: given {self.resample_rounds}, which replaces groups that are left out; "
+                "set algorithm.baseline=group and algorithm.skip_zero_std_groups=true, or resample_rounds=0"
+            )
+        super().check(run)

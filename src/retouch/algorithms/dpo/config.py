@@ -1,0 +1,83 @@
+"""Options of DPO."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from retouch.algorithms.base import RlConfig
+from retouch.config.base import Positive
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
+
+
+class DpoConfig(RlConfig):
+    """Direct preference optimization (Diffusion-DPO, arXiv 2311.12908), online or on given pairs."""
+
+    recipe: ClassVar[str] = "retouch.algorithms.dpo.recipe:train"
+
+    name: Literal["dpo"] = "dpo"
+    pairs: Literal["online", "offline"] = "online"
+    """"online": the best and the worst rollout of each group; "offline": win_path and lose_path of the manifest."""
+    beta: Positive = 2000.0
+    """Scale of the implicit reward, for errors that are means over dims. Published: 2000-5000 (Diffusion-DPO), 100
+    (flow_grpo)."""
+    rollout_policy: Literal["current", "reference"] = "current"
+    """Weights that sample the images."""
+    reference_refresh_every: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps after which the reference becomes the policy again; 0 keeps that of the start of RL. Null is 50
+    online and 0 offline, as published."""
+    timesteps_per_pair: PositiveInt = 1
+    """Noised copies of a pair in one step, their times spread over the schedule."""
+
+    @property
+    def refresh_every(self) -> int:
+        """`reference_refresh_every`, its default filled in."""
+        if self.reference_refresh_every is None:
+            return 50 if self.pairs == "online" else 0
+        return self.reference_refresh_every
+
+    @property
+    def takes_given_pairs(self) -> bool:
+        return self.pairs == "offline"
+
+    @property
+    def trains_on_rewards(self) -> bool:
+        return not self.takes_given_pairs
+
+    @property
+    def snapshots(self) -> frozenset[str]:
+        return frozenset({"reference"})
+
+    def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
+        per_member = self.timesteps_per_pair * (1 + backward)
+        if self.takes_given_pairs:
+            return float(per_member)
+        return guided * run.rollout.num_steps + per_member * self.inner_epochs * 2 / run.rollout.group_size
+
+    def rows_per_device(self, run: RunConfig, world_size: int) -> int:
+        return math.ceil(run.rollout.global_groups_per_batch * run.rollout.batches_per_epoch / world_size)
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        if self.trains_on_rewards and run.rollout.group_size == 1:
+            raise ValueError(
+                "rollout.group_size: given 1, but dpo pairs the best with the worst image of a group; set group_size "
+                "to 2 or more (4-16 is usual)"
+            )
+        super().check(run)
+        if not self.takes_given_pairs:
+            return
+        if run.data.format != "manifest":
+            raise ValueError(
+                f"data.format: given {run.data.format!r}, but algorithm.pairs=offline takes win_path and lose_path "
+                "of a manifest; set data.format=manifest, or algorithm.pairs=online"
+            )
+        for name in ("rollout_policy", "resample_rounds", "inner_epochs", "combine"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"algorithm.{name}: given {getattr(self, name)!r}, but algorithm.pairs=offline samples no images; "
+                    f"leave {name} out"
+                )

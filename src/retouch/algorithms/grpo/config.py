@@ -1,0 +1,218 @@
+"""Options of GRPO and PPO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from retouch.algorithms.base import AdvantageConfig
+from retouch.config.base import NonNegative, Positive
+from retouch.core.rules import STEP_RULES, StepRule, rules_of
+from retouch.families.facts import FACTS
+
+if TYPE_CHECKING:
+    from retouch.config.presets import Preset, PresetKeys
+    from retouch.config.run import RunConfig
+
+FAST_WINDOW: dict[str, Any] = {"size": 2, "range": [0.0, 0.67]}
+"""Two trained steps in the first two thirds: late, low-noise steps change little and have spiky ratios."""
+
+
+class GrpoConfig(AdvantageConfig):
+    """Group relative policy optimization over denoising steps (Flow-GRPO, arXiv 2505.05470)."""
+
+    recipe: ClassVar[str] = "retouch.algorithms.grpo.recipe:train"
+    presets: ClassVar[bool] = True
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "kl_mode": {"published": "flow_grpo"},
+        "log_prob_mode": {"published": "cps"},
+    }
+
+    name: Literal["grpo"] = "grpo"
+    clip_range: Positive = 1e-4
+    """c of the ratio clip. Log-probabilities are means over dims, for which the usual 0.2 would never clip."""
+    kl_weight: NonNegative = 0.0
+    """Weight of the KL to the policy at the start of RL; 0 keeps no reference."""
+    kl_mode: Literal["exact", "flow_grpo"] = "exact"
+    """"flow_grpo" is Flow-GRPO's KL, smaller by the step size; its weights (.04, .01) are for it."""
+    log_prob_mode: Literal["exact", "cps"] = "exact"
+    """"cps" is the log-probability of the CPS code, -mean (x' - mean)² without the std; its clip ranges are for it."""
+    old_log_probs: Literal["recorded", "recomputed"] = "recorded"
+    """Log-probabilities of the sampler for the ratios after the first update on a batch of rollouts (before it they are
+    1): as recorded while sampling, or "recomputed" in forwards of the size that training takes, one more for each
+    trained step. Under bf16 the size of a forward changes the rounding, with guidance by hundreds of times
+    clip_range."""
+    guard: bool = False
+    """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled by the step's std, gradients balanced over the steps.
+    Published clip range: 2e-6."""
+    timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the stochastic steps that are trained, first ones first (the last, low-noise ones have spiky ratios)."""
+
+    @property
+    def snapshots(self) -> frozenset[str]:
+        return frozenset({"reference"} if self.kl_weight else ())
+
+    def step_rule(self, run: RunConfig) -> StepRule:
+        return STEP_RULES[_rule_name(run)]
+
+    def trained_steps(self, run: RunConfig) -> int:
+        from retouch.config.derived import stochastic_steps
+
+        share = stochastic_steps(run) * self.timestep_fraction
+        return max(1, math.ceil(share - 1e-9))  # 25 x 0.28 is 7.000000000000001
+
+    def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
+        from retouch.config.derived import sampling_forwards
+
+        trained = self.trained_steps(run)
+        reference = trained if self.kl_weight else 0
+        again = trained if self.old_log_probs == "recomputed" and optimizer_steps > 1 else 0
+        return guided * (sampling_forwards(run) + again + reference + self.inner_epochs * trained * backward)
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        super().check(run)
+        self._check_noise(run)
+        self._check_window(run)
+        self._check_modes(run)
+
+    def _check_noise(self, run: RunConfig) -> None:
+        """The step rule is for the model's prediction, and its options are its own."""
+        rollout, name, prediction = run.rollout, _rule_name(run), FACTS[run.model.family].prediction
+        rule = STEP_RULES[name]
+        if rule.prediction != prediction:
+            raise ValueError(
+                f"rollout.step_rule: given {name!r}, but {run.model.family} predicts "
+                f"{'a velocity' if prediction == 'flow' else 'the noise'}; set one of {', '.join(rules_of(prediction))}"
+            )
+        for option in ("noise_level", "eta"):
+            value = getattr(rollout, option)
+            if value is None:
+                continue
+            if rule.strength != option:
+                others = [n for n, other in STEP_RULES.available().items() if other.strength == option]
+                raise ValueError(
+                    f"rollout.{option}: given {value}, which scales the noise of {' and '.join(others)}, but "
+                    f"rollout.step_rule is {name}; leave {option} out"
+                )
+            if rule.is_share and value > 1:
+                raise ValueError(
+                    f"rollout.{option}: given {value}, but for step_rule {name} it is a share in (0, 1]; set "
+                    f"{rule.default}, as published, or another step_rule"
+                )
+
+    def _check_window(self, run: RunConfig) -> None:
+        """There are stochastic steps, and as many as the window needs."""
+        rollout, name, window = run.rollout, _rule_name(run), run.rollout.window
+        last = rollout.num_steps - STEP_RULES[name].ends_without_noise
+        if last < 1:
+            raise ValueError(
+                f"rollout.num_steps: given 1, but step_rule {name} draws no noise in the last step; set num_steps to 2 "
+                "or more, or another step_rule"
+            )
+        if window is None:
+            if rollout.solver != "first_order":
+                raise ValueError(
+                    f"rollout.solver: given {rollout.solver!r}, but without a window no two steps on the ODE follow "
+                    "each other; set rollout.window, or leave solver out"
+                )
+            return
+        low, high = (round(share * rollout.num_steps) for share in window.range)
+        held = max(0, min(high, last) - low)
+        if held < window.size:
+            raise ValueError(
+                f"rollout.window.size: given {window.size}, but window.range {list(window.range)} of num_steps "
+                f"{rollout.num_steps} holds {held} stochastic steps of {name}; widen the range or lower the size"
+            )
+        if window.position != "sliding" and (window.stride, window.batches_per_position) != (1, 25):
+            raise ValueError(
+                "rollout.window: stride and batches_per_position are of a sliding window, but position is "
+                f"{window.position!r}; set position=sliding, or leave them out"
+            )
+        if self.timestep_fraction < 1:
+            raise ValueError(
+                f"algorithm.timestep_fraction: given {self.timestep_fraction} beside rollout.window; the window "
+                "already says which steps are trained; leave timestep_fraction at 1.0"
+            )
+
+    def _check_modes(self, run: RunConfig) -> None:
+        """Options that reproduce a published code come with what that code has."""
+        name = _rule_name(run)
+        if self.kl_mode == "flow_grpo" and not self.kl_weight:
+            raise ValueError(
+                "algorithm.kl_mode: given 'flow_grpo', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
+                "(Flow-GRPO: 0.04), or leave kl_mode out"
+            )
+        if self.kl_mode == "flow_grpo" and name != "flow_sde":
+            flow = FACTS[run.model.family].prediction == "flow"
+            raise ValueError(
+                f"algorithm.kl_mode: given 'flow_grpo', which is for the std of flow_sde, but rollout.step_rule is "
+                f"{name}; set kl_mode=exact{', or step_rule=flow_sde' if flow else ''}"
+            )
+        if self.log_prob_mode == "cps" and name != "cps":
+            raise ValueError(
+                f"algorithm.log_prob_mode: given 'cps', but rollout.step_rule is {name}; set log_prob_mode=exact, or "
+                "step_rule=cps"
+            )
+        if self.log_prob_mode == "cps" and self.guard:
+            raise ValueError(
+                "algorithm.guard: given true beside log_prob_mode 'cps', which has no std to correct for; set "
+                "log_prob_mode=exact"
+            )
+
+    @classmethod
+    def preset_keys(
+        cls, preset: Preset, family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> PresetKeys:
+        if preset == "fast":
+            return _fast(family, rollout, written)
+        return _reference(family, rollout, written)
+
+
+class PpoConfig(GrpoConfig):
+    """PPO: GRPO's loss on advantages of the whole batch; works with group_size 1."""
+
+    name: Literal["ppo"] = "ppo"
+    baseline: Literal["group", "batch"] = "batch"
+    """What a reward is compared with; "batch" is PPO."""
+    scale: Literal["group", "batch", "none"] = "batch"
+    """Whose standard deviation divides the advantage."""
+
+
+def _rule_name(run: RunConfig) -> str:
+    return run.rollout.step_rule or rules_of(FACTS[run.model.family].prediction)[0]
+
+
+def _reference(family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]) -> PresetKeys:
+    """Flow-GRPO (arXiv 2505.05470): its SD3 runs for families with classifier-free guidance, its FLUX runs for those
+    that embed it. All steps but the last, low-noise one are trained, and groups with zero reward variance as well."""
+    guided = FACTS[family].doubles_for_guidance
+    name = rollout.get("step_rule") or rules_of(FACTS[family].prediction)[0]
+    steps = 10 if guided else 6
+    sampled: dict[str, Any] = {"num_steps": steps, "window": None, "shared_noise": False}
+    trained: dict[str, Any] = {"kl_weight": 0.04 if guided else 0.0}
+    if not written.get("resample_rounds"):  # which replaces groups that are left out
+        trained["skip_zero_std_groups"] = False
+    if trained["kl_weight"] and name == "flow_sde" and written.get("kl_weight", 1):
+        trained["kl_mode"] = "flow_grpo"  # the weight is for it
+    steps = rollout.get("num_steps", steps)
+    ends_without_noise = name in STEP_RULES and STEP_RULES[name].ends_without_noise
+    if not ends_without_noise and not rollout.get("window") and isinstance(steps, int) and steps > 1:
+        trained["timestep_fraction"] = 1 - 1 / steps
+    if guided:
+        sampled["guidance_scale"] = None
+    return {"rollout": sampled, "algorithm": trained}
+
+
+def _fast(family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]) -> PresetKeys:
+    """Flow-GRPO-Fast's window and MixGRPO's (arXiv 2507.21802), fewer solver steps, one prefix for a group, neither
+    guidance nor KL."""
+    sampled: dict[str, Any] = {"num_steps": 6}
+    if FACTS[family].doubles_for_guidance:
+        sampled["guidance_scale"] = 1.0
+    fraction_is_written = "window" not in rollout and written.get("timestep_fraction", 1.0) != 1.0
+    if rollout.get("window", FAST_WINDOW) is not None and not fraction_is_written:
+        sampled |= {"window": dict(FAST_WINDOW), "shared_noise": True}
+    return {"rollout": sampled, "algorithm": {"kl_weight": 0.0}}

@@ -1,0 +1,61 @@
+"""Options of DiffusionNFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from retouch.algorithms.base import AdvantageConfig
+from retouch.config.base import NonNegative
+from retouch.families.facts import FACTS
+
+if TYPE_CHECKING:
+    from retouch.config.presets import Preset, PresetKeys
+    from retouch.config.run import RunConfig
+
+
+class NftConfig(AdvantageConfig):
+    """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
+
+    recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
+    presets: ClassVar[bool] = True
+
+    name: Literal["nft"] = "nft"
+    mix: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Share of the policy in the implicit positive policy; the paper's beta. Published: .1 (OCR), 1 (GenEval)."""
+    mode: Literal["normal", "positive_only", "negative_only", "one_only", "binary"] = "normal"
+    """Which advantages train: all, those above 0, those below 0, those above 0 as 1 (else 0), or their signs."""
+    old_policy: Literal["copy", "frozen", "ramp_half", "ramp_full"] = "ramp_half"
+    """How the policy that samples follows the trained one after an epoch: at once, never, or with a decay that grows
+    with the optimizer steps, to .5 or to .999. 0, 1 and 2 stand for frozen, ramp_half and ramp_full."""
+    kl_weight: NonNegative = 0.01
+    """Weight of the mean squared distance to what the policy at the start of RL predicts; 0 keeps no reference."""
+    timesteps_per_image: PositiveInt = 2
+    """Noised copies of an image in one step, their times spread over the schedule."""
+
+    @field_validator("old_policy", mode="before")
+    @classmethod
+    def _aliases(cls, value: object) -> object:
+        """Decay types of the Calligrapher guide; its 0 is frozen, where 0 of the paper's code is copy."""
+        return {0: "frozen", 1: "ramp_half", 2: "ramp_full"}.get(value, value) if type(value) is int else value
+
+    @property
+    def snapshots(self) -> frozenset[str]:
+        return frozenset({"old", "reference"} if self.kl_weight else {"old"})
+
+    def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
+        noised = self.timesteps_per_image * self.inner_epochs * (len(self.snapshots) + backward)
+        return float(guided * run.rollout.num_steps + noised)
+
+    @classmethod
+    def preset_keys(
+        cls, preset: Preset, family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> PresetKeys:
+        """The paper samples without guidance; the reference trains on 9 noised copies of an image, fast on 2."""
+        sampled: dict[str, Any] = {"num_steps": 10 if preset == "reference" else 6}
+        if FACTS[family].doubles_for_guidance:
+            sampled["guidance_scale"] = 1.0
+        copies, kl_weight = (9, 1e-4) if preset == "reference" else (2, 0.0)
+        return {"rollout": sampled, "algorithm": {"timesteps_per_image": copies, "kl_weight": kl_weight}}

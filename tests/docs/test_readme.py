@@ -1,0 +1,71 @@
+"""README.md: its matrix is what the tests train, its numbers are committed results, its Python calls exist."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+from tests.algorithms import test_cells, test_ip_adapter
+
+from .pages import DOCS, REPOSITORY, blocks
+
+README = REPOSITORY / "README.md"
+PAGE = README.read_text(encoding="utf-8")
+PROSE = " ".join(PAGE.split())
+
+COLUMNS = ("sft", "grpo", "ppo", "dpo", "nft", "vlm_grpo")
+VLM = {"qwen_image", "qwen_image_edit"}
+"""Families whose text encoder tests/algorithms/test_vlm_grpo.py trains."""
+
+
+def test_the_matrix_is_what_the_tests_train() -> None:
+    trained = {(family, name, "F" if kind == "full" else "L") for family, name, kind in test_cells.CELLS}
+    trained |= {(family, name, "A") for family, name in test_ip_adapter.CELLS}
+    trained |= {(family, "vlm_grpo", "T") for family in VLM}
+    rows = re.findall(r"^\| [^|]+\(`(\w+)`\) \| [^|]+ \| (.+) \|$", PAGE, re.MULTILINE)
+    shown = {
+        (family, name, letter)
+        for family, cells in rows
+        for name, cell in zip(COLUMNS, cells.split(" | "), strict=True)
+        for letter in cell.replace("-", "").split()
+    }
+    assert shown == trained
+
+
+def test_the_landing_page_has_the_same_matrix() -> None:
+    matrix = PAGE.partition("| model | task |")[2].partition("\n\n")[0]
+    assert matrix and matrix in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_memory_agrees_with_the_page_on_scaling() -> None:
+    """Which tests/docs/test_scaling_page.py counts anew."""
+    scaling = (DOCS / "scaling.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `(configs/\S+)` \| (\d+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 7
+    for file, processes, gb in rows:
+        assert re.search(rf"{file}[^|]*` \| {processes} \| {gb} \|", scaling), file
+
+
+def test_the_numbers_of_the_caption_are_committed_results() -> None:
+    def found(name: str) -> tuple[str, str, str]:
+        row = json.loads((REPOSITORY / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))["rows"][0]
+        before, after = (row["held_out"][point]["ocr.ned"] for point in ("warmed up", "last"))
+        mean, low, high = (f"{value:+.3f}".replace("0.", ".", 1) for value in row["gain"]["ocr.ned"])
+        return f"{before:.3f}"[1:], f"{after:.3f}"[1:], f"{mean}, 95 % interval [{low}, {high}]"
+
+    short, long = found("demo_gain"), found("demo_gain_30_minutes")
+    for number in (*short, *long):
+        assert number in PROSE.replace(": +.326 [", ": +.326, 95 % interval ["), number
+
+
+def test_the_calls_of_the_python_lines_are_those_that_are_run() -> None:
+    """tests/test_api.py runs the lines of docs/python.md."""
+
+    def calls(source: str) -> dict[str, set[str]]:
+        found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        return {ast.unparse(call.func): {keyword.arg or "" for keyword in call.keywords} for call in found}
+
+    known = calls(blocks(DOCS / "python.md", "python")[0])
+    for name, keywords in calls(blocks(README, "python")[0]).items():
+        assert name in known and keywords <= known[name], name

@@ -1,0 +1,205 @@
+"""Python programs as forks of a process in which torch and the package are imported already.
+
+A program that imports them takes eight seconds of processor time before its first line; a fork takes a fraction of
+one. Everything else is as in a new interpreter: a process of its own with its own arguments, environment, working
+directory and output, which can be killed. A test whose subject is the start of a process uses `subprocess`.
+
+`python -m tests.forked MODULE ...` is a launcher whose processes are forks of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+PRELOADED = "tests.forked_imports"
+"""Imports what the programs need; the server does so once."""
+
+
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
+
+
+def run(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout: float = 600,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, ...], capture_output=True, text=True)` does.
+
+    `command` is `sys.executable` followed by `-c CODE`, `-m MODULE` or a file, and arguments. One of `LAUNCHERS` starts
+    its processes as forks, too.
+
+    Raises:
+        subprocess.TimeoutExpired: the program and what it started are killed.
+        subprocess.CalledProcessError: with `check`, it ended with another code than 0.
+    """
+    if command[0] != sys.executable:
+        raise ValueError(f"not this interpreter: {command[0]}")
+    context = multiprocessing.get_context("forkserver")
+    _ensure_server()
+    with tempfile.TemporaryDirectory(prefix="retouch-output-") as folder:
+        files = [Path(folder, name) for name in ("out", "err")]
+        environment = dict(os.environ if env is None else env)
+        options = (list(command[1:]), environment, str(cwd or Path.cwd()), [str(file) for file in files])
+        process = context.Process(target=_begin, args=options)
+        process.start()
+        process.join(timeout)
+        late = process.exitcode is None
+        if late:
+            _kill(process.pid)
+            process.join()
+        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+        code = process.exitcode
+        process.close()
+    if late:
+        raise subprocess.TimeoutExpired(list(command), timeout, out, err)
+    done = subprocess.CompletedProcess(list(command), int(code or 0), out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _ensure_server() -> None:
+    """The server belongs to this process, starts on first use, and ends with this process."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+        forkserver.set_forkserver_preload([PRELOADED])
+        forkserver.ensure_running()
+
+
+def _kill(pid: int | None) -> None:
+    """A program is the leader of its own process group."""
+    assert pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, 9)
+
+
+def _begin(arguments: list[str], environment: dict[str, str], folder: str, files: list[str]) -> None:
+    """In the fork: take over what `run` was given, and become the program."""
+    os.setpgid(0, 0)
+    for stream, file, mode in ((0, os.devnull, "rb"), (1, files[0], "wb"), (2, files[1], "wb")):
+        with Path(file).open(mode) as opened:
+            os.dup2(opened.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    _become(arguments)
+
+
+def _become(arguments: list[str]) -> None:
+    """Run `-c CODE`, `-m MODULE` or a file with its arguments as the main program of this process."""
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+    while arguments[0] == "-u":
+        arguments = arguments[1:]
+    kind, *rest = arguments
+    try:
+        if kind == "-c":
+            code, *rest = rest
+            sys.argv, sys.path[:0] = ["-c", *rest], [""]
+            main: Any = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(code, "<string>", "exec"), main.__dict__)
+        elif kind == "-m":
+            module, *rest = rest
+            sys.argv, sys.path[:0] = [module, *rest], [str(Path.cwd())]
+            sys.modules.pop(module, None)
+            if module in LAUNCHERS:
+                _fork_ranks()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[:0] = [kind, *rest], [str(Path(kind).parent)]
+            runpy.run_path(kind, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _fork_ranks() -> None:
+    """torch's launcher, otherwise as it is, forks this process where it would start another interpreter."""
+    handler: Any = importlib.import_module(
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    )
+    handler.Popen = _Rank
+
+
+class _Rank:
+    """What the launcher uses of `subprocess.Popen`."""
+
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, start_new_session: bool
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.args = args
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                for stream, to in ((1, stdout), (2, stderr)):
+                    if to is not None:
+                        os.dup2(to.fileno(), stream)
+                code = self._program(list(args)[1:], env)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+    def _program(self, arguments: list[str], env: Mapping[str, str]) -> int:
+        os.setsid()
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(env)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            _become(arguments)
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
+                sys.stderr.flush()
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(list(self.args), timeout)
+            time.sleep(0.01)
+        return code
+
+
+if __name__ == "__main__":
+    importlib.import_module(PRELOADED)
+    _become(["-m", *sys.argv[1:]])

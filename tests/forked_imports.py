@@ -1,0 +1,14 @@
+"""What the server of `tests.forked` imports: every module of the package that its extras allow, and the launchers."""
+
+import contextlib
+import importlib
+import pkgutil
+
+import retouch
+
+for found in pkgutil.walk_packages(retouch.__path__, "retouch."):
+    if not found.name.endswith("__main__"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(found.name)
+for name in ("torch.distributed.run", "torch.distributed.fsdp", "accelerate.commands.launch"):
+    importlib.import_module(name)
