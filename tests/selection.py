@@ -1,4 +1,5 @@
-"""Which cells of a product the default run takes: enough that every two values meet. `make test-all` takes the rest."""
+"""Which cells of a product the default run takes: mostly so many that every two values meet. `make test-all` takes the
+rest."""
 
 from __future__ import annotations
 
@@ -8,24 +9,24 @@ from typing import Any
 
 import pytest
 
-Pair = tuple[int, Hashable, int, Hashable]
+Values = tuple[tuple[int, Hashable], ...]
 
 
-def pairs(row: Sequence[Hashable]) -> set[Pair]:
-    """Every two values of a row with their columns."""
-    return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
+def meetings(row: Sequence[Hashable], strength: int) -> set[Values]:
+    """Every `strength` values of a row, with their columns."""
+    return set(combinations(enumerate(row), strength))
 
 
-def pairwise(rows: Iterable[Sequence[Hashable]]) -> list[Sequence[Hashable]]:
-    """Some of the rows, in their order, in which every two values meet that meet in any of them. Greedy: the row with
-    most pairs that are missing, the first of equals."""
+def covering(rows: Iterable[Sequence[Hashable]], strength: int = 2) -> list[Sequence[Hashable]]:
+    """Some of the rows, in their order, in which every `strength` values meet that meet in any of them. Greedy: the
+    row with most meetings that are missing, the first of equals."""
     rows = list(rows)
-    missing = set[Pair]().union(*map(pairs, rows))
+    missing = set[Values]().union(*(meetings(row, strength) for row in rows))
     chosen: list[int] = []
     while missing:
-        best = max(range(len(rows)), key=lambda index: (len(pairs(rows[index]) & missing), -index))
+        best = max(range(len(rows)), key=lambda index: (len(meetings(rows[index], strength) & missing), -index))
         chosen.append(best)
-        missing -= pairs(rows[best])
+        missing -= meetings(rows[best], strength)
     return [rows[index] for index in sorted(chosen)]
 
 
@@ -34,8 +35,9 @@ def default(values: Iterable[Any], chosen: Callable[[Any], bool]) -> list[Any]:
     return [value if chosen(value) else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
-def cells(rows: Iterable[Sequence[Hashable]]) -> list[Any]:
-    """Arguments of `parametrize` with several values each; those beyond a pairwise cover are marked `full`."""
+def cells(rows: Iterable[Sequence[Hashable]], strength: int = 2) -> list[Any]:
+    """Arguments of `parametrize` with several values each; those beyond a cover are marked `full`. Of strength 1,
+    every value is in some row of the cover."""
     rows = list(rows)
-    chosen = pairwise(rows)
+    chosen = covering(rows, strength)
     return [row if row in chosen else pytest.param(*row, marks=pytest.mark.full) for row in rows]

@@ -65,23 +65,27 @@ def test_every_documented_extra_is_one() -> None:
     assert {extra for extra in named if extra.isidentifier()} <= {*EXTRAS}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("index")
 def test_the_extras_that_share_an_environment() -> None:
     """With constraints.txt. Gradio (ui) and trackio lower Pillow, which the constraints allow."""
     dry_run("-c", "constraints.txt", *requirements(*sorted({*EXTRAS} - APART)))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("index")
 def test_imscore_in_an_environment_without_train() -> None:
     """Without constraints.txt, whose transformers is newer than it takes; with the torch that is installed."""
     dry_run(*requirements("serve", "imscore"), f"torch=={importlib.metadata.version('torch').partition('+')[0]}")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("index")
 def test_paddleocr_without_its_dependencies() -> None:
     dry_run("--no-deps", *PADDLE)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("index")
 def test_deepspeed_has_the_release_that_is_asked_for() -> None:
     """Its build imports torch and setuptools, so that pip is only asked which releases there are."""

@@ -115,7 +115,8 @@ def run_tests(root: Path, tests: Iterable[str]) -> tuple[int, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", CHILD, "-q", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", *tests]
+    options = ["-q", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    command = [sys.executable, "-c", CHILD, *options, *tests]
     try:
         done = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

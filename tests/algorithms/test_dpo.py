@@ -306,7 +306,7 @@ def test_the_preferred_images_get_closer_than_the_others(dpo_run: Config, script
             rollout__group_size=8,
             rollout__batch_size_per_device=16,
             optimizer__lr=3e-4,
-            training__max_steps=12,
+            training__max_steps=6,
         )
 
     assert gap_between_light_and_dark(make, scripted) > 0.02

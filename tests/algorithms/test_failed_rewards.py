@@ -57,12 +57,15 @@ COMPOSITIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """What `a` and `b` are besides their weights."""
 
+FEW = {("grpo", "weighted"), ("dpo", "weighted"), ("nft", "weighted"), ("grpo", "gated"), ("dpo", "win rates")}
+"""What every default run of the tests has of it: PPO's step is that of GRPO."""
+
 COMBINED = [
     pytest.param(
         algorithm,
         composition,
         id=f"{name}-{how}",
-        marks=[] if how == "weighted" or (name, how) in (("grpo", "gated"), ("dpo", "win rates")) else pytest.mark.slow,
+        marks=[] if (name, how) in FEW else pytest.mark.full,
     )
     for name, algorithm in ALGORITHMS.items()
     for how, composition in COMPOSITIONS.items()

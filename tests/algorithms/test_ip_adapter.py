@@ -46,6 +46,7 @@ from retouch.use import Loaded
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.families.conftest import with_point_posterior
+from tests.selection import cells
 from tests.tiny_models import tiny_model
 
 from .runs import Config, Use, brightness, of_kind, train, weights
@@ -112,7 +113,7 @@ def start_of(made: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.
     return STARTS[made.model.family]
 
 
-@pytest.mark.parametrize(("family", "algorithm"), CELLS)
+@pytest.mark.parametrize(("family", "algorithm"), cells(CELLS, 1))
 def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     family: str, algorithm: str, config: Config, scripted: Use, styled: Path
 ) -> None:

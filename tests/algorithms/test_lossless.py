@@ -203,6 +203,7 @@ def _blocks_are(made: list[Any], network: Any) -> None:
     assert set(names) == set(network._repeated_blocks) and len(names) == len(set(made))
 
 
+@pytest.mark.full
 def test_compiled_blocks_sample_and_train_one_policy(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and run as they are: the same numbers, and a ratio of exactly 1 where batches have one shape."""
     options = {

@@ -239,7 +239,7 @@ def test_the_reward_moves_the_policy_its_way(nft_run: Config, scripted: Use) -> 
             rollout__batch_size_per_device=16,
             optimizer__batch_size_per_device=16,
             optimizer__lr=3e-4,
-            training__max_steps=12,
+            training__max_steps=6,
         )
 
     assert gap_between_light_and_dark(make, scripted) > 0.02

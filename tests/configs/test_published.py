@@ -35,7 +35,7 @@ from retouch.families.registry import (
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 from tests.rewards.openai_server import OpenAIServer
-from tests.selection import default, pairwise
+from tests.selection import covering, default
 from tests.tiny_models import WITH_BASE, tiny_model
 
 from .conftest import CONFIGS, RUNS, name_of, shrink
@@ -153,7 +153,7 @@ OF_KIND: dict[tuple[str, str, str], list[Path]] = {}
 for run_path in RUNS:
     OF_KIND.setdefault(kind_of(run_path), []).append(run_path)
 
-STEPPED = {OF_KIND[kind][n % len(OF_KIND[kind])] for n, kind in enumerate(pairwise(OF_KIND))}  # type: ignore[index]
+STEPPED = {OF_KIND[kind][n % len(OF_KIND[kind])] for n, kind in enumerate(covering(OF_KIND))}  # type: ignore[index]
 """The runs that a default run of the tests trains for a step; one kind's is a list of descriptions, another's tiny."""
 
 

@@ -245,6 +245,7 @@ def test_one_step_of_a_released_run(
     assert all("visual" not in key for key in tensors) or "full" in name
 
 
+@pytest.mark.full
 def test_the_documented_command(tmp_path: Path, picky: OpenAIServer) -> None:
     """`scripts/run_8gpu.sh` with a key, and with an `accelerate` that starts one process in place of eight."""
     stand_in = tmp_path / "bin" / "accelerate"
