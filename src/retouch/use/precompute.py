@@ -13,10 +13,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
-from retouch.families.embeddings import (
-    EmbeddingCache,
-    through_cache,
-)
+from retouch.families.embeddings import EmbeddingCache, through_cache
 from retouch.families.facts import FACTS
 from retouch.families.registry import load_model
 from retouch.imaging import stack_above

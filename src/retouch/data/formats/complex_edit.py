@@ -16,15 +16,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import field_validator
 
-from retouch.data.base import (
-    DataError,
-    DataSection,
-    ImageOptions,
-    ItemError,
-    ItemFiles,
-    ProtocolData,
-    item_or_error,
-)
+from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
 from retouch.imaging import Fit, PackedImage
 
