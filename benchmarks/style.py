@@ -55,7 +55,7 @@ from retouch.training.evaluation import (  # noqa: E402
     Evaluation,
     evaluate,
 )
-from retouch.use import Loaded  # noqa: E402
+from retouch.use.loaded import Loaded  # noqa: E402
 
 SIZE, HELD_OUT_SEED = (32, 64), 3
 MEASURES = ("ocr", "font_right", "font_margin", "ink_error")

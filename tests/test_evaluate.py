@@ -29,7 +29,7 @@ from retouch.training.evaluation import (
     save_evaluation,
 )
 from retouch.types import Example
-from retouch.use import Loaded
+from retouch.use.loaded import Loaded
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 
+from retouch.errors import ImageProblem
+
 Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
 Fit = Literal["crop", "stretch"]
@@ -28,10 +30,6 @@ MASK_THRESHOLD = 128
 
 MASK_NOISE = 8
 """Range of grey levels up to which a channel carries no mask."""
-
-
-class ImageProblem(ValueError):
-    """An image or mask that cannot be used; the message names the file, the problem and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from retouch.errors import Diverged as Diverged
+from retouch.errors import Stopped as Stopped
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -255,19 +258,3 @@ class Scores:
     def counted(self) -> Scores:
         """Without the rewards of weight 0, which are only logged."""
         return Scores({name: column for name, column in self.outcomes.items() if self.weights[name]}, self.weights)
-
-
-class Diverged(RuntimeError):
-    """A loss or gradient that is not finite. The weights are those of the last step."""
-
-
-class Stopped(Exception):
-    """A run that stopped on purpose, with a checkpoint to go on from.
-
-    Attributes:
-        code: 3, or 0 where the run file set the time limit that was reached.
-    """
-
-    def __init__(self, reason: str, code: int) -> None:
-        super().__init__(reason)
-        self.code = code

@@ -25,7 +25,8 @@ from retouch.rollout.sampler import (
     noise_for,
     sample,
 )
-from retouch.use import Loaded, weights_folder
+from retouch.use.loaded import Loaded
+from retouch.use.trained import weights_folder
 from tests.command_line import retouch
 
 STEPS, SEED = 3, 11

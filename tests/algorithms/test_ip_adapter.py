@@ -42,7 +42,7 @@ from retouch.training.build import (
     build,
 )
 from retouch.types import Example
-from retouch.use import Loaded
+from retouch.use.loaded import Loaded
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.families.conftest import with_point_posterior

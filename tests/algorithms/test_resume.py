@@ -44,7 +44,7 @@ elif where == "backward":
     from retouch.engine import Engine
     Engine.backward = fatal(Engine.backward)
 elif where == "writing":
-    import retouch.engine.checkpoint as module
+    import retouch.engine.saved as module
     module.flush = fatal(module.flush)
 from retouch.cli import main
 main()

@@ -95,12 +95,12 @@ def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Pro
         ("data={path: x}", "data: say which kind it is: set data.format"),
         ("data={format: self_bench}", "data.path: required and not set"),
         ("warmup_data={format: manifest}", "warmup_data.path: required and not set"),
-        ("model=lora", "model: given 'lora'; this is a section: write its keys as {key: value}"),
-        ("model.train=lora", "model.train: given 'lora'; this is a section: write its keys as {key: value}"),
-        ("algorithm=", "algorithm: given None; this is a section: write its keys as {key: value}"),
-        ("rewards=[ocr]", "rewards: given ['ocr']; this is a section: write its keys as {key: value}"),
-        ("rewards.ocr=1", "rewards.ocr: given 1; this is a section: write its keys as {key: value}"),
-        ("ema=0.99", "ema: given 0.99; this is a section: write its keys as {key: value}"),
+        ("model=lora", "model: given 'lora'; expected a section; write its keys as {key: value}"),
+        ("model.train=lora", "model.train: given 'lora'; expected a section; write its keys as {key: value}"),
+        ("algorithm=", "algorithm: given None; expected a section; write its keys as {key: value}"),
+        ("rewards=[ocr]", "rewards: given ['ocr']; expected a section; write its keys as {key: value}"),
+        ("rewards.ocr=1", "rewards.ocr: given 1; expected a section; write its keys as {key: value}"),
+        ("ema=0.99", "ema: given 0.99; expected a section; write its keys as {key: value}"),
     ],
 )
 def test_missing_keys_and_values_where_a_section_stands(override: str, line: str, problems: Problems) -> None:

@@ -241,7 +241,7 @@ def test_the_parts_are_the_whole() -> None:
     assert [p.what for p in parts if p.waits] == ["text_encoder", "text_encoder_2", "image_encoder"]
     small = run.model_copy(
         update={
-            "optimizer": run.optimizer.model_copy(update={"moments": "int8"}),
+            "optimizer": run.optimizer.model_copy(update={"state": "8bit"}),
             "model": run.model.model_copy(update={"offload_vae": True}),
         }
     )

@@ -21,7 +21,8 @@ from retouch.adapters.trainee import make_trainable
 from retouch.config import load_run, parse_run
 from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
-from retouch.doctor.machine import Gpu, Gpus, find_gpus
+from retouch.doctor.launch import launch_extras
+from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.rewards import needed_extras, probe
 from retouch.families.loading import tiny_path
 from retouch.families.registry import load_model
@@ -126,6 +127,25 @@ def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
     for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
         run = load_run(run_yaml(training__sharding=sharding))
         assert ("deepspeed" in needed_extras(run)) is needed
+
+
+def test_an_8gpu_file_is_launched_with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration of accelerate says so, which the run file does not name: a warning."""
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    found = {}
+    for name in ("qwen_image_edit_vlm_grpo", "flux_fill_grpo"):
+        run = load_run(Path(__file__).parents[2] / f"configs/tiny/{name}.yaml")
+        [found[name]] = [line for line in extra_lines({"train"}, launch_extras(run)) if line.what == "extra deepspeed"]
+    vlm, grpo = found.values()
+    assert (vlm.status, grpo.status) == ("warning", "ok")
+    assert "configs/accelerate/zero2.yaml" in vlm.says and 'pip install -U "retouch[deepspeed]"' in vlm.says
 
 
 def test_sinks_need_their_extras(run_yaml: Callable[..., Path]) -> None:
@@ -236,7 +256,7 @@ def test_more_processes_than_gpus(run_yaml: Callable[..., Path], monkeypatch: py
     monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("one", 2**40, 2**40)], [], "2"))
     assert only("fix", run_yaml(), "--world-size", 2) == (
         "GPUs",
-        "1 for 2 processes; lower --num_processes (here --world-size), or look at CUDA_VISIBLE_DEVICES",
+        "1 for 2 processes; lower --num_processes (here --world-size), or check CUDA_VISIBLE_DEVICES",
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
 from retouch.config.base import Section
+from retouch.errors import DataError
 from retouch.hub import is_hub_id
 from retouch.imaging import Fit, PackedImage, StripFit
 
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
 TargetRole = Literal["auto", "source", "none", "file"]
 ReferenceRole = Literal["given", "mask_box", "half_box"]
-
-
-class DataError(ValueError):
-    """A data set that cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)

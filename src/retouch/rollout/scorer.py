@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from retouch.errors import FailureRateExceeded, RewardOutage
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import (
     PendingScores,
@@ -31,14 +32,6 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 _RUN_IMAGES = 200  # fewer say little about a rate
-
-
-class RewardOutage(RuntimeError):
-    """Reward servers stayed away. The run can be resumed (exit 3)."""
-
-
-class FailureRateExceeded(RuntimeError):
-    """Too many rewards failed. The run can be resumed (exit 3)."""
 
 
 @dataclass(frozen=True)

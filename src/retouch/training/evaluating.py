@@ -13,6 +13,7 @@ from retouch.data.sampler import own_share
 from retouch.observe import Stopwatch
 from retouch.observe.guards import Alarm, evaluation_alarms
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.step_log import means_text
 from retouch.rollout.scorer import RewardOutage
 from retouch.training.build import Run
 from retouch.training.evaluation import (
@@ -78,7 +79,7 @@ def keep_evaluation(
     held_out = "held_out" if run.eval_is_held_out else "train"
     about = {"moment": moment, "examples": held_out, "images": len(result.rows)}
     run.dir.log("eval", step, {**about, **result.means()}, seconds)
-    means = ", ".join(f"{name} {value:.3f}" for name, value in result.means().items())
+    means = means_text(result.means())
     logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means)
     folder = run.dir.path / "evaluations"
     alarms = _judged(run, step, folder, result) if after_warmup else []

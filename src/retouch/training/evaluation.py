@@ -19,7 +19,7 @@ from retouch.glyphs import glyph_correlation
 from retouch.imaging import MASK_THRESHOLD, paste_back
 from retouch.observe import Stopwatch
 from retouch.observe.grids import grid
-from retouch.observe.guards import PREFIX, nearest_distances, picture_statistics, region_of
+from retouch.observe.guards import PREFIX, image_statistics, nearest_distances, region_of
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -177,7 +177,7 @@ def measured(work: Work, scored: Scored) -> Evaluation:
         for (example, _), image in zip(work, images, strict=True)
     ]
     for row, picture in zip(rows, generated, strict=True):
-        row.update(picture_statistics(picture))
+        row.update(image_statistics(picture))
     if len(generated) > 1:
         for row, distance in zip(rows, nearest_distances(generated), strict=True):
             row[f"{PREFIX}nearest"] = distance

@@ -174,7 +174,7 @@ class GrpoConfig(AdvantageConfig):
 class PpoConfig(GrpoConfig):
     """PPO: GRPO's loss on advantages of the whole batch; works with group_size 1."""
 
-    name: Literal["ppo"] = "ppo"
+    name: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     baseline: Literal["group", "batch"] = "batch"
     """What a reward is compared with; "batch" is PPO."""
     scale: Literal["group", "batch", "none"] = "batch"

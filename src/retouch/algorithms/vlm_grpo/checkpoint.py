@@ -22,16 +22,17 @@ from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import (
+from retouch.engine.checkpoint import require_finite
+from retouch.engine.saved import (
     complete_checkpoints,
     declare_complete,
     drop_unfinished,
     prune,
     put_in_place,
+    read_complete,
     read_state,
+    require_sound,
 )
-from retouch.engine.integrity import read_complete, require_finite
-from retouch.engine.saved_state import require_sound
 from retouch.families.loading import (
     ModelFilesError,
     load_component,

@@ -68,9 +68,9 @@ class VlmGrpoConfig(AlgorithmSection):
     def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
         """TRL's names for keys that the run file has itself (`algorithm.trl.max_steps`) go to these."""
         algorithm: Any = run["algorithm"]
-        if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("trl"), Mapping):
+        if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("trl"), Mapping):  # pyright: ignore[reportUnknownMemberType]
             return dict(run)
-        rest, moved = trl_fields.moved(algorithm["trl"], run)
+        rest, moved = trl_fields.moved(algorithm["trl"], run)  # pyright: ignore[reportUnknownArgumentType]
         return {**moved, "algorithm": {**algorithm, "trl": rest}}
 
     def trained_kind(self, run: RunConfig) -> str:

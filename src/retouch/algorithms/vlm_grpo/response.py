@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retouch.errors import ResponseTooLong
 from retouch.families.qwen.text import evaluating
-
-
-class ResponseTooLong(ValueError):
-    """A condition of more tokens than the diffusion network is given."""
 
 
 @dataclass(frozen=True)

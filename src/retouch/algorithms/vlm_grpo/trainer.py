@@ -38,6 +38,7 @@ from retouch.observe.cost import Costs
 from retouch.observe.guards import evaluation_alarms
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.step_log import means_text
 from retouch.rewards.table import of_all
 from retouch.rollout.scorer import RewardOutage
 from retouch.training.evaluation import (
@@ -175,8 +176,9 @@ class RunTrainer(GRPOTrainer):
         parts.dir.log("eval", step, {**about, **means}, self.spent())
         if not self.accelerator.is_main_process:
             return
-        told = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        logger.info("step %d, %d %s images: %s", step, len(evaluation.rows), held_out.replace("_", "-"), told)
+        logger.info(
+            "step %d, %d %s images: %s", step, len(evaluation.rows), held_out.replace("_", "-"), means_text(means)
+        )
         self._watch(parts.dir.path / "evaluations", evaluation)
         save_evaluation(evaluation, parts.dir.path / "evaluations" / f"step-{step:06d}", c.grid_examples)
         if c.grid_examples:
