@@ -42,10 +42,8 @@ from retouch.observe import Stopwatch  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
 from retouch.observe.statistics import paired_difference  # noqa: E402
-from retouch.rewards.sections import (  # noqa: E402
-    OcrReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig  # noqa: E402
+from retouch.rewards.scorers.ocr import OcrReward  # noqa: E402
 from retouch.rewards.table import RewardTable  # noqa: E402
 from retouch.tiny.signs import (  # noqa: E402
     Sign,

@@ -387,9 +387,14 @@ def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to
     ("module", "command", "extra"),
     [
         ("torch", ["train", "{run}"], "train"),
-        ("diffusers", ["sample", "--config", "{run}", "--out", "x", "--data", "{data}"], "train"),
+        pytest.param(
+            "diffusers",
+            ["sample", "--config", "{run}", "--out", "x", "--data", "{data}"],
+            "train",
+            marks=pytest.mark.full,
+        ),
         ("fastapi", ["reward", "serve", "preservation", "--port", "0"], "serve"),
-        ("uvicorn", ["reward", "serve", "preservation", "--port", "0"], "serve"),
+        pytest.param("uvicorn", ["reward", "serve", "preservation", "--port", "0"], "serve", marks=pytest.mark.full),
         ("rapidocr", ["reward", "score", "--reward", "ocr", "--image", "{image}", "--prompt", "'A'"], "ocr"),
     ],
 )

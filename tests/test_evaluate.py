@@ -15,10 +15,8 @@ from retouch.config import RunConfig
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
-from retouch.rewards.sections import (
-    PreservationReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
 from retouch.training.evaluation import (
     Evaluation,

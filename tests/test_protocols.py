@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from retouch.rewards import judge
+from retouch.rewards.scorers import judge_client as judge
 from retouch.training.evaluation import Evaluation
 from retouch.use.comparison import comparison_table
 from tests.command_line import retouch

@@ -8,21 +8,14 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.rewards.protocol import quoted_text
-from retouch.rewards.sections import OcrReward, RewardEntry, StyleReward
 
 LISTED_BYTES = 2 << 20
 """Lists up to this size are read by `retouch check`: about 10,000 entries, in 0.2 s."""
 
 
 def reading_rewards(run: RunConfig) -> list[str]:
-    """Names of the rewards that compare the text in an image with the text of the example."""
-    return [name for name, entry in run.rewards.items() if _reads(entry)]
-
-
-def _reads(entry: RewardEntry) -> bool:
-    if isinstance(entry, StyleReward):  # a server has its own gate
-        return entry.url in (None, "auto") and entry.gate > 0
-    return isinstance(entry, OcrReward)
+    """Names of the rewards that compare what they read with the text of an example."""
+    return [name for name, entry in run.rewards.items() if entry.reads_text()]
 
 
 def scored_sections(run: RunConfig) -> dict[str, DataSection]:
@@ -55,7 +48,7 @@ def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFile
     masked = any(item.mask_path for item in items)
     fitting = "{clip: {url: auto, crop: mask_box}, seam: {weight: 0.3}}" if masked else "{clip: {url: auto}}"
     others = "mask_composite, hpsv2 and vlm" if masked else "pickscore, hpsv2 and vlm"
-    own = "" if isinstance(run.rewards[readers[0]], OcrReward) else f"rewards.{readers[0]}.gate=0, or "
+    own = f"rewards.{readers[0]}.gate=0, or " if "gate" in run.rewards[readers[0]].own_options() else ""
     raise ConfigError(
         f"rewards.{readers[0]}: given, but none of the {len(items)} examples of {name} ({path}) has a text to read: no "
         f"`text`, and nothing in quotes in the prompt; set {own}rewards that judge a description, like "

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from retouch.core.schedule import Schedule
+    from retouch.families.base import FamilySpec
+    from retouch.families.text import TextEncoders
 
 Prediction = Literal["flow", "epsilon"]
 
@@ -55,36 +57,6 @@ class Example:
     size: tuple[int, int] | None = None
     strip: Image | None = None
     embedding_path: Path | None = None
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """What the rest of the system needs to know of a family without touching its network.
-
-    Attributes:
-        prediction: "flow" or "epsilon"; step rules declare which they take.
-        latent_channels: C of the latents.
-        downsampling: pixels a latent cell covers, per side.
-        size_multiple: image sides must be multiples of it.
-        guidance_scale: the default of the released model.
-        needs: the fields of `Example` that must be there.
-        lora_targets: module-name suffixes that LoRA adapts by default.
-        network_name: subfolder of the trained network in a diffusers model, and prefix of its LoRA keys.
-        reference_width: width of the vector of a reference; None where references are not encoded.
-        empty_prompt: what stands for no caption, which classifier-free guidance steers away from.
-    """
-
-    family: str
-    prediction: Prediction
-    latent_channels: int
-    downsampling: int
-    size_multiple: int
-    guidance_scale: float
-    needs: frozenset[str]
-    lora_targets: tuple[str, ...]
-    network_name: str
-    reference_width: int | None = None
-    empty_prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +100,12 @@ class DiffusionModel(Protocol):
     """A model family: only what differs between families. LoRA, EMA, devices and checkpoints are not its business."""
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> FamilySpec: ...
+
+    @property
+    def prompts(self) -> TextEncoders | None:
+        """The text encoders; None in a family whose text encoder also reads images."""
+        ...
 
     @property
     def network(self) -> nn.Module:
@@ -162,14 +139,6 @@ class DiffusionModel(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] clean latents -> [B, 3, H, W] fp32 in [-1, 1]."""
-        ...
-
-    def cache_prompts(self, prompts: Sequence[str]) -> None:
-        """Encode these prompts now, so that `encode` only looks them up."""
-        ...
-
-    def release_text_encoders(self) -> None:
-        """Drop the text encoders; from then on only cached prompts can be encoded."""
         ...
 
     def to(self, device: Any) -> None:

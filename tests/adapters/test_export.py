@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from retouch.config import load_run
 from retouch.data.dataset import load_dataset
-from retouch.families.flux_fill.model import pack
+from retouch.families.diffusion import pack
 from retouch.families.loading import tiny_path
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (

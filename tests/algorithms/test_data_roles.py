@@ -13,10 +13,13 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from retouch.config import ConfigError, dump_run
-from retouch.data.base import ItemFiles
-from retouch.data.dataset import Dataset, load_dataset
-from retouch.families.registry import load_model
-from retouch.families.sections import Model
+from retouch.data.dataset import (
+    Dataset,
+    ItemFiles,
+    load_dataset,
+)
+from retouch.families.base import Model
+from retouch.families.loading import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.encoded import EncodedData

@@ -15,15 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen2_5_VL
 
 pytest.importorskip("trl")
 
-from retouch.algorithms.vlm_grpo import judge as vlm_judge
-from retouch.algorithms.vlm_grpo.generation import (
-    generation_options,
-    name_for_vllm,
-    speak,
-)
-from retouch.algorithms.vlm_grpo.judge import Judge
+from retouch.algorithms.vlm_grpo import scoring as vlm_scoring
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
-from retouch.algorithms.vlm_grpo.response import model_inputs
+from retouch.algorithms.vlm_grpo.responses import generate_completions, model_inputs
+from retouch.algorithms.vlm_grpo.run import name_for_vllm
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer
 from retouch.config import ConfigError
 from retouch.families.loading import load_component
 from retouch.families.qwen.text import ImageTextProcessor
@@ -51,8 +47,8 @@ def fail_the_second(items: list[Any]) -> list[Any]:
 
 def test_a_failed_reward_is_reported_and_ends_no_comparison(parts_of: Any) -> None:
     parts, _ = parts_of(rewards={"letters": reward("fail_the_second")})
-    judged = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
-    assert judged.rewards[0] is not None and judged.rewards[1] is None
+    scored, failed = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
+    assert scored.reward is not None and failed.reward is None
 
 
 def rising(items: list[Any]) -> list[float]:
@@ -100,20 +96,21 @@ def test_gold_rewards_are_of_evaluations_alone(parts_of: Any) -> None:
     module = vlm_runs.__name__
     both = {"letters": reward("letters", module), "gold": reward("letters", module, role="gold")}
     parts, _ = parts_of(rewards=both)
-    judged = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
-    assert judged.scores.outcomes["gold"] == judged.scores.outcomes["letters"]
-    assert judged.scores.combined() == [judged.scores.values("letters")[0]]  # it adds nothing to the sum
+    [scored] = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
+    assert scored.outcomes["gold"] == scored.outcomes["letters"]
+    # gold adds nothing to the sum
+    assert scored.combined == [scored.outcomes["letters"][0].value]  # type: ignore[union-attr]
 
 
 def test_evaluations_have_steps_of_their_own(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = vlm_judge.draw
+    real = vlm_scoring.generate_images
 
     def watch(painter: Any, drawings: Any, steps: int, *rest: Any) -> Any:
         taken.append(steps)
         return real(painter, drawings, steps, *rest)
 
-    monkeypatch.setattr(vlm_judge, "draw", watch)
+    monkeypatch.setattr(vlm_scoring, "generate_images", watch)
     for given, expected in ((2, 2), (None, 1)):
         parts, _ = parts_of(name=f"steps-{given}", evaluation__num_steps=given)
         answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
@@ -140,8 +137,8 @@ def test_answers_are_drawn_as_the_trainer_draws_completions(parts_of: Any, trl: 
     parts, arguments = parts_of(trl)
     parts.policy.generation_config.eos_token_id = [5, parts.tokenizer.eos_token_id]
     trainer = VlmTrainer(parts, arguments)
-    assert generation_options(parts) == trainer.generation_kwargs
-    assert Judge(parts).ends == {*trainer.eos_token_ids, parts.tokenizer.pad_token_id}
+    assert parts.generation_options == trainer.generation_kwargs
+    assert CompletionScorer(parts).ends == {*trainer.eos_token_ids, parts.tokenizer.pad_token_id}
 
 
 @pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image"])
@@ -187,9 +184,9 @@ def test_a_run_with_vllm_names_the_policy_first(vlm_file: RunFile, monkeypatch: 
 def test_answers_do_not_follow_the_sampling_that_the_model_recommends(parts_of: Any) -> None:
     parts, _ = parts_of()
     examples = [parts.data[0], parts.data[1]]
-    free = answered(parts, examples, 0, "eval", 0, score=False).texts
+    free = [one.text for one in answered(parts, examples, 0, "eval", 0, score=False)]
     parts.policy.generation_config.update(temperature=0.01, top_p=0.01, top_k=1, repetition_penalty=5.0)
-    assert answered(parts, examples, 0, "eval", 0, score=False).texts == free
+    assert [one.text for one in answered(parts, examples, 0, "eval", 0, score=False)] == free
 
 
 PAD = 257
@@ -218,13 +215,15 @@ def test_answers_do_not_depend_on_what_they_are_batched_with(
             {"max_completion_length": 12, **trl}, name=f"by-{size}", rollout__batch_size_per_device=size
         )
         examples = [parts.data[i] for i in range(5)]
-        assert len({len(row) for row in speak(parts.policy, parts, examples, GREEDY, [0] * 5).prompt_ids}) > 1
+        assert (
+            len({len(row) for row in generate_completions(parts.policy, parts, examples, GREEDY, [0] * 5).prompt_ids})
+            > 1
+        )
         batches.clear()
         monkeypatch.setattr(parts.policy, "generate", counted(parts.policy.generate))
-        judged = answered(parts, examples[size % 3 :] + examples[: size % 3], 0, "eval", 1, score=False)
-        rows = zip(judged.examples, judged.texts, judged.images, strict=True)
+        completions = answered(parts, examples[size % 3 :] + examples[: size % 3], 0, "eval", 1, score=False)
         assert batches == ([1] * 5 if trl == BEAMS else {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[size])
-        found.append({example.id: (text, images[0].int()) for example, text, images in rows})
+        found.append({one.example.id: (one.text, one.images[0].int()) for one in completions})
     alone = found[0]
     assert len({text for text, _ in alone.values()}) == 5
     for batched in found[1:]:
@@ -236,8 +235,8 @@ def test_answers_do_not_depend_on_what_they_are_batched_with(
 def test_a_row_is_drawn_as_transformers_would_alone(parts_of: Any) -> None:
     """From the same seed, and of the seeds none is like another."""
     parts, _ = parts_of({"temperature": 0.9, "top_k": 20})
-    examples, options = [parts.data[0], parts.data[3]], generation_options(parts)
-    found = speak(parts.policy, parts, examples, options, [7, 8])
+    examples, options = [parts.data[0], parts.data[3]], parts.generation_options
+    found = generate_completions(parts.policy, parts, examples, options, [7, 8])
     for i, seed in enumerate((7, 8)):
         prompt = found.rows(i, i + 1)
         inputs = model_inputs(replace(prompt, completion_ids=[[]]), PAD)
@@ -245,9 +244,12 @@ def test_a_row_is_drawn_as_transformers_would_alone(parts_of: Any) -> None:
         whole = parts.policy.generate(**inputs, generation_config=GenerationConfig(**options, disable_compile=True))
         ids = whole[0, len(prompt.prompt_ids[0]) :].tolist()
         assert list(found.completion_ids[i]) == ids[: len(found.completion_ids[i])]
-    assert speak(parts.policy, parts, examples, options, [7, 9]).completion_ids[1] != found.completion_ids[1]
+    assert (
+        generate_completions(parts.policy, parts, examples, options, [7, 9]).completion_ids[1]
+        != found.completion_ids[1]
+    )
     before = torch.get_rng_state()
-    speak(parts.policy, parts, examples, options, [7, 8])
+    generate_completions(parts.policy, parts, examples, options, [7, 8])
     assert torch.equal(torch.get_rng_state(), before)
 
 

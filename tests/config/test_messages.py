@@ -8,7 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
-from retouch.rewards.scorers import SCORERS
+from retouch.rewards import REWARDS
 
 Problems = Callable[..., list[str]]
 TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
@@ -77,7 +77,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
             "rewards.fn={fn: 'a:b', needs: [depth]}",
             "rewards.fn.needs: given 'depth'; an item may have mask, source, reference",
         ),
-        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(SCORERS))}"),
+        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
         ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, qwen_image_edit, sd_inpaint"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft, vlm_grpo"),

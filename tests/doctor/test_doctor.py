@@ -23,21 +23,18 @@ from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
 from retouch.doctor.launch import launch_extras
 from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
-from retouch.doctor.rewards import needed_extras, probe
-from retouch.families.loading import tiny_path
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    DistillationLora,
-    QwenImageModel,
-)
+from retouch.doctor.rewards import needed_extras
+from retouch.families.base import DistillationLora
+from retouch.families.loading import load_model, tiny_path
+from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.image_encoder import TINY
-from retouch.rewards.knowledge_graph import read_graph
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.golden import golden_items
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.table import golden_items
+from retouch.rewards.scorers.knowledge_graph import read_graph
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
-from tests.rewards.fakes import Brightness, serving
+from tests.rewards.fakes import Brightness, score_checked, serving
 from tests.tiny_models import tiny_calligrapher
 
 CHECKED = [
@@ -535,8 +532,8 @@ def test_rewards_of_what_was_said_score_the_doctors_picture() -> None:
     """They ask for metadata that only runs of vlm_grpo have; a graph for MMMG is there, too."""
     for name in ("think_format", "completion_quality"):
         scorer = make_scorer(name)
-        assert all(isinstance(outcome, Score) for outcome in score_checked(scorer, [probe(), *golden_items()]))
-    assert read_graph(probe().metadata["knowledge_graph"]).skipped == ()
+        assert all(isinstance(outcome, Score) for outcome in score_checked(scorer, golden_items()))
+    assert read_graph(golden_items()[0].metadata["knowledge_graph"]).skipped == ()
 
 
 def test_a_scorer_that_cannot_be_loaded(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

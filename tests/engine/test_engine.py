@@ -18,7 +18,7 @@ from retouch.config.run import (
 from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, saved
 from retouch.engine.engine import OVERFLOWS, PLUGINS
 from retouch.engine.saved import complete_checkpoints
-from retouch.rewards.sections import RewardClientConfig
+from retouch.rewards.client.config import RewardClientConfig
 
 
 class Plain(nn.Linear):

@@ -13,16 +13,14 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import Tensor
 
-from retouch.algorithms.vlm_grpo.parts import (
-    asked,
-    chat_messages,
-    prepare_processor,
-)
-from retouch.algorithms.vlm_grpo.response import (
+from retouch.algorithms.vlm_grpo.responses import (
     Responses,
     ResponseTooLong,
+    chat_messages,
     encode_response,
     model_inputs,
+    prepare_processor,
+    tokenize,
 )
 from retouch.families.qwen.text import (
     PREFIX,
@@ -31,11 +29,7 @@ from retouch.families.qwen.text import (
     prefix_length,
     system_text,
 )
-from retouch.families.tiny import (
-    byte_qwen_tokenizer,
-    tiny_qwen_processor,
-    tiny_qwen_vl,
-)
+from retouch.families.qwen.tiny import byte_qwen_tokenizer, tiny_qwen_processor, tiny_qwen_vl
 
 PROMPTS = ["make it blue", "a", "turn the small shape into a lemon, please"]
 ANSWERS = ["blue", "a much, much longer answer", ""]
@@ -61,7 +55,7 @@ def policy() -> Any:
 def said(processor: Any, pictures: list[list[Image.Image]] | None = None, task: Task = "edit") -> Responses:
     """Three chats with answers of different lengths, their first pictures of different sizes."""
     shown = pictures or [[picture(0)], [picture(1, (28, 28))], [picture(2, (84, 28))]]
-    questions = asked(processor, task, [chat_messages(task, prompt) for prompt in PROMPTS], shown)
+    questions = tokenize(processor, task, [chat_messages(task, prompt) for prompt in PROMPTS], shown)
     answers = [[*processor.tokenizer(answer).input_ids, processor.tokenizer.eos_token_id] for answer in ANSWERS]
     return replace(questions, completion_ids=answers)
 
@@ -70,7 +64,7 @@ def encoded(policy: Any, responses: Responses, processor: Any, **options: Any) -
     return encode(policy, responses, processor, **options)[0]
 
 
-def encode(policy: Any, responses: Responses, processor: Any, **options: Any) -> tuple[list[Tensor], int]:
+def encode(policy: Any, responses: Responses, processor: Any, **options: Any) -> tuple[list[Tensor], list[bool]]:
     drop = prefix_length(processor.tokenizer, "edit")
     return encode_response(policy, responses, pad_token_id=processor.tokenizer.pad_token_id, drop=drop, **options)
 
@@ -79,7 +73,7 @@ def encode(policy: Any, responses: Responses, processor: Any, **options: Any) ->
 def test_the_chat_is_the_diffusion_models_own_token_by_token(task: Task, processor: Any) -> None:
     """What the policy is asked = what the pipeline would condition on: template, pictures and all."""
     pictures = [] if task == "draw" else [picture(0)]
-    ours = asked(processor, task, [chat_messages(task, PROMPTS[0])], [pictures])
+    ours = tokenize(processor, task, [chat_messages(task, PROMPTS[0])], [pictures])
     text = chat(task, PROMPTS[0], len(pictures))
     stock: Any = processor(text=[text], images=pictures or None, return_tensors="pt")
     assert list(ours.prompt_ids[0]) == stock["input_ids"][0].tolist()
@@ -141,7 +135,7 @@ def test_pictures_go_along_with_their_positions(policy: Any, processor: Any) -> 
 def test_rows_take_their_own_pictures(processor: Any) -> None:
     responses = said(processor, [[picture(0)], [], [picture(2), picture(3, (28, 28))]], "edit_plus")
     last = responses.rows(2, 3)
-    alone = asked(
+    alone = tokenize(
         processor, "edit_plus", [chat_messages("edit_plus", PROMPTS[2])], [[picture(2), picture(3, (28, 28))]]
     )
     assert list(last.prompt_ids[0]) == list(alone.prompt_ids[0])
@@ -174,7 +168,7 @@ def test_what_is_too_long_is_an_error_or_counted(policy: Any, processor: Any) ->
     with pytest.raises(ResponseTooLong, match=rf"max_sequence_length is {limit}; .*on_overflow=truncate"):
         encode(policy, responses, processor, limit=limit)
     states, cut = encode(policy, responses, processor, limit=limit, truncate=True)
-    assert cut == sum(len(s) > limit for s in full) == 1
+    assert cut == [len(s) > limit for s in full] and sum(cut) == 1
     assert all(torch.equal(a, b[:limit]) for a, b in zip(states, full, strict=True))
 
 

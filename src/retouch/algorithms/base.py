@@ -6,13 +6,12 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from retouch.config.base import Positive, Section, Unit
-from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
     from retouch.config.derived import Derived, Numbers
@@ -51,6 +50,10 @@ class AlgorithmSection(Section):
     def snapshots(self) -> frozenset[str]:
         """Copies of the trained weights that it keeps: "old", "reference"."""
         return frozenset()
+
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        """Options that are valid and still unlikely to do what is intended, a sentence each."""
+        return ()
 
     def supervised_steps(self, run: RunConfig) -> int:
         """Optimizer steps that need targets."""
@@ -132,7 +135,7 @@ class Objective(AlgorithmSection):
                 f"rollout.preset: given {run.rollout.preset!r}, but {self.name} has no presets; leave preset out, and "
                 "set rollout.num_steps and guidance_scale"
             )
-        facts = FACTS[run.model.family]
+        facts = run.model.spec
         if run.rollout.solver == "dpm2" and facts.prediction != "flow":
             raise ValueError(
                 f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; "

@@ -74,7 +74,7 @@ def score(
     device: Device = "cpu",
 ) -> None:
     """Score one image and print the result as JSON."""
-    from retouch.rewards.score_one import score_one
+    from retouch.rewards.probe import score_one
     from retouch.rewards.server.launch import requested_one
 
     given = requested_one(reward, options)
@@ -103,9 +103,8 @@ def probe(
     device: Device = "cpu",
 ) -> None:
     """Measure a scorer: latency, repeatability, dependence of scores on the batch, agreement with labels."""
-    from retouch.rewards.probe import agreement, read_labels
+    from retouch.rewards.probe import agreement, asking, item_of, read_labels
     from retouch.rewards.probe import probe as measure
-    from retouch.rewards.score_one import asking, item_of
     from retouch.rewards.server.launch import requested_one
 
     item = item_of(image, prompt, mask, source, reference)

@@ -123,7 +123,7 @@ class DataSection(Section):
         return None
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        from retouch.config.needs import needed_pictures, size_multiple
+        from retouch.config.needs import needed_pictures
 
         needs = needed_pictures(run, training=key == "data")
         if not needs <= self.has_images:
@@ -132,13 +132,14 @@ class DataSection(Section):
                 f"{key}.format: given {self.format!r}, which has {has}, but the run needs {', '.join(sorted(needs))} "
                 f"in every example; set format=manifest, or model.family={family} with full weights or LoRA"
             )
-        multiple = size_multiple(run)
+        multiple = run.model.size_multiple
         if any(side % multiple for side in self.size):
             nearest = [max(multiple, round(side / multiple) * multiple) for side in self.size]
             raise ValueError(
                 f"{key}.resolution: given {self.resolution}; {run.model.family} needs multiples of {multiple}; "
                 f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
             )
+        run.model.check_size(key, self.size)
 
     @field_validator("resolution", mode="wrap")
     @classmethod
@@ -213,7 +214,7 @@ class ImageSection(DataSection):
         return ImageOptions(self.fit, self.invert_mask, self.reference, *strip)
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        from retouch.config.needs import size_multiple, takes_references
+        from retouch.config.needs import takes_references
 
         trained = run.data.image_options
         if self.reference_strip != trained.reference_strip:
@@ -239,7 +240,7 @@ class ImageSection(DataSection):
                 f"{key}.reference: given 'half_box', which repaints half of a text, so that no reward can read it; set "
                 "it under warmup_data (SFT: data, with evaluation.data), and set mask_box here"
             )
-        multiple, strip = size_multiple(run), self.reference_strip
+        multiple, strip = run.model.size_multiple, self.reference_strip
         if strip is not None and strip % multiple:
             raise ValueError(
                 f"{key}.reference_strip: given {strip}; {run.model.family} needs multiples of {multiple}; set "

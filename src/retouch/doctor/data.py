@@ -13,7 +13,6 @@ from retouch.data.base import DataError, ItemFiles
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.formats import Data
 from retouch.doctor.line import Line
-from retouch.families.facts import FACTS
 from retouch.texts import has_text, reading_rewards, require_texts, scored_sections
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
 
 def needs_no_t5(run: RunConfig) -> bool:
     """Whether every example of the run has a file of text embeddings; False if a list cannot be read."""
-    if not FACTS[run.model.family].reads_embeddings:
+    if run.model.spec.embedded_encoder is None:
         return False
     try:
         listed = [item for section in data_sections(run).values() for item in section.items()]
@@ -146,7 +145,7 @@ def login_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def _beginning(run: RunConfig, directory: RunDir) -> str:
-    from retouch.engine.checkpoint import complete_checkpoints
+    from retouch.engine.saved import complete_checkpoints
 
     if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
         return "holds no checkpoint; the run starts from step 0" if directory.holds_run() else "new"

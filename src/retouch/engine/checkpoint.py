@@ -26,7 +26,6 @@ from torch import Tensor
 from retouch.engine.engine import Engine
 from retouch.engine.policy import Policy
 from retouch.engine.saved import (
-    complete_checkpoints,
     damaged,
     declare_complete,
     drop_unfinished,
@@ -111,10 +110,6 @@ class Checkpoints:
             return
         (writing / "snapshots").mkdir(exist_ok=True)
         _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
-
-    def newest(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
-        return next(reversed(complete_checkpoints(self.root)), None)
 
     def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Restore everything -> (state, rollouts).

@@ -26,7 +26,7 @@ from retouch.config.errors import ConfigError
 from retouch.engine.parallel import Fsdp2, Replicated
 from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
 from retouch.engine.zero import Zero
-from retouch.rewards.sections import COLLECTIVE_S
+from retouch.rewards.client.config import COLLECTIVE_S
 from retouch.types import Diverged
 
 if TYPE_CHECKING:

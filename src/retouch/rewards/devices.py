@@ -1,4 +1,4 @@
-"""Devices of scorers: from the names of a run file (`rewards.NAME.device`) to devices of torch and of a reward server.
+"""Devices of scorers: from `rewards.NAME.device` of a run file to devices of torch and of a reward server.
 
 torch is imported only to count GPUs.
 """
@@ -10,20 +10,19 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retouch.rewards.sections import RewardEntry
+    from retouch.rewards.base import RewardEntry
 
 Devices = tuple[str, ...]
-"""One device for each instance: "cpu", "cuda:N", or ("cuda",) for the GPUs that the run trains on."""
+"""One device per instance: "cpu", "cuda:N", or ("cuda",) for the GPUs that the run trains on."""
 
 CPU: Devices = ("cpu",)
 
 
 def own_device() -> str:
-    """The device that a process without an engine computes on: its GPU under a launcher, else the first, else the
-    CPU."""
+    """Device of a process without an engine: its GPU under a launcher, else the first GPU, else the CPU."""
     count = gpu_count()
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}" if count else "cpu"
 
@@ -38,13 +37,13 @@ def gpu_count() -> int:
 
 
 def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
-    """The devices of an entry that is scored by this process or by a server of the run.
+    """The devices of an entry that is scored in this process or by a server of the run.
 
     Args:
         own: the device that this process trains on.
 
     Raises:
-        ConfigError: a GPU that this machine does not have.
+        ConfigError: the machine lacks the GPU.
     """
     given = [entry.device] if isinstance(entry.device, str) else list(entry.device)
     if given == ["auto"]:
@@ -59,11 +58,7 @@ def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
 
 
 def require(devices: Sequence[str], where: str) -> None:
-    """Check that this machine has the devices, "cpu" or "cuda:N"; `where` begins the message.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise ConfigError if this machine lacks one of the devices, "cpu" or "cuda:N"; `where` begins the message."""
     numbers = [device.removeprefix("cuda:") for device in devices if device != "cpu"]
     count = gpu_count() if numbers else 0
     if not all(number.isdecimal() and int(number) < count for number in numbers):
@@ -72,16 +67,12 @@ def require(devices: Sequence[str], where: str) -> None:
 
 
 def numbered(device: str) -> str:
-    """The device with its number: torch calls the first GPU "cuda", too."""
+    """The device with its number: "cuda" is torch's other name of the first GPU."""
     return "cuda:0" if device == "cuda" else device
 
 
 def instances(devices: Devices, trained_on: Iterable[str]) -> Devices:
-    """One device for each instance of a server.
-
-    Args:
-        trained_on: devices of the processes of its machine.
-    """
+    """One device per instance of a server; `trained_on` are the devices of the training processes of its machine."""
     return tuple(sorted({numbered(device) for device in trained_on})) if devices == ("cuda",) else devices
 
 

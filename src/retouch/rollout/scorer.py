@@ -17,16 +17,13 @@ import numpy as np
 
 from retouch.errors import FailureRateExceeded, RewardOutage
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.table import (
-    PendingScores,
-    RewardTable,
-)
+from retouch.rewards.table import PendingScores, RewardTable
 from retouch.types import Example, Failure, Outcome, Scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from retouch.rewards.sections import RewardClientConfig
+    from retouch.rewards.client.config import RewardClientConfig
 
 logger = logging.getLogger(__name__)
 

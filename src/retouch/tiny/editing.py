@@ -29,10 +29,13 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from retouch.algorithms.vlm_grpo.drawing import Drawing, draw, freeze
+from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_images
 from retouch.data.sampler import derive_seed
-from retouch.families.qwen.text import chat, template
-from retouch.families.registry import family_class
+from retouch.families.loading import family_class
+from retouch.families.qwen.text import (
+    chat,
+    template,
+)
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.sampler import to_uint8
 from retouch.tiny.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted
@@ -284,12 +287,12 @@ def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, flo
     shares: dict[str, list[float]] = {"told": [], "blank": []}
     for kind, words in (("told", [random.choice(NAMES) for _ in range(tasks)]), ("blank", [""] * tasks)):
         states, _, lengths = speaker.states(_chats(asked, words), seen)
-        drawings = [
-            Drawing(row[:length], i, (SIDE, SIDE), None, (source,))
+        requests = [
+            ImageRequest(row[:length], i, (SIDE, SIDE), None, (source,))
             for i, (row, length, source) in enumerate(zip(states, lengths.tolist(), sources, strict=True))
         ]
         for image, mask, word, before in zip(
-            draw(family, drawings, num_steps, batch_size=32), masks, words, old, strict=True
+            generate_images(family, requests, num_steps, batch_size=32), masks, words, old, strict=True
         ):
             shares[kind].append(colour_share(to_uint8(image)[0].numpy(), np.asarray(mask), word or before))
     texts = [said(phrase.format(thing), "").removesuffix(END) for thing, phrase in asked]

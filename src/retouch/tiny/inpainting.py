@@ -28,12 +28,21 @@ from retouch.core.objectives.sft import denoising_loss
 from retouch.core.schedule import Schedule as NoiseSchedule
 from retouch.core.schedule import shift_sigma
 from retouch.data.sampler import derive_seed
-from retouch.families.registry import family_class, load_model
-from retouch.families.sections import FluxFillModel, Model, SdInpaintModel, TrainFull
-from retouch.families.text import TextEncoder, TextEncoders
-from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
+from retouch.families.base import Model, TrainFull
+from retouch.families.flux_fill.spec import FluxFillModel
+from retouch.families.loading import family_class, load_model
+from retouch.families.sd_inpaint.spec import SdInpaintModel
+from retouch.families.text import (
+    TextEncoder,
+    TextEncoders,
+)
+from retouch.families.tiny import (
+    TEXT_TOKENS,
+    tiny_pipeline,
+)
 from retouch.observe import Stopwatch
-from retouch.rewards.sections import OcrReward, RewardClientConfig
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.table import RewardTable
 from retouch.rollout.transition import denoising_error
 from retouch.tiny.signs import Sign, draw_sign, draw_words, misheard

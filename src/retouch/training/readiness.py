@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from retouch.rewards.remedy import start_servers
-from retouch.rewards.sections import RewardClientConfig
+from retouch.rewards.addresses import start_servers
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.table import RewardTable
 from retouch.rollout.scorer import RewardOutage
 

@@ -232,7 +232,7 @@ def gather_rewards(run: Run, rollouts: Rollouts) -> RewardRows:
     gathered = [run.engine.gather(t).cpu() for t in (values, position, index, ~(failed | padding), padding)]
     weights = torch.tensor([run.rewards.weights[name] for name in names], dtype=torch.float64)
     entries = [run.rewards.entries[name] for name in names]
-    noise = torch.tensor([entry.noise for entry in entries], dtype=torch.float64)
+    noise = torch.tensor([entry.min_group_std for entry in entries], dtype=torch.float64)
     relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
     return RewardRows(names, gathered[0], weights, *gathered[1:], noise=noise, relative=relative)
 

@@ -21,8 +21,9 @@ from retouch.data.dataset import Dataset, all_embedded
 from retouch.data.identity import images_of, paths, trained_on
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.report import change_of
+from retouch.rewards.base import Reward, RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
-from retouch.rewards.sections import Reward, RewardClientConfig, RewardEntry
 from retouch.types import Example
 from retouch.use.items import examples_of, like, make_folder
 from retouch.use.trained import Trained

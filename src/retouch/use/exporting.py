@@ -44,10 +44,9 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
 
     from retouch.adapters.export import Base, export
     from retouch.families.loading import DTYPES, component_path
-    from retouch.families.registry import family_class
 
-    name = family_class(config.family).network_name
-    base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
+    path = component_path(config.path, config.family)
+    base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype])
     try:
         with writing(out):
             written = export(base, folder, to, out)

@@ -17,7 +17,6 @@ from retouch.data.dataset import Dataset, check_item, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
-from retouch.families.facts import FACTS
 from retouch.imaging import (
     FITS,
     Box,
@@ -75,7 +74,7 @@ class SampleRequest:
 
 def mask_crop(config: RunConfig, request: SampleRequest) -> MaskCrop | None:
     """How sources are cropped around their masks; None: not at all."""
-    whole = request.fit is not None or FACTS[config.model.family].edits
+    whole = request.fit is not None or config.model.spec.edits
     if request.crop == "none" or (request.crop == "auto" and whole):
         return None
     return MaskCrop(request.context, enlarge=request.crop == "mask")
@@ -118,7 +117,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
 
 def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
     """The image of a request with its mask and prompt."""
-    edits = FACTS[config.model.family].edits
+    edits = config.model.spec.edits
     if request.mask is not None and request.box is not None:
         raise ConfigError("--box: given beside --mask; leave one of them out")
     unmasked = request.mask is None and request.box is None

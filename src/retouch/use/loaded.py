@@ -13,7 +13,7 @@ from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
 from retouch.engine import Engine, Policy
 from retouch.errors import CheckpointError
-from retouch.families.registry import load_model
+from retouch.families.loading import load_model
 from retouch.types import DiffusionModel
 
 

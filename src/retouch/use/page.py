@@ -14,7 +14,6 @@ from PIL import Image
 
 from retouch.config.needs import takes_references
 from retouch.errors import ConfigError, RetouchError
-from retouch.families.facts import FACTS
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.loaded import Loaded
 from retouch.use.sampling import generate
@@ -51,12 +50,12 @@ class Studio:
     def __init__(self, trained: Trained) -> None:
         if trained.config.algorithm.trains_text_encoder:
             raise ConfigError("demo-ui: the run trained a text encoder; use `retouch sample`")
-        family = trained.config.model.family
-        if "source" not in FACTS[family].needs:
+        spec = trained.config.model.spec
+        if "source" not in spec.needs:
             raise ConfigError(
-                f"demo-ui: {family} generates from prompts, without a source image; use `retouch sample --data`"
+                f"demo-ui: {spec.family} generates from prompts, without a source image; use `retouch sample --data`"
             )
-        self.edits = FACTS[family].edits
+        self.edits = spec.edits
         self.trained = trained
         self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
 

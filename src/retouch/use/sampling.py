@@ -16,11 +16,11 @@ from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
+from retouch.families.base import FamilySpec
 from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.rollout.scorer import without_strip
-from retouch.types import ModelSpec
 from retouch.use.items import SampleRequest, make_folder, mask_crop
 from retouch.use.loaded import Loaded
 from retouch.use.trained import Trained
@@ -134,7 +134,7 @@ def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
     )
 
 
-def _require_multiples(size: tuple[int, int], spec: ModelSpec) -> None:
+def _require_multiples(size: tuple[int, int], spec: FamilySpec) -> None:
     """Raises ConfigError for a size that the loaded model cannot generate."""
     multiple = spec.size_multiple
     if any(side % multiple for side in size):

@@ -13,7 +13,6 @@ from retouch.data.base import DataError
 from retouch.data.discover import Found, discover
 from retouch.data.split import split
 from retouch.families import FAMILIES
-from retouch.families.facts import FACTS
 from retouch.texts import has_text
 
 ALGORITHMS = ("dpo", "grpo", "nft", "ppo", "sft")
@@ -103,7 +102,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
 
 def _require_masks(found: Found, folder: Path, family: str) -> None:
     without = sum(item.mask_path is None for item in found.items)
-    if without and "mask" in FACTS[family].needs:
+    if without and "mask" in FAMILIES[family].spec.needs:
         raise ConfigError(
             f"--family: given {family!r}, which repaints inside a mask, but {without} of {len(found.items)} images of "
             f"{folder} have none; add photo_mask.png beside photo.png (white where to repaint), or set "
@@ -184,7 +183,7 @@ def _rollout(run: _Run) -> list[str]:
     if algorithm == "sft":
         return ["algorithm: {name: sft}", f"rollout: {{num_steps: {steps}}}    # of evaluations"]
     groups, group = (min(32, run.examples), 1) if algorithm == "ppo" else (min(8, run.examples), 8)
-    guided = FACTS[run.family].doubles_for_guidance
+    guided = FAMILIES[run.family].spec.doubles_for_guidance
     return [
         "algorithm:",
         f"  name: {algorithm}",
