@@ -54,8 +54,8 @@ def test_a_share_that_few_items_cannot_give_is_said(bench: Bench) -> None:
         outcome = retouch("data", "split", bench.folder, "--share", "0.25", "--seed", seed)
         said[len(words_of(bench.folder / "self_bench_held_out.txt"))] = outcome.err
     assert said == {2: "", 3: ""} | {
-        count: f"--share: given 0.25, but {count} of 12 items are held out, because items that share an image (or text) "
-        "stay together; set another --seed\n"
+        count: f"--share: given 0.25, but {count} of 12 items are held out, because items that share an image (or "
+        "text) stay together; set another --seed\n"
         for count in (1, 6)
     }
 
