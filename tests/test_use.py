@@ -566,8 +566,8 @@ def refused(outcome: Outcome) -> str:
         (
             ["--data", "nowhere.pdf"],
             (
-                "nowhere.pdf: give a folder (self_bench, BrushBench, imagefolder), a manifest (.json, .jsonl, .csv), "
-                "a .txt of prompts, or a run file"
+                "nowhere.pdf: expected a mapping_file.json, a self_bench.txt, a cross_bench.txt, a .txt of prompts, a "
+                "manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl or metadata.csv), or a run file"
             ),
         ),
         (
