@@ -277,7 +277,7 @@ def test_sample_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) 
     assert same == {"test2_source.png"}  # the one whose own reference it is
     assert not np.array_equal(drawn["single"]["test1_source.png"], drawn["single other"]["test1_source.png"])
     refused = retouch("sample", "--run", finished, *one, "--out", tmp_path / "refused")
-    assert refused.code == 2 and "--image needs --reference: the run trained with style pictures" in refused.err
+    assert refused.code == 2 and "--image needs --reference: the run trained with style references" in refused.err
 
 
 def test_eval_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_run_without_an_adapter_takes_no_reference(config: Config, tmp_path: P
             *("--out", tmp_path / "out"),
         )
         assert outcome.code == 2
-        assert "the run trained full weights, which see no reference" in outcome.err
+        assert "the run trained full weights, which take no reference" in outcome.err
 
 
 def test_a_style_reward_takes_a_reference_to_score_and_none_to_draw(
@@ -320,7 +320,7 @@ def test_a_style_reward_takes_a_reference_to_score_and_none_to_draw(
     drawn = retouch("sample", *common, "--out", tmp_path / "drawn")
     assert drawn.code == 0, drawn.err
     refused = retouch("sample", *common, *reference, "--out", tmp_path / "refused")
-    assert refused.code == 2 and "which see no reference; leave it out" in refused.err
+    assert refused.code == 2 and "which take no reference; leave it out" in refused.err
     assert "reference_path missing, which the run needs" in retouch("eval", *common).err
     judged = retouch("eval", *common, "--json", *reference)
     assert judged.code == 0, judged.err

@@ -17,7 +17,7 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
     """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
     needs = run.model.spec.needs
     if scored:
-        needs = needs.union(*(entry.required_images() for entry in run.rewards.values()))
+        needs = needs.union(*(entry.example_images() for entry in run.rewards.values()))
     if takes_references(run, scored=scored):
         needs |= {"reference"}
     return needs | {"win", "lose"} if training and run.algorithm.takes_given_pairs else needs
@@ -26,7 +26,7 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
 def takes_references(run: RunConfig, *, scored: bool) -> bool:
     """Whether anything looks at a reference: a style adapter, a strip above the picture or, where images are scored, a
     style reward."""
-    judged = scored and any("reference" in entry.required_images() for entry in run.rewards.values())
+    judged = scored and any("reference" in entry.example_images() for entry in run.rewards.values())
     return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged
 
 
