@@ -15,7 +15,7 @@ from torch import Tensor
 from retouch.algorithms.dpo import recipe as dpo
 from retouch.algorithms.dpo.recipe import best_and_worst
 from retouch.config import RunConfig
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.engine import Engine
 from retouch.training.noised import NoisedRows
 from retouch.training.rollouts import RewardRows

@@ -474,7 +474,7 @@ def test_a_reference_in_memory_is_evaluated_as_its_file(finished: Path, styled: 
     assert run.evaluate(images=1, reference=Image.open(tmp_path / "style.jpg")) == by_path
 
 
-def picture_of(model: Any, network: Any, example: Example, guidance: float) -> torch.Tensor:
+def image_of(model: Any, network: Any, example: Example, guidance: float) -> torch.Tensor:
     condition = model.encode([example], guidance)
     plan = ode_plan(model.schedule(3, (32, 64)))
     return model.decode(sample(model, network, plan, condition, [11]).final)
@@ -501,21 +501,21 @@ def test_every_file_draws_and_goes_on_at_the_scale_of_training(
     loaded = Loaded(run.config)
     loaded.load(folder / "ema")
     example, guidance = load_dataset(run.config.evaluation.data)[0], loaded.guidance_scale  # type: ignore[arg-type]
-    expected = picture_of(loaded.model, loaded.network, example, guidance)
+    expected = image_of(loaded.model, loaded.network, example, guidance)
     assert retouch("export", folder, "--to", to, "--out", tmp_path / "out").code == 0
     stock = load_model(run.config.model, torch.device("cpu"))
     for file, says in ((folder / "ema", True), (tmp_path / "out" / name, False)):
         attached = retouch_adapters.load(file).attach(stock.network)
-        drawn = picture_of(stock, stock.network, example, guidance)
+        drawn = image_of(stock, stock.network, example, guidance)
         torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
         attached.set_scale(1.0)
-        full = picture_of(stock, stock.network, example, guidance)
+        full = image_of(stock, stock.network, example, guidance)
         assert (float((full - expected).abs().max()) > 1e-3) == says
         attached.detach()
         again = {**adapter, "scale": None, "initial_adapter": str(file)}
         made = build(run_of(config, styled, "sft", again, name=f"says-{says}", **own))
         made.close()
-        drawn = picture_of(made.model, made.network, example, guidance)
+        drawn = image_of(made.model, made.network, example, guidance)
         torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retouch.data.sections import (
-    Data,
-    PictureSection,
-)
+from retouch.data.base import DataSection
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -35,10 +32,10 @@ def takes_references(run: RunConfig, *, scored: bool) -> bool:
 
 def reference_strip(run: RunConfig) -> int | None:
     """Height in pixels of the strip of in-context references; the same in all sections."""
-    return run.data.reference_strip if isinstance(run.data, PictureSection) else None
+    return run.data.image_options.reference_strip
 
 
-def data_sections(run: RunConfig) -> dict[str, Data]:
+def data_sections(run: RunConfig) -> dict[str, DataSection]:
     """The sections of a run that name examples, by key."""
     named = dict(zip(DATA_SECTIONS, (run.data, run.warmup_data, run.evaluation.data), strict=True))
     return {name: section for name, section in named.items() if section is not None}

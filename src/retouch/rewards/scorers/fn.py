@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -22,6 +22,9 @@ class FnReward(RewardEntry):
 
     value_range = (-1e9, 1e9)
     licence = "yours"
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "fn": {"retouch.data.edits:recoloured": "retouch.tiny.edits:recoloured"}
+    }
 
     scorer: Literal["fn"] = "fn"
     fn: str = ""
