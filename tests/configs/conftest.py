@@ -153,7 +153,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         f"rollout.group_size={group}",
         f"rollout.global_groups_per_batch={8 // group}",
         "rollout.batches_per_epoch=1",
-        f"algorithm.warmup_steps={warmup}",
+        f"algorithm.sft_steps={warmup}",
         f"training.max_steps={warmup + 1}",
         "training.mixed_precision=no",
     ]
