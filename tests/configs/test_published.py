@@ -120,7 +120,7 @@ def test_calligraphers_adapter_and_its_image_encoder_come_from_the_environment(
     assert train.kind == "ip_adapter"
     assert (train.initial_adapter, train.image_encoder, train.query_former) == ("a/calligrapher.bin", "a/siglip", True)
     assert run.rewards["style"].image_encoder == "a/siglip"  # type: ignore[attr-defined]
-    assert getattr(run.algorithm, "warmup_steps", None) == 0
+    assert getattr(run.algorithm, "sft_steps", None) == 0
     monkeypatch.delenv("SIGLIP_PATH")
     again = load_run(path).model.train
     assert again.kind == "ip_adapter" and again.image_encoder == "google/siglip-so400m-patch14-384"
