@@ -80,7 +80,7 @@ def main() -> None:
         for name in arguments.algorithms:
             rl = load_run(config_file(name), ["model.train.initial_adapter=null"])
             steps = rl.training.max_steps - rl.algorithm.sft_steps  # type: ignore[union-attr]
-            options = (f"training.max_steps={steps}", "algorithm.warmup_steps=0", start)
+            options = (f"training.max_steps={steps}", "algorithm.sft_steps=0", start)
             runs[name] = train(name, seed, work, data, *options, *arguments.option)
         found, pictures, examples = measured(runs, arguments.images)
         seeds.append(found)
