@@ -20,14 +20,18 @@ def ancestral_step(x: Tensor, velocity: Tensor, sigma: Any, sigma_next: Any, eta
     Args:
         x: [B, C, h, w] state at `sigma`.
         velocity: [B, C, h, w] prediction of the model.
-        sigma, sigma_next: [B, 1, 1, 1] or scalars.
+        sigma, sigma_next: [B], or scalars.
 
     Returns:
-        (mean [B, C, h, w], std broadcastable to it), which includes the step size.
+        mean [B, C, h, w], and std [B] (or a scalar), which includes the step size.
     """
-    down = sigma_next * (1 + (sigma_next / sigma - 1) * eta)
-    ratio = (1 - sigma_next) / (1 - down)
-    return ratio * (x + velocity * (down - sigma)), (sigma_next**2 - (down * ratio) ** 2).clamp(min=0).sqrt()
+    from retouch.core.reduce import per_row  # imports torch
+
+    s, s_next = per_row(sigma, x, "sigma"), per_row(sigma_next, x, "sigma_next")
+    down = s_next * (1 + (s_next / s - 1) * eta)
+    ratio = (1 - s_next) / (1 - down)
+    std = (s_next**2 - (down * ratio) ** 2).clamp(min=0).sqrt()
+    return ratio * (x + velocity * (down - s)), std.flatten() if std.ndim else std
 
 
 ANCESTRAL = StepRule(

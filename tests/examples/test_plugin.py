@@ -1,0 +1,115 @@
+"""The plug-in of examples/plugin: installed as any package, then trained, sampled and resumed, without an edit of src."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from retouch.model_files import tiny_path
+from tests.docs.pages import REPOSITORY
+
+PLUGIN = REPOSITORY / "examples/plugin"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plug-in installed into a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(folder), str(PLUGIN)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("csv")
+    with (folder / "signs.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["image", "mask", "caption", "text"])
+        writer.writeheader()
+        for i in range(5):
+            Image.new("RGB", (64, 32), (40 * i, 90, 200 - 30 * i)).save(folder / f"{i}.png")
+            mask = Image.new("L", (64, 32))
+            mask.paste(255, (16, 8, 48, 24))
+            mask.save(folder / f"{i}_mask.png")
+            row = {"image": f"{i}.png", "mask": f"{i}_mask.png", "caption": f"The text is '{i}'.", "text": str(i)}
+            writer.writerow(row)
+    return folder / "signs.csv"
+
+
+def program(site: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`retouch ...` where the plug-in is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "retouch", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def overrides(data: Path) -> list[str]:
+    return [f"model.path={tiny_path('flux_fill')}", f"data.path={data}"]
+
+
+def test_it_trains_and_resumes_to_the_bit(site: Path, data: Path, tmp_path: Path) -> None:
+    for name, steps in (("whole", (4,)), ("legs", (2, 4))):
+        for last in steps:
+            own = (f"name={name}", f"training.max_steps={last}", "resume=auto")
+            done = program(site, tmp_path, "train", PLUGIN / "run.yaml", *overrides(data), *own)
+            assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/whole/metrics.jsonl").read_text("utf-8").splitlines()]
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4] and all(row["skipped"] == 0 for row in trained)
+    assert any("reward/warmth" in row for row in rows)
+    whole, legs = (weights(tmp_path / f"runs/{name}/checkpoints/step-000004") for name in ("whole", "legs"))
+    assert whole.keys() == legs.keys() and all(bool((whole[k] == legs[k]).all()) for k in whole)
+    assert any(bool(tensor.any()) for name, tensor in whole.items() if "lora_B" in name)
+    sampled = program(site, tmp_path, "sample", "--run", "runs/whole", "--data", data, "--out", "images")
+    assert sampled.returncode == 0 and list((tmp_path / "images").glob("*.png")), sampled.stderr
+
+
+def test_its_step_rule_samples_for_grpo(site: Path, data: Path, tmp_path: Path) -> None:
+    own = ("algorithm={name: grpo}", "rollout.step_rule=ancestral", "rollout.eta=0.5", "training.max_steps=2")
+    done = program(site, tmp_path, "train", PLUGIN / "run.yaml", *overrides(data), *own)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/plugin/metrics.jsonl").read_text("utf-8").splitlines()]
+    first = next(row for row in rows if row["kind"] == "train")
+    assert first["max_abs_log_ratio"] < 1e-5  # on policy
+
+
+def test_its_format_is_recognised_and_unknown_names_list_its_components(site: Path, data: Path, tmp_path: Path) -> None:
+    found = program(site, tmp_path, "data", "validate", data)
+    assert found.returncode == 0 and "5 items" in found.stdout + found.stderr, found.stderr
+    refused = program(site, tmp_path, "check", PLUGIN / "run.yaml", *overrides(data), "rewards={warmht: {}}")
+    assert refused.returncode == 2 and "did you mean 'warmth'?" in refused.stderr
+
+
+def test_a_module_named_in_the_run_file_needs_no_installation(data: Path, tmp_path: Path) -> None:
+    """`plugins` finds modules in the working directory, and the server of `url: auto` imports them too."""
+    reward = (PLUGIN / "retouch_example/warmth.py").read_text(encoding="utf-8")
+    registered = f"{reward}\n\nfrom retouch.rewards import REWARDS\n\nREWARDS.register('warmth', WarmthReward)\n"
+    (tmp_path / "my_rewards.py").write_text(registered, encoding="utf-8")
+    own = ("plugins=[my_rewards]", "model={family: flux_fill, path: tiny, dtype: fp32}", "algorithm={name: nft}")
+    manifest = tmp_path / "signs.json"
+    item = {
+        "id": 0,
+        "prompt": "a",
+        "image_path": str(data.parent / "0.png"),
+        "mask_path": str(data.parent / "0_mask.png"),
+    }
+    manifest.write_text(json.dumps([{**item, "id": i} for i in range(4)]), encoding="utf-8")
+    own += (f"data={{format: manifest, path: {manifest}, resolution: [32, 64]}}", "training.max_steps=1")
+    done = program(tmp_path / "none", tmp_path, "train", PLUGIN / "run.yaml", *own, "rewards.warmth.url=auto")
+    assert done.returncode == 0, done.stderr
+    missing = program(tmp_path / "none", tmp_path, "check", PLUGIN / "run.yaml", *own, "plugins=[nowhere]")
+    assert missing.returncode == 2 and "plugins: given 'nowhere', which cannot be imported" in missing.stderr
+
+
+def weights(checkpoint: Path) -> dict[str, Any]:
+    (file,) = (checkpoint / "weights").glob("*.safetensors")
+    return load_file(file)
