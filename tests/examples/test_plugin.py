@@ -1,4 +1,4 @@
-"""The plug-in of examples/plugin: installed as any package, then trained, sampled and resumed, without an edit of src."""
+"""The plug-in of examples/plugin: installed as any package, then trained with, sampled and resumed."""
 
 from __future__ import annotations
 
