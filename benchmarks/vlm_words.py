@@ -14,20 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from retouch.algorithms.vlm_grpo.generation import (
-    generation_options,
-    speak,
-)
-from retouch.algorithms.vlm_grpo.judge import (
-    Judge,
-    joined,
-    seeds_of,
-)
-from retouch.algorithms.vlm_grpo.parts import (
-    Parts,
-    asked,
-)
-from retouch.algorithms.vlm_grpo.response import Responses
+from retouch.algorithms.vlm_grpo.responses import Responses, generate_completions
+from retouch.algorithms.vlm_grpo.run import VlmRun
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, joined, noise_seeds
 from retouch.algorithms.vlm_grpo.use import open_trained
 from retouch.config import RunConfig
 from retouch.config.needs import needed_pictures
@@ -80,31 +69,32 @@ def words_decide(config: RunConfig, weights: Path | None, read: Sequence[str]) -
     }
 
 
-def spoken(parts: Parts, data: Dataset) -> list[Sequence[int]]:
+def spoken(parts: VlmRun, data: Dataset) -> list[Sequence[int]]:
     """The ids that the policy generates for each example."""
     batch, found = parts.config.rollout.batch_size_per_device, list[Sequence[int]]()
     for start in range(0, len(data), batch):
         chunk = data[start : start + batch]
-        options = generation_options(parts)
-        found += speak(parts.policy, parts, chunk, options, seeds_of("say", 0, chunk, 0)).completion_ids
+        options = parts.generation_options
+        found += generate_completions(
+            parts.policy, parts, chunk, options, noise_seeds("say", 0, chunk, 0)
+        ).completion_ids
     return found
 
 
-def shown(parts: Parts, data: Dataset, completions: Sequence[Sequence[int]]) -> list[str | None]:
+def shown(parts: VlmRun, data: Dataset, completions: Sequence[Sequence[int]]) -> list[str | None]:
     """The colour that more than half of each shape is drawn in after a completion; None: no colour of the task."""
-    batch, judge, drawn = parts.config.rollout.batch_size_per_device, Judge(parts), []
+    batch, judge, drawn = parts.config.rollout.batch_size_per_device, CompletionScorer(parts), []
     for start in range(0, len(data), batch):
         chunk = data[start : start + batch]
         given = replace(questions(parts, chunk), completion_ids=completions[start : start + batch])
-        drawn.append(judge.draw_only(parts.policy, chunk, given, seeds_of("eval", 0, chunk, 0)))
+        drawn.append(judge.generate(parts.policy, chunk, given, noise_seeds("eval", 0, chunk, 0)))
     pairs = zip(data, joined(drawn).images, strict=True)
     return [colour_of(image[0].numpy(), np.asarray(example.mask)) for example, image in pairs]
 
 
-def questions(parts: Parts, examples: Sequence[Example]) -> Responses:
+def questions(parts: VlmRun, examples: Sequence[Example]) -> Responses:
     """Examples as the policy is asked them."""
-    chats = [parts.messages(example) for example in examples]
-    return asked(parts.processor, parts.task, chats, [parts.shown(example) for example in examples])
+    return parts.prompts(examples)
 
 
 def colour_of(image: Any, mask: Any) -> str | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from retouch.algorithms.train import recipe
 from retouch.config import RunConfig
 from retouch.observe.run_dir import read_metrics
+from retouch.registry import load_attribute
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.training.build import (
     Run,
@@ -31,7 +31,7 @@ def train(config: RunConfig) -> tuple[Run, list[dict[str, Any]]]:
     """Run it to its end -> the closed run, and its records."""
     run = build(config)
     try:
-        recipe(config.algorithm.name)(run)
+        load_attribute(config.algorithm.recipe)(run)
     finally:
         run.close()
     return run, read_metrics(run.dir.path / "metrics.jsonl")

@@ -15,15 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen2_5_VL
 
 pytest.importorskip("trl")
 
-from retouch.algorithms.vlm_grpo import judge as vlm_judge
-from retouch.algorithms.vlm_grpo.generation import (
-    generation_options,
-    name_for_vllm,
-    speak,
-)
-from retouch.algorithms.vlm_grpo.judge import Judge
+from retouch.algorithms.vlm_grpo import scoring as vlm_scoring
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
-from retouch.algorithms.vlm_grpo.response import model_inputs
+from retouch.algorithms.vlm_grpo.responses import generate_completions, model_inputs
+from retouch.algorithms.vlm_grpo.run import name_for_vllm
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer
 from retouch.config import ConfigError
 from retouch.families.loading import load_component
 from retouch.families.qwen.text import ImageTextProcessor
@@ -107,13 +103,13 @@ def test_gold_rewards_are_of_evaluations_alone(parts_of: Any) -> None:
 
 def test_evaluations_have_steps_of_their_own(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = vlm_judge.draw
+    real = vlm_scoring.generate_images
 
     def watch(painter: Any, drawings: Any, steps: int, *rest: Any) -> Any:
         taken.append(steps)
         return real(painter, drawings, steps, *rest)
 
-    monkeypatch.setattr(vlm_judge, "draw", watch)
+    monkeypatch.setattr(vlm_scoring, "generate_images", watch)
     for given, expected in ((2, 2), (None, 1)):
         parts, _ = parts_of(name=f"steps-{given}", evaluation__num_steps=given)
         answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
@@ -140,8 +136,8 @@ def test_answers_are_drawn_as_the_trainer_draws_completions(parts_of: Any, trl: 
     parts, arguments = parts_of(trl)
     parts.policy.generation_config.eos_token_id = [5, parts.tokenizer.eos_token_id]
     trainer = VlmTrainer(parts, arguments)
-    assert generation_options(parts) == trainer.generation_kwargs
-    assert Judge(parts).ends == {*trainer.eos_token_ids, parts.tokenizer.pad_token_id}
+    assert parts.generation_options == trainer.generation_kwargs
+    assert CompletionScorer(parts).ends == {*trainer.eos_token_ids, parts.tokenizer.pad_token_id}
 
 
 @pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image"])
@@ -218,7 +214,10 @@ def test_answers_do_not_depend_on_what_they_are_batched_with(
             {"max_completion_length": 12, **trl}, name=f"by-{size}", rollout__batch_size_per_device=size
         )
         examples = [parts.data[i] for i in range(5)]
-        assert len({len(row) for row in speak(parts.policy, parts, examples, GREEDY, [0] * 5).prompt_ids}) > 1
+        assert (
+            len({len(row) for row in generate_completions(parts.policy, parts, examples, GREEDY, [0] * 5).prompt_ids})
+            > 1
+        )
         batches.clear()
         monkeypatch.setattr(parts.policy, "generate", counted(parts.policy.generate))
         judged = answered(parts, examples[size % 3 :] + examples[: size % 3], 0, "eval", 1, score=False)
@@ -236,8 +235,8 @@ def test_answers_do_not_depend_on_what_they_are_batched_with(
 def test_a_row_is_drawn_as_transformers_would_alone(parts_of: Any) -> None:
     """From the same seed, and of the seeds none is like another."""
     parts, _ = parts_of({"temperature": 0.9, "top_k": 20})
-    examples, options = [parts.data[0], parts.data[3]], generation_options(parts)
-    found = speak(parts.policy, parts, examples, options, [7, 8])
+    examples, options = [parts.data[0], parts.data[3]], parts.generation_options
+    found = generate_completions(parts.policy, parts, examples, options, [7, 8])
     for i, seed in enumerate((7, 8)):
         prompt = found.rows(i, i + 1)
         inputs = model_inputs(replace(prompt, completion_ids=[[]]), PAD)
@@ -245,9 +244,12 @@ def test_a_row_is_drawn_as_transformers_would_alone(parts_of: Any) -> None:
         whole = parts.policy.generate(**inputs, generation_config=GenerationConfig(**options, disable_compile=True))
         ids = whole[0, len(prompt.prompt_ids[0]) :].tolist()
         assert list(found.completion_ids[i]) == ids[: len(found.completion_ids[i])]
-    assert speak(parts.policy, parts, examples, options, [7, 9]).completion_ids[1] != found.completion_ids[1]
+    assert (
+        generate_completions(parts.policy, parts, examples, options, [7, 9]).completion_ids[1]
+        != found.completion_ids[1]
+    )
     before = torch.get_rng_state()
-    speak(parts.policy, parts, examples, options, [7, 8])
+    generate_completions(parts.policy, parts, examples, options, [7, 8])
     assert torch.equal(torch.get_rng_state(), before)
 
 

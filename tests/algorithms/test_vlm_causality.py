@@ -11,20 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.algorithms.vlm_grpo.drawing import (
-    Drawing,
-    draw,
-    freeze,
-)
-from retouch.algorithms.vlm_grpo.parts import (
-    asked,
-    chat_messages,
-    prepare_processor,
-)
-from retouch.algorithms.vlm_grpo.response import (
-    Responses,
-    encode_response,
-)
+from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_images
+from retouch.algorithms.vlm_grpo.responses import Responses, chat_messages, encode_response, prepare_processor, tokenize
 from retouch.families.loading import (
     component_path,
     load_component,
@@ -74,7 +62,7 @@ def drawn(editor: dict[str, Any], tasks: Sequence[Edit], words: Sequence[str]) -
     processor = editor["processor"]
     end = processor.tokenizer.eos_token_id
     chats = [chat_messages("edit", task.instruction) for task in tasks]
-    questions: Responses = asked(processor, "edit", chats, [[task.source] for task in tasks])
+    questions: Responses = tokenize(processor, "edit", chats, [[task.source] for task in tasks])
     answers = replace(questions, completion_ids=[[*processor.tokenizer(word).input_ids, end] for word in words])
     states, _ = encode_response(
         editor["policy"],
@@ -82,8 +70,10 @@ def drawn(editor: dict[str, Any], tasks: Sequence[Edit], words: Sequence[str]) -
         pad_token_id=processor.tokenizer.pad_token_id,
         drop=prefix_length(processor.tokenizer, "edit"),
     )
-    drawings = [Drawing(text, 5, (SIDE, SIDE), None, (task.source,)) for text, task in zip(states, tasks, strict=True)]
-    return [to_uint8(image)[0].numpy() for image in draw(editor["painter"], drawings, 4)]
+    drawings = [
+        ImageRequest(text, 5, (SIDE, SIDE), None, (task.source,)) for text, task in zip(states, tasks, strict=True)
+    ]
+    return [to_uint8(image)[0].numpy() for image in generate_images(editor["painter"], drawings, 4)]
 
 
 def shares(pictures: Sequence[Any], tasks: Sequence[Edit], colours: Sequence[str]) -> float:

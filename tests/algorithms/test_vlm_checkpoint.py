@@ -11,10 +11,8 @@ import pytest
 
 pytest.importorskip("trl")
 
-from retouch.algorithms.vlm_grpo.checkpoint import (
-    finish_checkpoint,
-    may_go_on_with,
-)
+from retouch.algorithms.vlm_grpo import recipe as vlm_grpo
+from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, require_same_engine
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
 from retouch.config import load_run
 from retouch.engine import CheckpointError
@@ -73,7 +71,7 @@ def test_adaptive_entropy_goes_on_where_it_was(parts_of: Any) -> None:
     parts, arguments = parts_of(options, name="again")
     again = VlmTrainer(parts, arguments)
     again.create_optimizer_and_scheduler(2)
-    again._load_optimizer_and_scheduler(str(trainer.parts.dir.checkpoints / "step-000000"))
+    again._load_optimizer_and_scheduler(str(trainer.run.dir.checkpoints / "step-000000"))
     assert again.entropy_coef == 0.5
 
 
@@ -137,14 +135,15 @@ def test_what_is_generated_again_is_not_counted(
     vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second step rewards stay away on another process alone."""
-    real = VlmTrainer.together
+    real = vlm_grpo.raise_together
 
-    def elsewhere(trainer: Any, failed: Any) -> None:
+    def elsewhere(failed: Any, any_rank: Any) -> None:
+        trainer = any_rank.__self__
         if trainer.scoring and trainer.state.global_step == 1:
             raise RewardOutage("rewards failed on another process; see its log")
-        real(trainer, failed)
+        real(failed, any_rank)
 
-    monkeypatch.setattr(VlmTrainer, "together", elsewhere)
+    monkeypatch.setattr(vlm_grpo, "raise_together", elsewhere)
     stopped = train(vlm_file())
     assert stopped.code == 3, stopped.err
     assert read_state(tmp_path / "a/checkpoints/step-000001")["rewards"]["asked"] == 8
@@ -158,9 +157,9 @@ def test_state_of_deepspeed_is_read_by_the_same_engine_alone(
     tmp_path: Path, state: tuple[str, ...], before: str, stage: int | None, processes: int
 ) -> None:
     [folder] = written(tmp_path, state).iterdir()
-    may_go_on_with(folder, stage, processes)
+    require_same_engine(folder, stage, processes)
     if stage == 2:
-        may_go_on_with(folder, 1, processes)  # the files of ZeRO-1 are alike
+        require_same_engine(folder, 1, processes)  # the files of ZeRO-1 are alike
     now = {
         (None, 4): "no DeepSpeed",
         (2, 2): "ZeRO-2 on 2",
@@ -171,6 +170,6 @@ def test_state_of_deepspeed_is_read_by_the_same_engine_alone(
     for (other, ranks), what in now.items():
         if (other, ranks) != (stage, processes):
             with pytest.raises(
-                CheckpointError, match=f"was written under {before}.*, this is .*{what}.*launch as then"
+                CheckpointError, match=f"was written under {before}.*, but this is .*{what}.*launch as before"
             ):
-                may_go_on_with(folder, other, ranks)
+                require_same_engine(folder, other, ranks)

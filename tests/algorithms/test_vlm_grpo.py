@@ -21,33 +21,15 @@ pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 
-from retouch.algorithms.vlm_grpo import judge as vlm_judge
-from retouch.algorithms.vlm_grpo import parts as parts_module
 from retouch.algorithms.vlm_grpo import recipe as vlm_grpo
-from retouch.algorithms.vlm_grpo.arguments import (
-    adapter_config,
-    trl_arguments,
-)
+from retouch.algorithms.vlm_grpo import run as run_module
+from retouch.algorithms.vlm_grpo import scoring as vlm_scoring
 from retouch.algorithms.vlm_grpo.checkpoint import load_weights
-from retouch.algorithms.vlm_grpo.generation import (
-    generation_options,
-    speak,
-)
-from retouch.algorithms.vlm_grpo.judge import (
-    Judge,
-    Judged,
-    answer,
-    mean_rewards,
-    seeds_of,
-)
-from retouch.algorithms.vlm_grpo.parts import (
-    Parts,
-    PromptOrder,
-    Rows,
-    build_parts,
-)
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
-from retouch.algorithms.vlm_grpo.response import Responses
+from retouch.algorithms.vlm_grpo.responses import Responses, generate_completions
+from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, ScoredCompletions, mean_rewards, noise_seeds
+from retouch.algorithms.vlm_grpo.trainer import adapter_config, trl_arguments
 from retouch.config import ConfigError, load_run
 from retouch.data.sampler import curriculum_order
 from retouch.engine import CheckpointError
@@ -62,7 +44,7 @@ from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_fi
 
 __all__ = ["vlm_file"]
 
-rollout_draw = importlib.import_module("retouch.algorithms.vlm_grpo.drawing")  # the package has a function of that name
+rollout_draw = importlib.import_module("retouch.algorithms.vlm_grpo.images")
 
 
 def fail_some(items: list[Any]) -> list[float]:
@@ -114,12 +96,12 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
 @pytest.fixture
 def parts_of(tmp_path: Path, vlm_file: RunFile) -> Any:
     """Opened parts of a run; closed at the end."""
-    opened: list[Parts] = []
+    opened: list[VlmRun] = []
 
-    def make(trl: Any = None, **sections: Any) -> tuple[Parts, Any]:
+    def make(trl: Any = None, **sections: Any) -> tuple[VlmRun, Any]:
         config = load_run(vlm_file(trl, **sections))
         arguments = trl_arguments(config)
-        parts = build_parts(config, arguments.device, 1, main=True)
+        parts = build_run(config, arguments.device, 1, main=True)
         parts.dir.open(None)
         parts.rewards.start()
         opened.append(parts)
@@ -130,9 +112,9 @@ def parts_of(tmp_path: Path, vlm_file: RunFile) -> Any:
         parts.close()
 
 
-def answered(parts: Parts, *how: Any, score: bool) -> Judged:
+def answered(parts: VlmRun, *how: Any, score: bool) -> ScoredCompletions:
     """By the policy as it was loaded."""
-    return answer(Judge(parts), parts.policy, *how, score=score)
+    return CompletionScorer(parts).complete(parts.policy, *how, score=score)
 
 
 class Watched(VlmTrainer):
@@ -172,15 +154,15 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     """The ids that the loss sees, those that the pictures are conditioned on, and the policy at that moment."""
     parts, arguments = parts_of()
     conditioned: list[Responses] = []
-    real = vlm_judge.encode_response
+    real = vlm_scoring.encode_response
 
     def watch(policy: Any, responses: Responses, **options: Any) -> Any:
         conditioned.append(responses)
         return real(policy, responses, **options)
 
-    monkeypatch.setattr(vlm_judge, "encode_response", watch)
-    before = {name: tensor.clone() for name, tensor in parts.painter.network.state_dict().items()}
-    vae = {name: tensor.clone() for name, tensor in parts.painter.vae.state_dict().items()}
+    monkeypatch.setattr(vlm_scoring, "encode_response", watch)
+    before = {name: tensor.clone() for name, tensor in parts.diffusion_model.network.state_dict().items()}
+    vae = {name: tensor.clone() for name, tensor in parts.diffusion_model.vae.state_dict().items()}
     policy = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
     trainer = Watched(parts, arguments)
     trainer.owes_evaluation = False  # an evaluation encodes, too
@@ -190,10 +172,10 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
         asked = [(list(p), list(c)) for p, c in zip(responses.prompt_ids, responses.completion_ids, strict=True)]
         assert sorted(asked) == sorted(unpadded(inputs))
         assert {"pixel_values", "image_grid_thw", "mm_token_type_ids"} <= responses.fields.keys()
-        assert responses.pictures == [1] * 8
+        assert responses.image_counts == [1] * 8
     # nothing but the adapter learned
-    assert all(torch.equal(tensor, before[n]) for n, tensor in parts.painter.network.state_dict().items())
-    assert all(torch.equal(tensor, vae[n]) for n, tensor in parts.painter.vae.state_dict().items())
+    assert all(torch.equal(tensor, before[n]) for n, tensor in parts.diffusion_model.network.state_dict().items())
+    assert all(torch.equal(tensor, vae[n]) for n, tensor in parts.diffusion_model.vae.state_dict().items())
     model: Any = trainer.model
     learned = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert learned and all(".lora_" in name and "visual" not in name for name in learned)
@@ -400,13 +382,13 @@ def test_using_it_reports_failed_rewards_and_goes_on(parts_of: Any) -> None:
 
 def test_a_group_is_drawn_from_one_noise_and_no_other_is(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[int]] = []
-    real = vlm_judge.draw
+    real = vlm_scoring.generate_images
 
     def watch(painter: Any, drawings: Any, *options: Any) -> Any:
         drawn.append([drawing.noise_seed for drawing in drawings])
         return real(painter, drawings, *options)
 
-    monkeypatch.setattr(vlm_judge, "draw", watch)
+    monkeypatch.setattr(vlm_scoring, "generate_images", watch)
     parts, arguments = parts_of()
     trainer = VlmTrainer(parts, arguments)
     trainer.owes_evaluation = False
@@ -416,7 +398,7 @@ def test_a_group_is_drawn_from_one_noise_and_no_other_is(parts_of: Any, monkeypa
     assert all(len(set(group)) == 1 for group in groups) and len({group[0] for group in groups}) == 4
     same = [parts.data[0]] * 3
     seeds = [
-        seeds_of(*given)
+        noise_seeds(*given)
         for given in (("draw", 5, same, 0), ("draw", 5, same, 1), ("draw", 6, same, 0), ("eval", 5, same, 0))
     ]
     assert all(len(set(of_one)) == 1 for of_one in seeds) and len({of_one[0] for of_one in seeds}) == 4
@@ -429,12 +411,12 @@ def test_answers_of_an_evaluation_are_without_dropout(parts_of: Any) -> None:
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_()
-    examples, options = [parts.data[0], parts.data[1]], generation_options(parts)
+    examples, options = [parts.data[0], parts.data[1]], parts.generation_options
     model.train()
-    in_training = speak(model, parts, examples, options, [3, 4])
+    in_training = generate_completions(model, parts, examples, options, [3, 4])
     assert model.training and any(module.training for module in model.modules() if "Dropout" in type(module).__name__)
     model.eval()
-    assert speak(model, parts, examples, options, [3, 4]).completion_ids == in_training.completion_ids
+    assert generate_completions(model, parts, examples, options, [3, 4]).completion_ids == in_training.completion_ids
 
 
 def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFile, tmp_path: Path) -> None:
@@ -458,7 +440,7 @@ def test_full_fine_tuning_leaves_what_sees_alone(parts_of: Any) -> None:
     full = {"use_peft": None, "lora_r": None, "lora_alpha": None, "lora_dropout": None, "learning_rate": 1e-3}
     parts, arguments = parts_of(full)
     before = {name: tensor.clone() for name, tensor in parts.policy.state_dict().items()}
-    frozen = [parts.painter.network, parts.painter.vae]
+    frozen = [parts.diffusion_model.network, parts.diffusion_model.vae]
     painter = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in frozen]
     trainer = VlmTrainer(parts, arguments)
     trainer.train()
@@ -484,7 +466,7 @@ def test_a_rewritten_prompt_is_encoded_as_the_pipeline_would(parts_of: Any) -> N
     parts, _ = parts_of(algorithm={**run_section(Path())["algorithm"], "conditioning": "rewrite_text"})
     example = parts.data[0]
     said = Responses([[1, 2, 3]], [parts.tokenizer("paint it blue").input_ids], {}, [0])
-    states, cut = Judge(parts).states(parts.policy, [example], ["paint it blue"], said)
+    states, cut = CompletionScorer(parts).states(parts.policy, [example], ["paint it blue"], said)
     stock = ChatStates(parts.policy, parts.tokenizer, parts.processor, "edit", 256)
     assert cut == 0
     assert torch.allclose(states[0], stock("paint it blue", [example.source]), atol=1e-5)  # type: ignore[list-item]
@@ -492,7 +474,7 @@ def test_a_rewritten_prompt_is_encoded_as_the_pipeline_would(parts_of: Any) -> N
 
 def test_negatives_are_the_bases_and_kept(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, arguments = parts_of(rollout__guidance_scale=4.0)
-    judge, examples = Judge(parts), [parts.data[0], parts.data[1], parts.data[0]]
+    judge, examples = CompletionScorer(parts), [parts.data[0], parts.data[1], parts.data[0]]
     stock = ChatStates(parts.policy, parts.tokenizer, parts.processor, "edit", 256)
     expected = [stock(" ", [example.source]) for example in examples]  # type: ignore[list-item]
     trainer = VlmTrainer(parts, arguments)
@@ -506,7 +488,7 @@ def test_negatives_are_the_bases_and_kept(parts_of: Any, monkeypatch: pytest.Mon
     assert judge.negatives(model, examples)[0] is found[0]
     namesake = replace(examples[1], id=examples[0].id, metadata={})  # evaluation data counts from 0, too
     assert judge.negatives(model, [namesake])[0] is found[1]
-    monkeypatch.setattr(vlm_judge, "KEPT_NEGATIVES", 1)
+    monkeypatch.setattr(vlm_scoring, "KEPT_NEGATIVES", 1)
     assert all(torch.equal(a, b) for a, b in zip(judge.negatives(model, examples), found, strict=True))
     assert len(judge._negatives) == 1
     parts.config.algorithm.__dict__["negative_encoder"] = "policy"
@@ -532,7 +514,7 @@ def test_fsdp_is_refused(vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> 
     config = load_run(vlm_file())
     trl_arguments(config)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match=r"says FSDP, .*; launch with configs/accelerate/zero3\.yaml"):
+    with pytest.raises(ConfigError, match=r"given FSDP, .*; launch with configs/accelerate/zero3\.yaml"):
         trl_arguments(config)
 
 
@@ -544,11 +526,11 @@ def test_counts_are_of_all_processes() -> None:
         trainer: Any = SimpleNamespace(
             accelerator=SimpleNamespace(num_processes=2),
             state=SimpleNamespace(global_step=0),
-            parts=SimpleNamespace(config=SimpleNamespace(logging=SimpleNamespace(rollout_images_every=0))),
+            run=SimpleNamespace(config=SimpleNamespace(logging=SimpleNamespace(rollout_images_every=0))),
         )
-        judged = vlm_judge.Judged([], [], [], Scores({"a": outcomes}, {"a": 1}), [], truncated)
+        judged = vlm_scoring.ScoredCompletions([], [], [], Scores({"a": outcomes}, {"a": 1}), [], truncated)
         told.append({})
-        VlmTrainer._log_judged(trainer, judged, told[-1].__setitem__)
+        VlmTrainer._log_scores(trainer, judged, told[-1].__setitem__)
     mean = {name: sum(one[name] for one in told) / 2 for name in told[0]}
     assert mean == {"reward/a": 1.0, "failed/a": 3.0, "truncated": 5.0}
 
@@ -576,7 +558,7 @@ def test_prompts_come_in_blocks_of_groups() -> None:
 
 def test_a_group_shares_its_picture_and_sees_it_at_one_size(parts_of: Any) -> None:
     parts, _ = parts_of()
-    parts.painter.vision_pixels = 28 * 28 * 4  # not the size it is drawn at
+    parts.diffusion_model.vision_pixels = 28 * 28 * 4  # not the size it is drawn at
     rows = Rows(parts)({"position": [2, 2, 2, 5]})
     pictures = [images[0] for images in rows["images"]]
     assert pictures[0] is pictures[1] is pictures[2] is not pictures[3]
@@ -586,7 +568,7 @@ def test_a_group_shares_its_picture_and_sees_it_at_one_size(parts_of: Any) -> No
 
 def test_it_chooses_the_kernels_of_the_run(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(parts_module, "choose_kernels", lambda *given: asked.append(given))
+    monkeypatch.setattr(run_module, "choose_kernels", lambda *given: asked.append(given))
     parts, arguments = parts_of(training__deterministic=True)
     assert asked == [(arguments.device, parts.config.training)] and parts.config.training.deterministic
 
@@ -595,10 +577,10 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
     parts_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pictures(*, offloaded: bool) -> list[Tensor]:
-        parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_painter=offloaded)
+        parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_diffusion_model=offloaded)
         examples = [parts.data[i] for i in range(2)]
-        said = speak(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, [0, 0])
-        return list(Judge(parts).draw_only(parts.policy, examples, said, [1, 2]).images)
+        said = generate_completions(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, [0, 0])
+        return list(CompletionScorer(parts).generate(parts.policy, examples, said, [1, 2]).images)
 
     moves: list[str] = []
     place = rollout_draw._place  # pyright: ignore[reportPrivateUsage]
@@ -657,6 +639,6 @@ def test_a_signal_stops_between_cycles(vlm_file: RunFile, tmp_path: Path, monkey
 def test_pictures_that_nobody_would_look_at_are_refused(vlm_file: RunFile) -> None:
     config = load_run(vlm_file(model={"family": "qwen_image", "path": random_model()}))
     with pytest.raises(
-        ConfigError, match="example 0 has a picture, but under vlm_grpo qwen_image draws from text alone"
+        ConfigError, match="example 0 has a source image, but under vlm_grpo qwen_image generates from text alone"
     ):
-        build_parts(config, "cpu", 1, main=True)
+        build_run(config, "cpu", 1, main=True)

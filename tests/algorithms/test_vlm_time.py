@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("trl")
 
-from retouch.algorithms.vlm_grpo.arguments import trl_arguments
-from retouch.algorithms.vlm_grpo.parts import build_parts
+from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
-from retouch.algorithms.vlm_grpo.rules import VlmDerived
+from retouch.algorithms.vlm_grpo.run import build_run
+from retouch.algorithms.vlm_grpo.trainer import trl_arguments
 from retouch.config import load_run, numbers
 from retouch.observe.run_dir import read_metrics
 from retouch.observe.timing import PARTS
@@ -65,7 +65,7 @@ def test_each_computation_is_charged_to_its_part(vlm_file: RunFile) -> None:
     trl = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
     config = load_run(vlm_file(trl, training__max_steps=1))
     arguments = trl_arguments(config)
-    parts = build_parts(config, arguments.device, 1, main=True)
+    parts = build_run(config, arguments.device, 1, main=True)
     parts.dir.open(None)
     parts.rewards.start()
     seen: Counter[tuple[str, str]] = Counter()
@@ -77,9 +77,9 @@ def test_each_computation_is_charged_to_its_part(vlm_file: RunFile) -> None:
         trainer = VlmTrainer(parts, arguments)
         trainer.owes_evaluation = False
         parts.policy.model.language_model.register_forward_pre_hook(told("words"))
-        parts.painter.network.register_forward_pre_hook(told("picture"))
-        parts.painter.vae.encoder.register_forward_pre_hook(told("autoencoder"))
-        parts.painter.vae.decoder.register_forward_pre_hook(told("autoencoder"))
+        parts.diffusion_model.network.register_forward_pre_hook(told("picture"))
+        parts.diffusion_model.vae.encoder.register_forward_pre_hook(told("autoencoder"))
+        parts.diffusion_model.vae.decoder.register_forward_pre_hook(told("autoencoder"))
         model: Any = trainer.model
         learns = next(parameter for name, parameter in model.named_parameters() if ".lora_B." in name)
         learns.register_hook(told("gradient"))

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from retouch.algorithms.vlm_grpo.rules import VlmDerived
-from retouch.algorithms.vlm_grpo.trl_fields import (
+from retouch.algorithms.vlm_grpo.config import VlmDerived
+from retouch.algorithms.vlm_grpo.trl_options import (
     COUNTS,
     DEFAULTS,
-    DRAWING,
     MAY_BE_NULL,
     MOVED,
     NUMBERS,
     REFUSED,
+    SAMPLING,
     grpo_fields,
     model_fields,
 )
@@ -55,7 +55,7 @@ def test_names_are_those_of_the_installed_classes() -> None:
     assert model_fields() == {field.name for field in fields(ModelConfig)}
     assert len(own) > 150
     arguments: Any = {field.name: field.default for field in fields(GRPOConfig)}
-    for defaults in (DEFAULTS, DRAWING):
+    for defaults in (DEFAULTS, SAMPLING):
         assert {name: arguments[name] for name in defaults} == defaults
     assert MOVED.keys() | REFUSED.keys() | set(COUNTS) <= own | model_fields() | {"logging_dir", "model_name_or_path"}
 
@@ -144,7 +144,7 @@ def test_options_with_a_range_exist_and_their_defaults_are_in_it() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_another_place_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: given 1; a run file says it elsewhere: set "):
+    with pytest.raises(ConfigError, match=f"{name}: given 1, which has another place in a run file; set "):
         parse(**{name: 1})
 
 
@@ -155,13 +155,13 @@ def test_what_has_another_place_is_named(name: str) -> None:
         ([], {"num_generations": 1}, "num_generations: given 1, .* set 2 or more"),
         ([], {"lora_r": 8}, "lora_r: given, but use_peft is not"),
         ([], {"beta": 0.1}, "beta: given 0.1, .*set algorithm.trl.use_peft=true"),
-        ([], {"steps_per_generation": 2, "generation_batch_size": 8}, "of which one follows; set one"),
-        ([], {"use_vllm": True, "generation_kwargs": {"n": 1}}, "generation_kwargs: given beside use_vllm, .*leave it"),
+        ([], {"steps_per_generation": 2, "generation_batch_size": 8}, "each of which follows from the other; set one"),
+        ([], {"use_vllm": True, "generation_kwargs": {"n": 1}}, "generation_kwargs: given with use_vllm, .*leave it"),
         (["algorithm.negative_encoder=base"], {}, "negative_encoder: given 'base', .*set policy"),
         (
-            ["algorithm.offload_painter=true", "model.offload_vae=true"],
+            ["algorithm.offload_diffusion_model=true", "model.offload_vae=true"],
             {},
-            "model.offload_vae: given true beside algorithm.offload_painter, .*leave it out",
+            "model.offload_vae: given true beside algorithm.offload_diffusion_model, .*leave it out",
         ),
         (["model.train={kind: full}"], {}, "model.train: given, .*lora_r"),
         (["model.train={kind: lora, rank: 4}"], {}, "model.train: given"),
@@ -177,7 +177,7 @@ def test_what_has_another_place_is_named(name: str) -> None:
         (["model={family: sd_inpaint, path: tiny}"], {}, "model.family: given 'sd_inpaint', .*qwen_image"),
         (["rewards={preservation: {weight: 0}}"], {}, "every weight is 0"),
         (["data.resolution=30"], {}, "data.resolution: given 30"),
-        (["data.reference_strip=32"], {}, "data.reference_strip: given 32, .* learns to look at none"),
+        (["data.reference_strip=32"], {}, "data.reference_strip: given 32, .*leave it out"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], trl: dict[str, Any], message: str) -> None:

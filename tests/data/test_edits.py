@@ -11,12 +11,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.algorithms.vlm_grpo.parts import (
-    asked,
-    chat_messages,
-    prepare_processor,
-)
-from retouch.algorithms.vlm_grpo.response import model_inputs
+from retouch.algorithms.vlm_grpo.responses import chat_messages, model_inputs, prepare_processor, tokenize
 from retouch.data.dataset import load_dataset
 from retouch.data.sections import ManifestData
 from retouch.families.loading import (
@@ -142,7 +137,7 @@ def test_the_base_has_a_wrong_favourite_for_half_of_the_things() -> None:
     for thing in THINGS:
         chats = [chat_messages("edit", phrase.format(thing)) for phrase in PHRASES]
         source = Image.new("RGB", (SIDE, SIDE), GROUND)
-        responses = asked(processor, "edit", chats, [[source]] * len(chats))
+        responses = tokenize(processor, "edit", chats, [[source]] * len(chats))
         with torch.no_grad():
             logits = policy(**model_inputs(responses, processor.tokenizer.pad_token_id)).logits[:, -1, starts]
         favourites[thing] = list(COLOURS)[int(logits.softmax(-1).mean(0).argmax())]

@@ -28,7 +28,7 @@ import os, random, sys
 import torch
 torch.set_num_threads(1)
 from trl import GRPOTrainer
-import retouch.algorithms.vlm_grpo.judge as judge
+import retouch.algorithms.vlm_grpo.scoring as scoring
 
 def replayed(self, prompt_ids, images, multimodal_fields, num_generations, *options):
     said, seen = [], {}
@@ -38,7 +38,7 @@ def replayed(self, prompt_ids, images, multimodal_fields, num_generations, *opti
         said.append([draw.randrange(60, 90) for _ in range(draw.randrange(2, 6))])
     return said, None
 
-encode, kept = judge.encode_response, []
+encode, kept = scoring.encode_response, []
 
 def encoded(model, responses, **options):
     found = encode(model, responses, **options)
@@ -47,7 +47,7 @@ def encoded(model, responses, **options):
     return found
 
 GRPOTrainer._generate_single_turn = replayed
-judge.encode_response = encoded
+scoring.encode_response = encoded
 from retouch.cli import main
 try:
     main()

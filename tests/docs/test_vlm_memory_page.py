@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("trl")
 
-from retouch.algorithms.vlm_grpo.footprint import HEAD_TILE
+
 from retouch.config import load_run
 from retouch.doctor.launch import read_launch
 from retouch.doctor.memory import report_memory
+from retouch.doctor.vlm_memory import HEAD_TILE
 
 from .pages import REPOSITORY
 

@@ -17,20 +17,18 @@ pytest.importorskip("trl")
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
-from retouch.algorithms.vlm_grpo import (
-    footprint,
-    judge,
-)
-from retouch.algorithms.vlm_grpo.arguments import trl_arguments
-from retouch.algorithms.vlm_grpo.parts import build_parts
+from retouch.algorithms.vlm_grpo import scoring
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
+from retouch.algorithms.vlm_grpo.run import build_run
+from retouch.algorithms.vlm_grpo.trainer import trl_arguments
 from retouch.config import RunConfig, load_run
 from retouch.config.errors import ConfigError
+from retouch.doctor import vlm_memory
 from retouch.doctor.launch import Launch, read_launch
 from retouch.doctor.memory import memory_table, report_memory
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
-from retouch.doctor.vlm_memory import BUCKET, LIVE, Policy, build_policy, vlm_parts
+from retouch.doctor.vlm_memory import BUCKET, LIVE, TextEncoder, make_text_encoder, vlm_parts
 from retouch.families.loading import DTYPES
 from retouch.families.meta import (
     to_run_without_data,
@@ -62,7 +60,7 @@ def run_of(folder: Path, trl: dict[str, Any], **sections: Any) -> RunConfig:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the head that are no larger than the rest of a tiny model."""
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32)
-    monkeypatch.setattr(footprint, "HEAD_TILE", (4096, 32))
+    monkeypatch.setattr(vlm_memory, "HEAD_TILE", (4096, 32))
 
 
 class Measured:
@@ -89,7 +87,7 @@ class Measured:
 @contextmanager
 def trainer_of(config: RunConfig) -> Iterator[VlmTrainer]:
     arguments = trl_arguments(config)
-    parts = build_parts(config, arguments.device, 1, main=True)
+    parts = build_run(config, arguments.device, 1, main=True)
     parts.dir.open(None)
     parts.rewards.start()
     try:
@@ -102,7 +100,7 @@ def trainer_of(config: RunConfig) -> Iterator[VlmTrainer]:
 
 def held_by(trainer: VlmTrainer) -> int:
     """Bytes of weights, gradients and moments, and of the networks that draw."""
-    painter, optimizer = trainer.parts.painter, trainer.optimizer
+    painter, optimizer = trainer.run.diffusion_model, trainer.optimizer
     assert optimizer is not None
     weights = list(trainer.model.parameters())  # type: ignore[union-attr]
     tensors = [*weights, *painter.network.parameters(), *painter.vae.parameters()]
@@ -122,8 +120,8 @@ def measure(config: RunConfig, patch: pytest.MonkeyPatch) -> Measured:
             lambda said, ids, *_: (len(ids), max(map(len, ids)), max(map(len, said[0]))),
             patch,
         )
-        found.around(trainer.judge, "states", "encodes", lambda states, *_: max(map(len, states[0])), patch)
-        found.around(judge, "draw", "draws", lambda _, __, rows, *___: (len(rows), rows[0].size), patch)
+        found.around(trainer.scorer, "states", "encodes", lambda states, *_: max(map(len, states[0])), patch)
+        found.around(scoring, "generate_images", "draws", lambda _, __, rows, *___: (len(rows), rows[0].size), patch)
         scores = trainer._get_per_token_logps_and_entropies
 
         def scored(model: Any, ids: Any, *args: Any, **options: Any) -> Any:
@@ -165,11 +163,11 @@ def test_what_a_run_holds_is_what_is_counted(
     found = measure(config, monkeypatch)
     networks = build_networks(config.model, find_model(config.model)).parts
     transformer, vae, mode = networks["transformer"], networks["vae"], without_data()
-    policy = build_policy(config, networks["text_encoder"], mode, Launch())
+    policy = make_text_encoder(config, networks["text_encoder"], mode, Launch())
     for network in (transformer, vae):
         to_run_without_data(network, mode, lambda weight: DTYPES[config.model.dtype])
     frame_by_frame(vae)
-    plain, around = footprint.autocast("no"), footprint.autocast(config.training.mixed_precision)
+    plain, around = vlm_memory.autocast("no"), vlm_memory.autocast(config.training.mixed_precision)
     adapter = config.algorithm.uses_adapter  # type: ignore[union-attr]
     completions, prompt, said = found.sizes["generates"]
     pictures, size = found.sizes["draws"]
@@ -178,16 +176,16 @@ def test_what_a_run_holds_is_what_is_counted(
     scored = tokens - 1  # all of them where there is no triton
     with mode:
         expected = {
-            "generates": footprint.generating(policy.model, completions, prompt, said, plain if adapter else around),
-            "encodes": footprint.encoding(policy.model, completions, prompt + said),
-            "draws": footprint.drawing(
-                transformer, vae, pictures, size, found.sizes["encodes"], sources=1, guided=False
+            "generates": vlm_memory.generating(policy.model, completions, prompt, said, plain if adapter else around),
+            "encodes": vlm_memory.encoding(policy.model, completions, prompt + said),
+            "draws": vlm_memory.generating_images(
+                transformer, vae, pictures, pictures, size, found.sizes["encodes"], 1
             ),
         }
         if "asks the reference" in found.peaks:
-            expected["asks the reference"] = footprint.comparing(policy.model, rows, tokens, scored, around)
+            expected["asks the reference"] = vlm_memory.comparing(policy.model, rows, tokens, scored, around)
         policy.model.train()
-        expected["trains"] = footprint.training(policy.model, rows, tokens, scored, around)
+        expected["trains"] = vlm_memory.training_step(policy.model, rows, tokens, scored, around)
     assert expected.keys() == found.peaks.keys()
     assert {phase: found.peaks[phase] / count for phase, count in expected.items()} == pytest.approx(
         dict.fromkeys(expected, 1.0), abs=LIMIT
@@ -204,7 +202,7 @@ def test_with_data_and_without_it_is_the_same(tmp_path: Path) -> None:
     for data in (True, False):
         encoder = build_networks(config.model, find_model(config.model)).parts["text_encoder"]
         mode = without_data()
-        policy = build_policy(config, encoder, mode, Launch()).model
+        policy = make_text_encoder(config, encoder, mode, Launch()).model
         if data:
             for module in policy.modules():
                 for tensors in (module._parameters, module._buffers):
@@ -214,10 +212,10 @@ def test_with_data_and_without_it_is_the_same(tmp_path: Path) -> None:
                             tensors[name] = torch.nn.Parameter(made, True) if tensor.requires_grad else made
         with torch.device("cpu") if data else mode:
             phases = (
-                footprint.generating(policy, 3, 20, 7),
-                footprint.encoding(policy, 2, 27),
-                footprint.comparing(policy, 2, 27, 7),
-                footprint.training(policy.train(), 2, 27, 7),
+                vlm_memory.generating(policy, 3, 20, 7),
+                vlm_memory.encoding(policy, 2, 27),
+                vlm_memory.comparing(policy, 2, 27, 7),
+                vlm_memory.training_step(policy.train(), 2, 27, 7),
             )
         counted.append(phases)
     assert counted[0] == counted[1]
@@ -250,14 +248,14 @@ def test_keys_and_values_are_those_of_the_released_model() -> None:
     mode = without_data()
     to_run_without_data(encoder, mode, lambda weight: torch.bfloat16)
     with mode:
-        short, long = (footprint.generating(encoder.requires_grad_(False), 3, 8, new) for new in (100_000, 200_000))
+        short, long = (vlm_memory.generating(encoder.requires_grad_(False), 3, 8, new) for new in (100_000, 200_000))
     two_layers = 2 * 57_344 // 28
     growing = 57_344 // 28 // 2  # keys of a layer are copied to be one longer
     assert (long - short) / (3 * 100_000) == pytest.approx(two_layers + growing, rel=0.01)
 
 
 def test_the_head_takes_the_tiles_that_trl_does() -> None:
-    assert footprint.HEAD_TILE == (chunked_logprob.TOKEN_CHUNK_SIZE, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+    assert vlm_memory.HEAD_TILE == (chunked_logprob.TOKEN_CHUNK_SIZE, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE)
 
 
 def released(family: str, **sections: Any) -> RunConfig:
@@ -274,8 +272,8 @@ LORA = 28 * 64 * (2 * (3584 + 3584) + 2 * (3584 + 512))
 VLM, SEES, DIT, VAE = 8_292_166_656, 676_550_144, 20_430_401_088, 126_892_531
 
 
-def policy_of(trained: int, trained_bytes: int, frozen: int, frozen_bytes: int) -> Policy:
-    return Policy(None, trained, trained_bytes, frozen, frozen_bytes, autocasts=False)
+def policy_of(trained: int, trained_bytes: int, frozen: int, frozen_bytes: int) -> TextEncoder:
+    return TextEncoder(None, trained, trained_bytes, frozen, frozen_bytes, autocasts=False)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +293,7 @@ def test_the_released_sizes_by_hand(launch: Launch, adapter: bool, held: int, wa
     trained = LORA if adapter else VLM - SEES
     policy = policy_of(trained, each, VLM if adapter else SEES, 2 if adapter or launch.stage else 4)
     run = released("qwen_image", **({} if adapter else {"algorithm.trl": "{use_peft: false}"}))
-    for away in ({}, {"offload_painter": True}):
+    for away in ({}, {"offload_diffusion_model": True}):
         given = run.model_copy(update={"algorithm": run.algorithm.model_copy(update=away)})
         parts = vlm_parts(given, policy, {"transformer": DIT, "vae": VAE}, launch, 8)
         draws = 2 * (DIT + VAE)
@@ -312,7 +310,7 @@ def test_the_released_text_encoder_is_trained_as_counted() -> None:
         "vae": VAE,
         "text_encoder": VLM,
     }
-    policy = build_policy(run, networks.parts["text_encoder"], without_data(), Launch(2))
+    policy = make_text_encoder(run, networks.parts["text_encoder"], without_data(), Launch(2))
     assert (policy.trained, policy.frozen, policy.trained_bytes, policy.frozen_bytes) == (LORA, VLM, 2, 2)
 
 
@@ -323,12 +321,12 @@ def test_phases_bring_what_waits_and_gather_what_is_sharded(tmp_path: Path) -> N
         ("none", None, {}),
         ("zero3", Launch(3), {}),
         ("zero2", Launch(2), {}),
-        ("offloaded", None, {"algorithm__offload_painter": True}),
+        ("offloaded", None, {"algorithm__offload_diffusion_model": True}),
     ):
         reports[name] = report_memory(run_of(tmp_path, FULL, **sections), 2, launch)
     phases = {name: {p["what"]: p["bytes"] for p in report["phases"]} for name, report in reports.items()}
     plain = phases["none"]
-    assert list(plain) == ["generates", "encodes what was said", "draws", "trains"]
+    assert list(plain) == ["generates completions", "encodes completions", "generates images", "trains"]
     by_name = {part["what"]: part for part in reports["none"]["parts"]}
     encoder = sum(by_name[f"text encoder, {kind}"]["weights"] for kind in ("trained", "frozen"))
     gathered = dict.fromkeys(plain, 4 * encoder)
@@ -336,12 +334,12 @@ def test_phases_bring_what_waits_and_gather_what_is_sharded(tmp_path: Path) -> N
     assert phases["zero3"] == {what: count + gathered[what] for what, count in plain.items()}
     assert phases["zero2"] == {**plain, "trains": plain["trains"] + 4 * BUCKET}
     painter = sum(by_name[f"{name}, frozen"]["bytes"] for name in ("transformer", "vae"))
-    assert phases["offloaded"] == {**plain, "draws": plain["draws"] + painter}
+    assert phases["offloaded"] == {**plain, "generates images": plain["generates images"] + painter}
     assert reports["offloaded"]["host_bytes"] == painter
     for report in reports.values():
         largest = max(phase["bytes"] for phase in report["phases"])
         assert report["peak_bytes"] == report["device_bytes"] + largest
-    assert reports["zero2"]["notes"] == ["passing buffers of DeepSpeed's step"]
+    assert reports["zero2"]["notes"] == ["temporary buffers of DeepSpeed's step"]
     assert reports["none"]["notes"] == []
 
 
@@ -354,11 +352,11 @@ def test_check_says_it_in_a_table(tmp_path: Path) -> None:
     names = [line.strip().split("  ")[0] for line in table]
     assert names == [
         *("LoRA, trained", "gradients", "optimizer", "DeepSpeed's copy of the weights", "text encoder, frozen"),
-        *("transformer, frozen", "vae, frozen", "on the device", "+ while it generates"),
-        *("+ while it encodes what was said", "+ while it draws", "+ while it trains", "at most"),
+        *("transformer, frozen", "vae, frozen", "on the device", "+ while it generates completions"),
+        *("+ while it encodes completions", "+ while it generates images", "+ while it trains", "at most"),
         "not counted: algorithm.trl.optim: its moments; those of AdamW in fp32 are counted",
-        "not counted: algorithm.train_vision_tower: activations of what sees",
-        "not counted: passing buffers of DeepSpeed's step",
+        "not counted: algorithm.train_vision_tower: activations of the vision tower",
+        "not counted: temporary buffers of DeepSpeed's step",
     ]
     report = json.loads(retouch("check", tmp_path / "run.yaml", "--json", *options).out)["memory"]
     assert memory_table(report)[1:] == ["    " + line.strip() for line in table]

@@ -13,16 +13,14 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import Tensor
 
-from retouch.algorithms.vlm_grpo.parts import (
-    asked,
-    chat_messages,
-    prepare_processor,
-)
-from retouch.algorithms.vlm_grpo.response import (
+from retouch.algorithms.vlm_grpo.responses import (
     Responses,
     ResponseTooLong,
+    chat_messages,
     encode_response,
     model_inputs,
+    prepare_processor,
+    tokenize,
 )
 from retouch.families.qwen.text import (
     PREFIX,
@@ -61,7 +59,7 @@ def policy() -> Any:
 def said(processor: Any, pictures: list[list[Image.Image]] | None = None, task: Task = "edit") -> Responses:
     """Three chats with answers of different lengths, their first pictures of different sizes."""
     shown = pictures or [[picture(0)], [picture(1, (28, 28))], [picture(2, (84, 28))]]
-    questions = asked(processor, task, [chat_messages(task, prompt) for prompt in PROMPTS], shown)
+    questions = tokenize(processor, task, [chat_messages(task, prompt) for prompt in PROMPTS], shown)
     answers = [[*processor.tokenizer(answer).input_ids, processor.tokenizer.eos_token_id] for answer in ANSWERS]
     return replace(questions, completion_ids=answers)
 
@@ -79,7 +77,7 @@ def encode(policy: Any, responses: Responses, processor: Any, **options: Any) ->
 def test_the_chat_is_the_diffusion_models_own_token_by_token(task: Task, processor: Any) -> None:
     """What the policy is asked = what the pipeline would condition on: template, pictures and all."""
     pictures = [] if task == "draw" else [picture(0)]
-    ours = asked(processor, task, [chat_messages(task, PROMPTS[0])], [pictures])
+    ours = tokenize(processor, task, [chat_messages(task, PROMPTS[0])], [pictures])
     text = chat(task, PROMPTS[0], len(pictures))
     stock: Any = processor(text=[text], images=pictures or None, return_tensors="pt")
     assert list(ours.prompt_ids[0]) == stock["input_ids"][0].tolist()
@@ -141,7 +139,7 @@ def test_pictures_go_along_with_their_positions(policy: Any, processor: Any) -> 
 def test_rows_take_their_own_pictures(processor: Any) -> None:
     responses = said(processor, [[picture(0)], [], [picture(2), picture(3, (28, 28))]], "edit_plus")
     last = responses.rows(2, 3)
-    alone = asked(
+    alone = tokenize(
         processor, "edit_plus", [chat_messages("edit_plus", PROMPTS[2])], [[picture(2), picture(3, (28, 28))]]
     )
     assert list(last.prompt_ids[0]) == list(alone.prompt_ids[0])

@@ -12,12 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from retouch.algorithms.vlm_grpo.drawing import (
-    Drawing,
-    draw,
-    drawing_on,
-    freeze,
-)
+from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_images, placed_on
 from retouch.families.qwen.base import (
     QwenModel,
     padded,
@@ -38,7 +33,7 @@ from tests.tiny_models import attentive, tiny_model
 SIZE = (32, 64)
 LENGTHS = (9, 30, 17)
 
-Make = Callable[[int, int], Drawing]
+Make = Callable[[int, int], ImageRequest]
 
 
 def picture(number: int, height: int = 32, width: int = 64) -> Image.Image:
@@ -77,7 +72,7 @@ def make(model: QwenModel, request: pytest.FixtureRequest) -> Make:
     """(length of the states, noise seed) -> a drawing: with no source, with one, with two of different sizes."""
     task, width = request.node.callspec.params["model"], width_of(model)
     sources = {"draw": (), "edit": (picture(1),), "edit_plus": (picture(1), picture(2, 32, 32))}[task]
-    return lambda length, seed: Drawing(states(length, length, width), seed, SIZE, states(4, width=width), sources)
+    return lambda length, seed: ImageRequest(states(length, length, width), seed, SIZE, states(4, width=width), sources)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -85,9 +80,9 @@ def test_a_padded_batch_is_its_single_rows(model: QwenModel, make: Make, guidanc
     drawings = [make(length, i) for i, length in enumerate(LENGTHS)]
     if guidance == 1.0:
         drawings = [replace(drawing, negative=None) for drawing in drawings]
-    together = draw(model, drawings, 3, guidance, images_per_drawing=2)
+    together = generate_images(model, drawings, 3, guidance, images_per_request=2)
     for drawing, images in zip(drawings, together, strict=True):
-        [alone] = draw(model, [drawing], 3, guidance, images_per_drawing=2, batch_size=1)
+        [alone] = generate_images(model, [drawing], 3, guidance, images_per_request=2, batch_size=1)
         assert images.shape == (2, 3, *SIZE)
         torch.testing.assert_close(images, alone, atol=1e-5, rtol=0)
 
@@ -98,7 +93,9 @@ def test_one_forward_a_step_for_a_batch(models: dict[str, QwenModel]) -> None:
     model = models["draw"]
     hook = model.network.register_forward_hook(lambda _, a, k, out: calls.append(k), with_kwargs=True)
     try:
-        draw(model, [Drawing(states(n), 1, SIZE, states(4)) for n in LENGTHS], 3, 4.0, images_per_drawing=2)
+        generate_images(
+            model, [ImageRequest(states(n), 1, SIZE, states(4)) for n in LENGTHS], 3, 4.0, images_per_request=2
+        )
     finally:
         hook.remove()
     assert len(calls) == 3
@@ -110,7 +107,7 @@ def test_text_is_never_cut(models: dict[str, QwenModel]) -> None:
     """The pipeline keeps 512 states, 1,024 at most; here what comes last in 1,100 still changes the picture."""
     text = states(1100)
     changed = torch.cat([text[:1050], states(50, 7)])
-    one, other = draw(models["draw"], [Drawing(t, 1, SIZE) for t in (text, changed)], 2)
+    one, other = generate_images(models["draw"], [ImageRequest(t, 1, SIZE) for t in (text, changed)], 2)
     assert float((one - other).abs().max()) > 1e-3
 
 
@@ -118,14 +115,14 @@ def test_a_group_of_one_seed_starts_from_one_noise(model: QwenModel, make: Make)
     """Two rows of one seed and text are one picture, whatever stands between them; another seed is another noise, and
     so is the next picture of the row."""
     drawings = [make(9, 5), make(17, 5), make(9, 6), make(9, 5)]
-    images = draw(model, drawings, 2, 4.0, images_per_drawing=2)
+    images = generate_images(model, drawings, 2, 4.0, images_per_request=2)
     torch.testing.assert_close(images[0], images[3], atol=1e-5, rtol=0)
     assert float((images[0] - images[2]).abs().max()) > 0.05
     assert float((images[0][0] - images[0][1]).abs().max()) > 0.05
     seen: list[Tensor] = []
     hook = model.network.register_forward_pre_hook(lambda _, a, k: seen.append(k["hidden_states"]), with_kwargs=True)
     try:
-        draw(model, drawings, 1, 4.0)
+        generate_images(model, drawings, 1, 4.0)
     finally:
         hook.remove()
     noise = seen[0][:4, :32]
@@ -137,7 +134,7 @@ def test_text_and_sources_and_guidance_all_count(model: QwenModel, make: Make) -
     variants = [drawing, replace(drawing, text=states(9, 99, width)), replace(drawing, negative=states(4, 98, width))]
     if drawing.sources:
         variants.append(replace(drawing, sources=(picture(9), *drawing.sources[1:])))
-    images = draw(model, variants, 2, 4.0)
+    images = generate_images(model, variants, 2, 4.0)
     assert all(float((other - images[0]).abs().max()) > 5e-3 for other in images[1:])
 
 
@@ -145,13 +142,13 @@ def test_drawings_of_several_sizes_keep_their_order(models: dict[str, QwenModel]
     model = models["edit"]
     text = states(9, width=width_of(model))
     sizes = [(32, 64), (48, 24), (32, 64)]
-    drawings = [Drawing(text, i, size, sources=(picture(i, *size),)) for i, size in enumerate(sizes)]
-    images = draw(model, drawings, 2)
+    drawings = [ImageRequest(text, i, size, sources=(picture(i, *size),)) for i, size in enumerate(sizes)]
+    images = generate_images(model, drawings, 2)
     assert [tuple(image.shape[2:]) for image in images] == sizes
     for drawing, image in zip(drawings, images, strict=True):
-        torch.testing.assert_close(image, draw(model, [drawing], 2)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(image, generate_images(model, [drawing], 2)[0], atol=1e-5, rtol=0)
     wider = replace(drawings[0], size=(32, 32))  # drawn at another size than the source has
-    assert draw(model, [wider], 2)[0].shape == (1, 3, 32, 32)
+    assert generate_images(model, [wider], 2)[0].shape == (1, 3, 32, 32)
 
 
 def test_a_source_is_encoded_once(models: dict[str, QwenModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,38 +156,40 @@ def test_a_source_is_encoded_once(models: dict[str, QwenModel], monkeypatch: pyt
     stock = model.encode_images
     monkeypatch.setattr(model, "encode_images", lambda images: encoded.append(images) or stock(images))
     texts = [states(n, width=width_of(model)) for n in LENGTHS]
-    draw(model, [Drawing(text, 1, SIZE, sources=(source,)) for text in texts], 1, batch_size=2)
+    generate_images(model, [ImageRequest(text, 1, SIZE, sources=(source,)) for text in texts], 1, batch_size=2)
     assert len(encoded) == 1
 
 
 def test_what_draws_does_not_learn(models: dict[str, QwenModel]) -> None:
     """Neither by a gradient nor by drop-out, and no gradient comes back to the text."""
     model, text = models["draw"], states(9).requires_grad_()
-    drawing = Drawing(text, 1, SIZE)
+    drawing = ImageRequest(text, 1, SIZE)
     try:
         model.network.get_parameter("proj_out.weight").requires_grad_(True)
         with pytest.raises(
             RuntimeError, match=r"must be frozen, but proj_out\.weight requires a gradient; call freeze"
         ):
-            draw(model, [drawing], 1)
+            generate_images(model, [drawing], 1)
         freeze(model)
         model.network.train()
-        with pytest.raises(RuntimeError, match="training mode, where it drops out; call freeze"):
-            draw(model, [drawing], 1)
+        with pytest.raises(RuntimeError, match="training mode, with dropout; call freeze"):
+            generate_images(model, [drawing], 1)
     finally:
         freeze(model)
-    assert not draw(model, [drawing], 1)[0].requires_grad
+    assert not generate_images(model, [drawing], 1)[0].requires_grad
 
 
 def test_only_what_fits_is_drawn(models: dict[str, QwenModel]) -> None:
     with pytest.raises(ValueError, match="qwen_image takes no pictures to edit; given 1 a row"):
-        draw(models["draw"], [Drawing(states(9), 1, SIZE, sources=(picture(1),))], 1)
+        generate_images(models["draw"], [ImageRequest(states(9), 1, SIZE, sources=(picture(1),))], 1)
     with pytest.raises(ValueError, match="qwen_image_edit needs pictures to edit; given 0 a row"):
-        draw(models["edit"], [Drawing(states(9), 1, SIZE)], 1)
+        generate_images(models["edit"], [ImageRequest(states(9), 1, SIZE)], 1)
     with pytest.raises(ValueError, match="2 rows of text states, but 1 negative ones"):
-        draw(models["draw"], [Drawing(states(9), 1, SIZE), Drawing(states(9), 1, SIZE, states(4))], 1, 4.0)
+        generate_images(
+            models["draw"], [ImageRequest(states(9), 1, SIZE), ImageRequest(states(9), 1, SIZE, states(4))], 1, 4.0
+        )
     with pytest.raises(ValueError, match="images are 30 x 64"):
-        draw(models["draw"], [Drawing(states(9), 1, (30, 64))], 1)
+        generate_images(models["draw"], [ImageRequest(states(9), 1, (30, 64))], 1)
 
 
 def test_a_loaded_folder_draws_without_its_text_encoder() -> None:
@@ -201,8 +200,10 @@ def test_a_loaded_folder_draws_without_its_text_encoder() -> None:
         family: Any = QwenImage if isinstance(config, QwenImageModel) else QwenImageEdit
         model = family.from_config(config, with_text=False)
         freeze(model)
-        with drawing_on(model, "cpu"):
-            [image] = draw(model, [Drawing(states(9, width=width_of(model)), 1, SIZE, sources=sources)], 2)
+        with placed_on(model, "cpu"):
+            [image] = generate_images(
+                model, [ImageRequest(states(9, width=width_of(model)), 1, SIZE, sources=sources)], 2
+            )
         assert bool(image.isfinite().all()) and model.text is None
 
 

@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
@@ -51,6 +51,10 @@ class AlgorithmSection(Section):
     def snapshots(self) -> frozenset[str]:
         """Copies of the trained weights that it keeps: "old", "reference"."""
         return frozenset()
+
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        """Options that are valid and still unlikely to do what is intended, a sentence each."""
+        return ()
 
     def supervised_steps(self, run: RunConfig) -> int:
         """Optimizer steps that need targets."""

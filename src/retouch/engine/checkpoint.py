@@ -121,10 +121,6 @@ class Checkpoints:
         (writing / "snapshots").mkdir(exist_ok=True)
         _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
 
-    def newest(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
-        return next(reversed(complete_checkpoints(self.root)), None)
-
     def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Restore everything -> (state, rollouts).
 

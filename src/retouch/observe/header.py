@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from retouch.algorithms.vlm_grpo.rules import VlmDerived
+from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.config import Derived, RunConfig
 
 

@@ -31,11 +31,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from retouch.algorithms.vlm_grpo.drawing import (
-    Drawing,
-    draw,
-    freeze,
-)
+from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_images
 from retouch.data.sampler import derive_seed
 from retouch.families.qwen.text import (
     chat,
@@ -325,12 +321,12 @@ def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, flo
     for kind, words in (("told", [random.choice(NAMES) for _ in range(tasks)]), ("blank", [""] * tasks)):
         texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, words, strict=True)]
         states, _, lengths = speaker.states(texts, seen)
-        drawings = [
-            Drawing(row[:length], i, (SIDE, SIDE), None, (source,))
+        requests = [
+            ImageRequest(row[:length], i, (SIDE, SIDE), None, (source,))
             for i, (row, length, source) in enumerate(zip(states, lengths.tolist(), sources, strict=True))
         ]
         for image, mask, word, before in zip(
-            draw(family, drawings, num_steps, batch_size=32), masks, words, old, strict=True
+            generate_images(family, requests, num_steps, batch_size=32), masks, words, old, strict=True
         ):
             pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
             shares[kind].append(colour_share(pixels, np.asarray(mask), word or before))

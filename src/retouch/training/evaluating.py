@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+from retouch.config import RunConfig
 from retouch.data.sampler import own_share
-from retouch.observe import Stopwatch
+from retouch.observe import RunDir, Stopwatch
 from retouch.observe.guards import Alarm, evaluation_alarms
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.table import RewardTable
 from retouch.rollout.scorer import RewardOutage
 from retouch.training.build import Run
 from retouch.training.evaluation import (
@@ -25,6 +27,7 @@ from retouch.training.evaluation import (
     save_evaluation,
     work_of,
 )
+from retouch.training.stopping import raise_together
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +62,8 @@ def evaluated(run: Run) -> Evaluation | None:
                 )
         except RewardOutage as error:
             stopped = error
-        away = engine.any(scored is None)  # all ranks stop together, or the others would wait for ever
-        if away or scored is None:
-            raise stopped or RewardOutage("rewards failed on another process; see its log")
+        raise_together(stopped, engine.any)
+        assert scored is not None
         parts = engine.gather_list([scored])
         return measured(work, reduce(add, parts)) if engine.is_main else None
 
@@ -69,25 +71,61 @@ def evaluated(run: Run) -> Evaluation | None:
 def keep_evaluation(
     run: Run, step: int, after_warmup: bool, moment: Moment, result: Evaluation, seconds: Mapping[str, float]
 ) -> Sequence[Alarm]:
-    """Log, save and draw the evaluation of a step -> what is alarming about it. On the first process.
+    """Log, save and draw the evaluation of a step -> its alarms; none during a warm-up, which changes images on
+    purpose. On the first process.
 
     Args:
-        seconds: that it took, by part.
+        seconds: time that it took, by part.
     """
-    c = run.config.evaluation
-    held_out = "held_out" if run.eval_is_held_out else "train"
-    about = {"moment": moment, "examples": held_out, "images": len(result.rows)}
-    run.dir.log("eval", step, {**about, **result.means()}, seconds)
-    means = ", ".join(f"{name} {value:.3f}" for name, value in result.means().items())
-    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means)
-    folder = run.dir.path / "evaluations"
-    alarms = _judged(run, step, folder, result) if after_warmup else []
-    save_evaluation(result, folder / f"step-{step:06d}", c.grid_examples * c.images_per_example)
+    c, first = run.config.evaluation, run.config.algorithm.supervised_steps(run.config) if after_warmup else None
+    kept = c.grid_examples * c.images_per_example
+    alarms = record_evaluation(run, step, moment, result, seconds, images=kept, compared_from=first)
     if c.grid_examples:
-        before = _milestones(run, step, after_warmup, folder)
+        before = _milestones(run, step, after_warmup, run.dir.path / "evaluations")
         examples = run.eval_data[: c.num_examples]
         grid = evaluation_grid(examples, {**before, f"step {step}": result}, c.grid_examples)
         run.dir.save_image(step, "evaluation", grid)
+    return alarms
+
+
+class Evaluated(Protocol):
+    """The parts of a run that recording an evaluation needs."""
+
+    config: RunConfig
+    rewards: RewardTable
+    dir: RunDir
+    eval_is_held_out: bool
+
+
+def record_evaluation(
+    run: Evaluated,
+    step: int,
+    moment: Moment,
+    result: Evaluation,
+    seconds: Mapping[str, float],
+    *,
+    images: int,
+    compared_from: int | None,
+) -> Sequence[Alarm]:
+    """Log the evaluation of a step and save it below evaluations/ -> its alarms. On the first process.
+
+    Args:
+        images: number of images saved.
+        compared_from: first step whose evaluations count as earlier ones for alarms; None for no alarms.
+    """
+    held_out, means = "held_out" if run.eval_is_held_out else "train", result.means()
+    run.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **means}, seconds)
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), shown)
+    folder, rewards = run.dir.path / "evaluations", run.rewards
+    alarms: Sequence[Alarm] = []
+    if compared_from is not None:
+        weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
+        gold = [name for name in rewards.entries if name not in rewards.trained]
+        past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
+        earlier = [read_metrics(path / "rows.jsonl") for path in past]
+        alarms = evaluation_alarms(earlier, result.rows, weights, gold)
+    save_evaluation(result, folder / f"step-{step:06d}", images)
     return alarms
 
 
@@ -102,13 +140,3 @@ def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[s
     if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0
         columns.pop("after warm-up", None)
     return columns
-
-
-def _judged(run: Run, step: int, folder: Path, result: Evaluation) -> Sequence[Alarm]:
-    """Alarms on an evaluation, beside those before it in RL: a warm-up changes pictures on purpose."""
-    rewards, first = run.rewards, run.config.algorithm.supervised_steps(run.config)
-    weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
-    gold = [name for name in rewards.entries if name not in rewards.trained]
-    past = [path for path in sorted(folder.glob("step-*")) if first <= int(path.name[5:]) < step]
-    earlier = [read_metrics(path / "rows.jsonl") for path in past]
-    return evaluation_alarms(earlier, result.rows, weights, gold)

@@ -170,7 +170,7 @@ def measured(work: Work, scored: Scored) -> Evaluation:
     rows = [_row(example, k, image) for (example, k), image in zip(work, scored.images, strict=True)]
     for name, column in scored.outcomes.items():
         for row, outcome in zip(rows, column, strict=True):
-            row.update(_measures(name, outcome))
+            row.update(measures(name, outcome))
     images = [_pasted(example, image) for (example, _), image in zip(work, scored.images, strict=True)]
     generated = [
         region_of(image, None if example.mask is None else np.asarray(example.mask))
@@ -250,7 +250,8 @@ def _place(value: Any) -> tuple[int, str]:
     return (value, "") if isinstance(value, int) else (0, str(value))
 
 
-def _measures(name: str, outcome: Any) -> dict[str, Any]:
+def measures(name: str, outcome: Any) -> dict[str, Any]:
+    """Columns of an evaluation for one outcome: its value and numeric details; None for a failed reward."""
     if not isinstance(outcome, Score):
         return {name: None}
     detail = {f"{name}.{k}": v for k, v in outcome.detail.items() if isinstance(v, int | float)}

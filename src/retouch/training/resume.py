@@ -4,7 +4,7 @@ rollouts were drawn from."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
+from retouch.engine.checkpoint import complete_checkpoints
 from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,38 @@ BASE = {
 }
 """Part of the files of a model -> what it is, and the option that says where."""
 
+NEW_RUN = "or start a new run under another name=..."
 INSIDE = "or resume from a checkpoint without rollouts.safetensors"
 KEYS = "example"
 """Of the tensor beside an epoch's rows: the `item_key` of the example of each."""
+
+
+def resume_folder(config: RunConfig, checkpoints: Path) -> Path | None:
+    """The checkpoint that `resume` names; None for a new run."""
+    if config.resume is None:
+        return None
+    if config.resume == "auto":
+        return next(reversed(complete_checkpoints(checkpoints)), None)
+    return Path(config.resume).expanduser()
+
+
+def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run that is resumed at a step has nothing left to do, by the records of its metrics."""
+    over = step >= config.training.max_steps
+    return over and any((record["step"], record.get("event")) == (step, "finished") for record in records)
+
+
+def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse a checkpoint of another algorithm or family; log every other change of the run file.
+
+    Raises:
+        CheckpointError: with the option that must be set back.
+    """
+    current = dump_run(config)
+    before, now = (yaml.safe_load(text) for text in (state["config"], current))
+    for section, name in (("model", "family"), ("algorithm", "name")):
+        _same(folder, "was written under", section, name, before, now, NEW_RUN)
+    _warn_of_changes(state["config"], current)
 
 
 def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
@@ -74,12 +104,11 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
     Raises:
         CheckpointError: with the first option that must be set back.
     """
-    current = dump_run(config)
-    before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], current))
+    same_kind(folder, state, config)
+    before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], dump_run(config)))
     for section, defaults in _defaults(config).items():  # an option that the checkpoint lacks did not exist yet
         before[section] = {**defaults, **before[section]}
-    for section, name in (("model", "family"), ("algorithm", "name"), ("optimizer", "state")):
-        _same(folder, "was written under", section, name, before, now, "or start a new run under another name=...")
+    _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)
     after_warmup = state["progress"]["phase"] == "rl"
     if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
         raise CheckpointError(
@@ -90,7 +119,6 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
         _same_sampling(folder, before, now)
         if "base" in state:  # older ones do not say
             _same_base(folder, before, now, state["base"], base)
-    _warn_of_changes(state["config"], current)
 
 
 def with_keys(run: Run, rollouts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -43,10 +40,13 @@ from retouch.training.evaluating import (
 )
 from retouch.training.readiness import wait_for_rewards
 from retouch.training.resume import (
+    has_finished,
     may_go_on,
+    resume_folder,
     with_keys,
     without_keys,
 )
+from retouch.training.stopping import StopRequests
 from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)
@@ -88,16 +88,13 @@ class Session:
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
         self._counted = run.rewards.state()  # as of the last step: what is thrown away is asked for again
-        self._started = time.monotonic()
-        self._stop: str | None = None
-        self._alarm: str | None = None
+        self._stops = StopRequests(run.config.training.max_minutes, lambda flag: run.engine.any(flag), "the next step")
         self._owes_evaluation = False
         self._watch = StepWatch()
-        self._handlers: dict[int, Any] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._finished = False
-        self._shown = ExitStack()  # the bar, once the run is open
+        self._shown = ExitStack()  # signal handlers and bar, once the run is open
 
     @cached_property
     def _base(self) -> Mapping[str, str | None]:
@@ -110,7 +107,7 @@ class Session:
         run = self.run
         run.engine.new_optimizer()
         run.dir.lock()
-        folder = self._resume_folder()
+        folder = resume_folder(self.config, run.dir.checkpoints)
         if folder is None:
             run.dir.open(None)
             if self.config.ema:
@@ -124,7 +121,7 @@ class Session:
         self._spent()  # opening the run is no part of its first step
         with ExitStack() as failed:
             failed.push(self)  # an evaluation that fails here ends as one within the run
-            self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._shown.enter_context(self._stops.handling_signals())
             self._shown.enter_context(run.dir.bar(run.clock, lambda: self.progress.phase, self.progress.step))
             if self.progress.step == 0 and self._evaluated_at is None:
                 self.evaluate("start")
@@ -135,8 +132,6 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._shown.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
         away = isinstance(error, RewardOutage | FailureRateExceeded)
         if away:
             # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
@@ -272,13 +267,7 @@ class Session:
     def _alert(self, alarm: str, *, stop: bool) -> None:
         self.run.dir.alarm(self.progress.step, alarm)
         if stop:
-            self._alarm = alarm
-
-    def _resume_folder(self) -> Path | None:
-        given, checkpoints = self.config.resume, self.run.checkpoints
-        if given is None:
-            return None
-        return checkpoints.newest() if given == "auto" else Path(given).expanduser()
+            self._stops.alarm = alarm
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
@@ -302,8 +291,7 @@ class Session:
         for record in records:
             if record["kind"] == "train":
                 self._watch.see(record)  # its alarms were told
-        over = self.progress.step >= self.config.training.max_steps
-        self._finished = over and any((r["step"], r.get("event")) == (self.progress.step, "finished") for r in records)
+        self._finished = has_finished(self.config, self.progress.step, records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
             raise CheckpointError(
                 f"{folder}: has no averaged weights, but the run file has an ema section; set ema=null "
@@ -339,33 +327,19 @@ class Session:
             self.save(rollouts)
 
     def _stop_if_asked(self, rollouts: Tensors | None, *, between_epochs: bool = False) -> None:
-        limit = self.config.training.max_minutes
-        # votes: a signal, or the end of the time, may have reached some processes only
-        signalled = self.run.engine.any(self._stop is not None)
-        alarmed = self.run.engine.any(self._alarm is not None)
-        late = self.run.engine.any(limit is not None and time.monotonic() - self._started > 60 * limit)
-        if not signalled and not late and not alarmed:
+        asked = self._stops.asked()
+        if asked is None:
             return
         if self._saved_at != self.progress.step:
             self.save(None if between_epochs else rollouts)
-        reason = f"training.max_minutes = {limit} reached"
-        if signalled:
-            reason = f"received {self._stop or 'a signal on another process'}"
-        elif alarmed:
-            reason = self._alarm or "an alarm on the first process"
+        reason, code = asked
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
-        raise Stopped(f"{reason} at step {self.progress.step}", code=3 if signalled or alarmed else 0)
+        raise Stopped(f"{reason} at step {self.progress.step}", code=code)
 
     def _blend(self) -> None:
         ema, t = self.config.ema, self.progress.updates
         if ema and t % ema.update_interval == 0:
             self.run.policy.blend("ema", min((1 + t) / (10 + t), ema.decay))
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is not None:
-            raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
-        self._stop = signal.Signals(number).name
-        logger.warning("%s: stopping at the next step; once more to leave at once", self._stop)
 
     def _log_header(self, folder: Path | None) -> None:
         run = self.run

@@ -1,83 +1,296 @@
-"""Options of VLM-GRPO."""
+"""`algorithm` of a run of vlm_grpo: its keys, the rules that hold between them and the run, and derived numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field, PositiveInt, field_validator
 
 from retouch.algorithms.base import AlgorithmSection
-from retouch.algorithms.vlm_grpo import trl_fields
-from retouch.algorithms.vlm_grpo.rules import VlmDerived, check_vlm, derive_vlm
+from retouch.algorithms.vlm_grpo import trl_options
+from retouch.config.base import Section
+from retouch.config.errors import ConfigError
+from retouch.data.sections import PictureSection
+from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
 
+FAMILIES = ("qwen_image", "qwen_image_edit")
+"""Families whose text encoder is a vision-language model."""
+
+ROLLOUT_KEYS = ("num_steps", "guidance_scale", "batch_size_per_device")
+"""Keys of `rollout` that image generation reads; the others belong to rollouts of a trained diffusion model."""
+
+FEW_STEPS = 20
+"""Below this many denoising steps without guidance, a diffusion model must have been distilled for few steps."""
+
+
+@dataclass(frozen=True)
+class VlmDerived:
+    """Numbers that follow from the run file on `world_size` processes.
+
+    Attributes:
+        global_completions_per_step: completions of one optimizer step: the effective batch size.
+        global_completions_per_generation: completions that are generated and scored at once.
+        global_prompts_per_generation: distinct prompts among them.
+        images_per_generation_per_device: images that a device generates for them.
+        optimizer_steps_per_generation: optimizer steps after which generation and optimizer steps coincide: a cycle.
+            Checkpoints lie between cycles only, because TRL does not save completions that are still to be trained on.
+        forwards_per_image: forwards of the frozen diffusion model; guidance doubles them.
+    """
+
+    world_size: int
+    global_completions_per_step: int
+    global_completions_per_generation: int
+    global_prompts_per_generation: int
+    images_per_generation_per_device: int
+    optimizer_steps_per_generation: int
+    generations: int
+    forwards_per_image: float
+
+    def as_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
 
 class VlmGrpoConfig(AlgorithmSection):
-    """GRPO of the text encoder (TRL): the vision-language model says how to edit or what to draw, its own completion
-    conditions the frozen diffusion transformer, and the picture is scored."""
+    """GRPO of the text encoder (TRL): the vision-language model writes how to edit or what to generate, its completion
+    conditions the frozen diffusion transformer, and the image is scored."""
 
     trainer: ClassVar[str] = "retouch.algorithms.vlm_grpo.recipe:train"
     trains_text_encoder: ClassVar[bool] = True
+    ALIASES: ClassVar[Mapping[str, str]] = {"offload_painter": "offload_diffusion_model"}
 
     name: Literal["vlm_grpo"] = "vlm_grpo"
     trl: dict[str, Any] = Field(default={})
-    """TRL's own options by name: those of its GRPOConfig, and of its ModelConfig what an adapter is made of (use_peft,
-    lora_r, lora_alpha, ...). Null takes TRL's default. Dr. GRPO is loss_type: dr_grpo with scale_rewards: none."""
+    """TRL's own options by name: those of its GRPOConfig, and the adapter options of its ModelConfig (use_peft, lora_r,
+    lora_alpha, ...). Null takes TRL's default. Dr. GRPO is loss_type: dr_grpo with scale_rewards: none."""
     conditioning: Literal["response_states", "rewrite_text"] = "response_states"
-    """"response_states": the states of prompt and completion, as they were generated, in one pass; "rewrite_text": the
-    completion's words in the place of the prompt, in the family's own chat."""
+    """"response_states": the states of prompt and completion, as generated, in one forward; "rewrite_text": the text of
+    the completion replaces the prompt, in the family's own chat."""
     negative_encoder: Literal["base", "policy"] | None = None
-    """Who encodes the negative prompt of guidance: the model without its adapter, whose states are kept, or as it is.
-    Null is base with an adapter, policy without."""
+    """Model that encodes the negative prompt of guidance: "base" is the model without its adapter, whose states are
+    cached; "policy" is the model as trained so far. Null is base with an adapter, policy without."""
     images_per_completion: PositiveInt = 1
-    """Pictures of each completion, each from a noise of its own; their rewards are averaged."""
+    """Images of each completion, each from its own noise; their rewards are averaged."""
     train_vision_tower: bool = False
-    """Train what sees, too, not only what speaks."""
-    offload_painter: bool = False
-    """Keep the diffusion network and its autoencoder in the CPU's memory while the text encoder generates and trains;
-    they come to the GPU for each batch of drawings, at the cost of moving them twice."""
+    """Train the vision tower in addition to the language model."""
+    offload_diffusion_model: bool = False
+    """Keep the diffusion model and its autoencoder in CPU memory while the text encoder generates and trains; they are
+    moved to the GPU and back for each batch of images."""
     on_overflow: Literal["error", "truncate"] = "error"
-    """A condition of more than model.max_sequence_length tokens stops the run, or loses its last ones and is counted
-    in the metrics (`truncated`)."""
+    """For a condition of more than model.max_sequence_length tokens: stop the run, or cut the last tokens and count the
+    completion in the metric `truncated`."""
 
     @field_validator("trl")
     @classmethod
     def _are_options_of_trl(cls, value: dict[str, Any]) -> dict[str, Any]:
         given = {name: option for name, option in value.items() if option is not None}
-        trl_fields.check_names(given)
+        trl_options.check_names(given)
         return given
-
-    @property
-    def uses_adapter(self) -> bool:
-        """Low-rank adapters instead of all weights."""
-        return bool(self.trl.get("use_peft", False))
-
-    @property
-    def encodes_negatives(self) -> Literal["base", "policy"]:
-        """`negative_encoder`, its default filled in."""
-        return self.negative_encoder or ("base" if self.uses_adapter else "policy")
-
-    def count(self, name: str) -> int:
-        """One of TRL's counts, its default filled in."""
-        return self.trl.get(name) or trl_fields.DEFAULTS[name]
 
     @classmethod
     def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
-        """TRL's names for keys that the run file has itself (`algorithm.trl.max_steps`) go to these."""
+        """Options of TRL that have a key of their own in the run file (`algorithm.trl.max_steps`) are moved there."""
         algorithm: Any = run["algorithm"]
-        if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("trl"), Mapping):
+        given = cast("Any", algorithm).get("trl") if isinstance(algorithm, dict) else None
+        if not isinstance(given, dict):
             return dict(run)
-        rest, moved = trl_fields.moved(algorithm["trl"], run)
+        rest, moved = trl_options.moved(cast("dict[str, Any]", given), run)
         return {**moved, "algorithm": {**algorithm, "trl": rest}}
 
     def trained_kind(self, run: RunConfig) -> str:
         return "lora" if self.uses_adapter else "full"
 
-    def derive(self, run: RunConfig, world_size: int) -> VlmDerived:
-        return derive_vlm(run, self, world_size)
+    @property
+    def uses_adapter(self) -> bool:
+        """Whether LoRA is trained instead of all weights."""
+        return bool(self.trl.get("use_peft", False))
+
+    @property
+    def encodes_negatives(self) -> Literal["base", "policy"]:
+        """`negative_encoder` with its default filled in."""
+        return self.negative_encoder or ("base" if self.uses_adapter else "policy")
+
+    def count(self, name: str) -> int:
+        """One of TRL's counts, with its default filled in."""
+        return self.trl.get(name) or trl_options.DEFAULTS[name]
+
+    def derive(self, run: RunConfig, world_size: int = 1) -> VlmDerived:
+        """Compute the numbers of a run.
+
+        Raises:
+            ConfigError: batches that TRL cannot split into groups on this many processes.
+        """
+        if world_size < 1:
+            raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
+        per_pass = self.count("per_device_train_batch_size") * world_size
+        accumulation, group = self.count("gradient_accumulation_steps"), self.count("num_generations")
+        generated = self._generation_batch(per_pass)
+        if generated % group:
+            raise ConfigError(
+                f"algorithm.trl.num_generations: given {group}, but {generated} completions are generated at once "
+                f"(per_device_train_batch_size x processes x steps_per_generation = {per_pass} x "
+                f"{generated // per_pass}); set steps_per_generation so that {group} divides them, for example "
+                f"{math.lcm(per_pass, group) // per_pass}"
+            )
+        used = generated // per_pass * self.count("num_iterations")
+        cycle = math.lcm(used, accumulation) // accumulation
+        steps = run.training.max_steps
+        for key, given in (("checkpoint_every", run.training.checkpoint_every), ("max_steps", steps)):
+            if given % cycle:
+                raise ConfigError(
+                    f"training.{key}: given {given}, but completions are generated every {cycle} optimizer steps "
+                    "(steps_per_generation x num_iterations / gradient_accumulation_steps), and those that are still "
+                    f"to be trained on would be lost; set a multiple of {cycle}, such as "
+                    f"{max(cycle, given // cycle * cycle)}"
+                )
+        return VlmDerived(
+            world_size=world_size,
+            global_completions_per_step=per_pass * accumulation,
+            global_completions_per_generation=generated,
+            global_prompts_per_generation=generated // group,
+            images_per_generation_per_device=generated // world_size * self.images_per_completion,
+            optimizer_steps_per_generation=cycle,
+            generations=steps * accumulation // used,
+            forwards_per_image=float(run.rollout.num_steps * (2 if _guidance_scale(run) > 1 else 1)),
+        )
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        check_vlm(run, self)
+        """Reject combinations that cannot work.
+
+        Raises:
+            ValueError: the key, the value given, what is expected, and what to set.
+        """
+        if run.model.family not in FAMILIES:
+            raise ValueError(
+                f"model.family: given {run.model.family!r}, but vlm_grpo trains a text encoder that is a "
+                f"vision-language model; set {' or '.join(FAMILIES)}"
+            )
+        self._check_unused_sections(run)
+        trl = self.trl
+        if trl.get("generation_batch_size") and trl.get("steps_per_generation"):
+            raise ValueError(
+                "algorithm.trl: given generation_batch_size and steps_per_generation, each of which follows from the "
+                "other; set one"
+            )
+        if self.count("num_generations") < 2:
+            raise ValueError(
+                "algorithm.trl.num_generations: given 1, but completions of one prompt are compared with each other; "
+                "set 2 or more (8 is usual)"
+            )
+        if trl.get("beta") and not self.uses_adapter:
+            raise ValueError(
+                f"algorithm.trl.beta: given {trl['beta']}, but without an adapter TRL loads the reference by the "
+                "model's name, which the text encoder of a pipeline does not have; set algorithm.trl.use_peft=true, or "
+                "beta=0"
+            )
+        if trl.get("use_vllm") and trl.get("generation_kwargs"):
+            raise ValueError(
+                "algorithm.trl.generation_kwargs: given with use_vllm, but evaluations generate without vLLM and would "
+                "not sample alike; leave it out"
+            )
+        adapter = sorted(name for name in trl if name.startswith("lora_") or name in ("use_rslora", "use_dora"))
+        if adapter and not self.uses_adapter:
+            raise ValueError(f"algorithm.trl.{adapter[0]}: given, but use_peft is not; set algorithm.trl.use_peft=true")
+        if self.negative_encoder == "base" and not self.uses_adapter:
+            raise ValueError(
+                "algorithm.negative_encoder: given 'base', but without an adapter training overwrites the base; set "
+                "policy, or algorithm.trl.use_peft=true"
+            )
+        if self.offload_diffusion_model and run.model.offload_vae:
+            raise ValueError(
+                "model.offload_vae: given true beside algorithm.offload_diffusion_model, which moves the autoencoder "
+                "as well; leave it out"
+            )
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        """Numbers of steps and guidance scales that the frozen diffusion model was not made for, a sentence each."""
+        model: Any = run.model
+        steps, scale = run.rollout.num_steps, _guidance_scale(run)
+        if model.distillation_lora is not None and scale > 1:
+            yield (
+                f"rollout.guidance_scale: given {scale:g} with model.distillation_lora, which is distilled for "
+                "sampling without guidance: images are oversaturated and take twice the forwards; set "
+                "rollout.guidance_scale=1"
+            )
+        if steps < FEW_STEPS and scale <= 1 and model.distillation_lora is None and model.path != "tiny":
+            yield (
+                f"rollout.num_steps: given {steps} with guidance_scale {scale:g} and no model.distillation_lora, for "
+                "which the released models are not made: images are blurred; set rollout.num_steps=50 "
+                "rollout.guidance_scale=4, or model.distillation_lora (nothing, if a few-step LoRA is merged into "
+                "model.path already)"
+            )
+
+    def _check_unused_sections(self, run: RunConfig) -> None:
+        """Reject sections and keys that only training of the diffusion model reads."""
+        model, training = run.model, run.training
+        if model.train != type(model).model_fields["train"].default:
+            raise ValueError(
+                "model.train: given, but vlm_grpo trains the text encoder and not the diffusion model; leave it out, "
+                "and set algorithm.trl.use_peft, lora_r, lora_alpha"
+            )
+        for name, given in (
+            ("model.free_text_encoders", model.free_text_encoders),
+            ("model.embeddings", model.embeddings),
+        ):
+            if given:
+                raise ValueError(f"{name}: given {given!r}, but vlm_grpo trains the text encoder; leave it out")
+        if training.compile:
+            raise ValueError(
+                "training.compile: given true, but vlm_grpo does not train the diffusion model; leave it out"
+            )
+        for name in ("sharding", "shard_gradients"):
+            if getattr(training, name) != getattr(type(training)(), name):
+                raise ValueError(
+                    f"training.{name}: given {getattr(training, name)!r}, but TRL's trainer shards vlm_grpo; leave it "
+                    "out, and launch with configs/accelerate/zero2.yaml or zero3.yaml"
+                )
+        for section in ("optimizer", "rollout"):
+            own: Section = getattr(run, section)
+            default = type(own)()
+            for name in type(own).model_fields:
+                read = section == "rollout" and name in ROLLOUT_KEYS
+                if not read and getattr(own, name) != getattr(default, name):
+                    raise ValueError(
+                        f"{section}.{name}: given {getattr(own, name)!r}, but only training of a diffusion model "
+                        "reads it; vlm_grpo takes TRL's options under algorithm.trl (learning_rate, num_generations, "
+                        "...)"
+                    )
+        for name, data in (("data", run.data), ("evaluation.data", run.evaluation.data)):
+            strip = data.reference_strip if isinstance(data, PictureSection) else None
+            if strip is not None:
+                raise ValueError(
+                    f"{name}.reference_strip: given {strip}, but vlm_grpo does not train the diffusion model to read "
+                    "one; leave it out"
+                )
+        if run.ema is not None:
+            raise ValueError("ema: given, but vlm_grpo keeps no averaged weights; set ema=null")
+        if run.evaluation.weights == "ema":
+            raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no averaged weights; set raw")
+        if run.warmup_data is not None:
+            raise ValueError("warmup_data: given, but vlm_grpo has no supervised steps; leave it out")
+
+    def _generation_batch(self, per_pass: int) -> int:
+        """Number of completions generated at once over all processes.
+
+        Raises:
+            ConfigError: generation_batch_size is not a multiple of `per_pass`.
+        """
+        given = self.trl.get("generation_batch_size")
+        if given is None:
+            return per_pass * (self.trl.get("steps_per_generation") or self.count("gradient_accumulation_steps"))
+        if given % per_pass:
+            raise ConfigError(
+                f"algorithm.trl.generation_batch_size: given {given}; set a multiple of {per_pass} "
+                "(per_device_train_batch_size x processes)"
+            )
+        return given
+
+
+def _guidance_scale(run: RunConfig) -> float:
+    given = run.rollout.guidance_scale
+    return FACTS[run.model.family].guidance_scale if given is None else given

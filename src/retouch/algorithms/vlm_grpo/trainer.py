@@ -1,94 +1,147 @@
-"""TRL's trainer with the life of a run: evaluations and checkpoints in a run directory, stops that can be resumed."""
+"""TRL's trainer with the lifecycle of every run: evaluations and checkpoints in a run directory, resumable stops."""
 
 from __future__ import annotations
 
 import logging
-import signal
-import time
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 from trl.models import unwrap_model_for_generation
 
-from retouch.algorithms.vlm_grpo.callback import RunCallback
-from retouch.algorithms.vlm_grpo.checkpoint import (
-    finish_checkpoint,
-    load_weights,
-)
-from retouch.algorithms.vlm_grpo.judge import (
-    Judge,
-    Judged,
-    answer,
+from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, load_weights
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
+from retouch.algorithms.vlm_grpo.responses import template_options
+from retouch.algorithms.vlm_grpo.run import VlmRun
+from retouch.algorithms.vlm_grpo.scoring import (
+    CompletionScorer,
+    ScoredCompletions,
     evaluation_of,
-    first_of,
     joined,
-    judged_grid,
+    scored_grid,
 )
-from retouch.algorithms.vlm_grpo.parts import Parts
+from retouch.algorithms.vlm_grpo.trl_options import grpo_fields, model_fields
+from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import own_share
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import drop_unfinished, rng_state, set_rng_state
+from retouch.families.qwen.text import Task
 from retouch.observe.cost import Costs
-from retouch.observe.guards import evaluation_alarms
+from retouch.observe.guards import IdleWatch
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
 from retouch.rollout.scorer import RewardOutage
-from retouch.training.evaluation import (
-    Evaluation,
-    save_evaluation,
-)
+from retouch.training.evaluating import Moment, record_evaluation
+from retouch.training.stopping import StopRequests, raise_together
 from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Default of `lora_target_modules`: attention of the language model."""
+
+
+def trl_arguments(config: RunConfig) -> GRPOConfig:
+    """TRL's arguments: the options under `algorithm.trl`, and those that the run file sets elsewhere.
+
+    Raises:
+        ConfigError: options that TRL rejects, and FSDP.
+    """
+    algorithm, training = config.algorithm, config.training
+    assert isinstance(algorithm, VlmGrpoConfig)
+    given = {name: value for name, value in algorithm.trl.items() if name in grpo_fields()}
+    task: Task = getattr(config.model, "variant", "draw")
+    cpu = not torch.cuda.is_available()
+    if _launched_with("FSDP"):
+        raise ConfigError(
+            "accelerate's configuration: given FSDP, whose hooks vlm_grpo would bypass when it reads the text "
+            "encoder's states; launch with configs/accelerate/zero3.yaml"
+        )
+    if training.mixed_precision == "fp16" and cpu:
+        raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
+    options: dict[str, Any] = {
+        # with use_cpu accelerate would ignore DeepSpeed; with the backend alone it finds its processes
+        **({"ddp_backend": "gloo"} if cpu and _launched_with("DEEPSPEED") else {"use_cpu": cpu}),
+        "disable_tqdm": True,
+        "ddp_timeout": int(config.reward_client.collective_s),
+        **given,
+        "chat_template_kwargs": {**template_options(task), **(given.get("chat_template_kwargs") or {})},
+        "output_dir": str(Path(config.logging.dir).expanduser() / config.name),
+        "seed": config.seed,
+        "max_steps": training.max_steps,
+        "bf16": training.mixed_precision == "bf16",
+        "fp16": training.mixed_precision == "fp16",
+        "gradient_checkpointing": training.gradient_checkpointing,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+    }
+    try:
+        return GRPOConfig(**options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"algorithm.trl: {error}") from None
+
+
+def _launched_with(engine: str) -> bool:
+    """Whether accelerate's launcher configured DEEPSPEED, or FSDP."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
+
+
+def adapter_config(algorithm: VlmGrpoConfig) -> Any:
+    """PEFT's config of the adapter, by TRL's options; None for full fine-tuning. The vision tower is excluded unless
+    requested: its layers share names with those of the language model."""
+    given = {name: value for name, value in algorithm.trl.items() if name in model_fields() - grpo_fields()}
+    config: Any = get_peft_config(ModelConfig(**{"lora_target_modules": list(ADAPTED), **given}))
+    if config is not None and not algorithm.train_vision_tower:
+        config.exclude_modules = r".*visual\..*"
+    return config
+
 
 class RunTrainer(GRPOTrainer):
-    """Everything of a run that is not the algorithm.
+    """The parts of a run beside the algorithm: evaluation, checkpoints, stops, timings.
 
     Args:
         given: further arguments of TRL's trainer.
 
     Attributes:
-        owes_evaluation: the weights that it begins with were to be evaluated, and were not.
-        stopping: reason and exit code, once asked to stop.
-        scoring: completions of a training step are out to be judged.
-        costs: pictures, and forwards of the network that draws them.
+        owes_evaluation: the initial weights are still to be evaluated.
+        stopping: reason and exit code, once a stop was requested.
+        scoring: a training step waits for the rewards of its completions.
+        costs: images, and forwards of the diffusion model.
     """
 
-    def __init__(self, parts: Parts, arguments: GRPOConfig, **given: Any) -> None:
-        self.parts = parts
-        self.judge = Judge(parts)
+    def __init__(self, run: VlmRun, arguments: GRPOConfig, **given: Any) -> None:
+        self.run = run
+        self.scorer = CompletionScorer(run)
         self.owes_evaluation = True
         self.stopping: tuple[str, int] | None = None
         self.scoring = False
-        self._signal: str | None = None
-        self._alarm: str | None = None
-        self._started = time.monotonic()
+        self.stops = StopRequests(run.config.training.max_minutes, self.any_rank, "the end of this cycle")
         self._before: Mapping[str, Any] = {}
-        self._tokens_before = 0
-        self._counted_before: Mapping[str, Any] = {}
-        self.costs = Costs(parts.painter.network, parts.clock, frozen=True, recomputes=False)
-        self.costs.peak = None  # the policy computes besides, and would be missing from the FLOPs
+        self.costs = Costs(run.diffusion_model.network, run.clock, frozen=True, recomputes=False)
+        self.costs.peak = None  # the policy computes as well, and would be missing from the FLOPs
         super().__init__(args=arguments, callbacks=[RunCallback(self)], **given)
         self.remove_callback(PrinterCallback)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
         self.evaluate_now("step")
-        self.control.should_evaluate = False  # or a run that stops here evaluates once more
-        if self.any_rank(self._alarm is not None) and self.between_cycles():
-            self.stopping = self.asked_to_stop()
+        self.control.should_evaluate = False  # or a run that stops here would evaluate once more
+        if self.any_rank(self.stops.alarm is not None) and self.between_cycles():
+            self.stopping = self.stops.asked()
             self.control.should_training_stop = self.control.should_save = True
         return {}
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
-        """None: the run directory says what the run was."""
+        """Write none: the run directory documents the run."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.save(pinned=False)
@@ -96,49 +149,49 @@ class RunTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint) / "weights")
 
-    # --- where the time goes: words are "text", pictures "rollout" and "vae" ---
+    # --- timings: the text encoder's inference is "text", image generation "rollout" and "vae" ---
 
     def training_step(self, *args: Any, **options: Any) -> Any:
-        """Whatever is no part of its own is the backward, with the optimizer's step where DeepSpeed takes it there."""
-        with self.parts.clock.part("train_backward"):
+        """Time outside of the other parts is the backward, with the optimizer's step where DeepSpeed takes it there."""
+        with self.run.clock.part("train_backward"):
             return super().training_step(*args, **options)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with self.parts.clock.part("other"):
+        with self.run.clock.part("other"):
             return super()._prepare_inputs(generation_batch)
 
     def _generate(self, prompts: Any) -> Any:
-        with self.parts.clock.part("text"):
+        with self.run.clock.part("text"):
             return super()._generate(prompts)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
         """Of the policy in the loss, and before it of the reference and of the policy that generated."""
-        with self.parts.clock.part("train_forward"):
+        with self.run.clock.part("train_forward"):
             return super()._get_per_token_logps_and_entropies(*args, **options)
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
-        with self.parts.clock.part("train_forward"):
+        with self.run.clock.part("train_forward"):
             return super().compute_loss(*args, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        with self.parts.clock.part("optimizer"):
+        with self.run.clock.part("optimizer"):
             return super()._clip_grad_norm(model)
 
     def trained_parameters(self) -> int:
-        """Number of trained parameters, also where ZeRO-3 has left a share of each here."""
+        """Number of trained parameters, including those that ZeRO-3 keeps on other processes."""
         model: Any = self.model
         return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
 
     def spent(self) -> dict[str, float]:
-        """Seconds and costs by part since they were asked for last."""
-        seconds = self.parts.clock.split()
+        """Seconds and costs by part since the last call."""
+        seconds = self.run.clock.split()
         return seconds | self.costs.split(seconds["step"])
 
     # --- evaluation and checkpoints ---
 
     @contextmanager
-    def policy_at_hand(self) -> Iterator[Any]:
-        """The policy without wrappers, its weights whole: under ZeRO-3 gathered from all ranks."""
+    def whole_policy(self) -> Iterator[Any]:
+        """The policy without wrappers, with whole weights: under ZeRO-3 gathered from all ranks."""
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with (
             unwrap_model_for_generation(
@@ -151,53 +204,39 @@ class RunTrainer(GRPOTrainer):
         ):
             yield policy
 
-    def evaluate_now(self, moment: str) -> None:
-        """Answers, edits and rewards of the evaluation data from fixed seeds, its examples split over the ranks."""
-        parts, c, step = self.parts, self.parts.config.evaluation, self.state.global_step
-        examples = parts.eval_data[: c.num_examples]
+    def evaluate_now(self, moment: Moment) -> None:
+        """Evaluate completions and images on fixed seeds; the ranks share the examples."""
+        run, c, step = self.run, self.run.config.evaluation, self.state.global_step
+        examples = run.eval_data[: c.num_examples]
         own, padding = own_share(examples, self.accelerator.process_index, self.accelerator.num_processes)
         failed: RewardOutage | None = None
-        rounds: list[Judged] = []
-        with parts.clock.part("eval"), self.policy_at_hand() as policy:
+        rounds: list[ScoredCompletions] = []
+        with run.clock.part("eval"), self.whole_policy() as policy:
             try:
                 for k in range(c.images_per_example):
-                    judged = answer(self.judge, policy, own + examples[:1] * padding, 0, "eval", k, score=True)
-                    rounds.append(first_of(judged, len(own)))
+                    scored = self.scorer.complete(policy, own + examples[:1] * padding, 0, "eval", k, score=True)
+                    rounds.append(scored.first(len(own)))
             except RewardOutage as error:
                 failed = error
-        self.together(failed)
+        raise_together(failed, self.any_rank)
         gathered = gather_list([rounds])
-        rounds = [joined([of_rank[k] for of_rank in gathered]) for k in range(c.images_per_example)]
-        evaluation = evaluation_of(rounds)
-        held_out = "held_out" if parts.eval_is_held_out else "train"
-        means = evaluation.means()
-        about = {"moment": moment, "examples": held_out, "images": len(evaluation.rows)}
-        parts.dir.log("eval", step, {**about, **means}, self.spent())
+        seconds = self.spent()
         if not self.accelerator.is_main_process:
             return
-        told = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        logger.info("step %d, %d %s images: %s", step, len(evaluation.rows), held_out.replace("_", "-"), told)
-        self._watch(parts.dir.path / "evaluations", evaluation)
-        save_evaluation(evaluation, parts.dir.path / "evaluations" / f"step-{step:06d}", c.grid_examples)
+        rounds = [joined([of_rank[k] for of_rank in gathered]) for k in range(c.images_per_example)]
+        evaluation = evaluation_of(rounds)
+        alarms = record_evaluation(run, step, moment, evaluation, seconds, images=c.grid_examples, compared_from=0)
+        for alarm in alarms:
+            run.dir.alarm(step, alarm.text)
+            if alarm.of_gold and c.on_gold_fall == "stop":
+                self.stops.alarm = alarm.text
         if c.grid_examples:
-            parts.dir.save_image(step, "evaluation", judged_grid(rounds[0], c.grid_examples))
-
-    def _watch(self, folder: Path, evaluation: Evaluation) -> None:
-        """Alarms on an evaluation, beside those before it."""
-        table, step = self.parts.rewards, self.state.global_step
-        weights = {name: table.weights[name] for name in table.trained if table.weights[name]}
-        gold = [name for name in table.entries if name not in table.trained]
-        past = [path for path in sorted(folder.glob("step-*")) if int(path.name[5:]) < step]
-        earlier = [read_metrics(path / "rows.jsonl") for path in past]
-        for alarm in evaluation_alarms(earlier, evaluation.rows, weights, gold):
-            self.parts.dir.alarm(step, alarm.text)
-            if alarm.of_gold and self.parts.config.evaluation.on_gold_fall == "stop":
-                self._alarm = alarm.text
+            run.dir.save_image(step, "evaluation", scored_grid(rounds[0], c.grid_examples))
 
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""
-        writing = self.parts.dir.checkpoints / f".writing-step-{self.state.global_step:06d}"
-        with self.parts.clock.part("checkpoint"):
+        writing = self.run.dir.checkpoints / f".writing-step-{self.state.global_step:06d}"
+        with self.run.clock.part("checkpoint"):
             if self.accelerator.is_main_process:
                 drop_unfinished(writing.parent)
             self.accelerator.wait_for_everyone()
@@ -208,16 +247,16 @@ class RunTrainer(GRPOTrainer):
             finally:
                 self.args.output_dir = given
             self.accelerator.wait_for_everyone()
-            told = of_all(gather_list([self.parts.rewards.state()]))
+            rewards = of_all(gather_list([self.run.rewards.state()]))
             if self.accelerator.is_main_process:
-                finish_checkpoint(writing, self.state.global_step, self.parts.config, told, pinned=pinned)
+                finish_checkpoint(writing, self.state.global_step, self.run.config, rewards, pinned=pinned)
             self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
-        """The end of the run: last checkpoint, last evaluation, report; or why it ends here.
+        """End the run: last checkpoint, last evaluation, report; or the reason why it ends here.
 
         Raises:
-            Stopped: asked to stop before the last step.
+            Stopped: a stop was requested before the last step.
         """
         if self.stopping is not None:
             reason, code = self.stopping
@@ -228,86 +267,92 @@ class RunTrainer(GRPOTrainer):
         self._end("finished")
 
     def _end(self, event: str, **about: str) -> None:
-        self.parts.dir.log("event", self.state.global_step, {"event": event, **about})
+        self.run.dir.log("event", self.state.global_step, {"event": event, **about})
         if self.accelerator.is_main_process:
-            leave_report(self.parts.dir.path)
+            leave_report(self.run.dir.path)
 
     # --- stopping ---
 
-    def together(self, failed: Exception | None) -> None:
-        """All ranks stop with the one whose rewards are missing, or they would wait for it for ever."""
-        if self.any_rank(failed is not None):
-            raise failed or RewardOutage("rewards failed on another process; see its log")
-
     def stop_without_rewards(self, error: Exception) -> None:
-        """Leave a checkpoint of the state before the completions whose rewards are missing. An evaluation has changed
-        nothing; inside a cycle the last checkpoint stands.
+        """Write a checkpoint of the state before the completions whose rewards are missing. An evaluation changes no
+        state; inside a cycle the last checkpoint stays the newest.
 
         Raises:
             Stopped: always.
         """
         if self.scoring:
-            set_rng_state(dict(self._before))
-            self.state.num_input_tokens_seen = self._tokens_before
-            self.parts.rewards.restore(self._counted_before)
+            set_rng_state(dict(self._before["generators"]))
+            self.state.num_input_tokens_seen = self._before["tokens"]
+            self.run.rewards.restore(self._before["rewards"])
         if self.between_cycles():
-            self.save(pinned=self.state.global_step >= self.parts.config.training.max_steps)
+            self.save(pinned=self.state.global_step >= self.run.config.training.max_steps)
         self._end("stopped", reason=str(error))
         raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
 
-    @contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM stop the run at the next cycle; a second one leaves at once."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def any_rank(self, flag: bool) -> bool:
-        """True where any rank says so."""
+        """Whether the flag is set on any rank."""
         votes: Any = self.accelerator.gather(torch.tensor([float(flag)], device=self.accelerator.device))
         return bool(votes.sum() > 0)
 
     def between_cycles(self) -> bool:
         """Whether no completions are left to train on."""
-        return self.state.global_step % self.parts.derived.optimizer_steps_per_generation == 0
+        return self.state.global_step % self.run.derived.optimizer_steps_per_generation == 0
 
     def remember(self) -> None:
-        """The generators and counts as they are before completions are generated."""
-        self._before, self._tokens_before = rng_state(), self.state.num_input_tokens_seen
-        self._counted_before = self.parts.rewards.state()
-
-    def asked_to_stop(self) -> tuple[str, int] | None:
-        """Reason and exit code, the same on every rank."""
-        limit = self.parts.config.training.max_minutes
-        if self.any_rank(self._signal is not None):
-            return f"received {self._signal or 'a signal on another process'}", 3
-        if self.any_rank(self._alarm is not None):
-            return self._alarm or "an alarm on the first process", 3
-        if limit is not None and self.any_rank(time.monotonic() - self._started > 60 * limit):
-            return f"training.max_minutes = {limit:g} reached", 0
-        return None
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:
-            raise KeyboardInterrupt  # asked twice: leave now; the last checkpoint stands
-        self._signal = signal.Signals(number).name
-        logger.warning("%s: stopping after this cycle; once more to leave at once", self._signal)
+        """Keep generators and counts as they are before completions are generated."""
+        tokens, rewards = self.state.num_input_tokens_seen, self.run.rewards.state()
+        self._before = {"generators": rng_state(), "tokens": tokens, "rewards": rewards}
 
 
-def has_ended(parts: Parts, step: int) -> bool:
-    """Whether a run that is resumed at a step has nothing left to do."""
-    if step < parts.config.training.max_steps:
-        return False
-    records = read_metrics(parts.dir.path / "metrics.jsonl")
-    return any((record["step"], record.get("event")) == (step, "finished") for record in records)
+class RunCallback(TrainerCallback):
+    """Writes the trainer's metrics to the run directory; decides when to save, to evaluate and to stop."""
 
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer = trainer
+        self._optimizing = ExitStack()
+        self._idle = IdleWatch()
 
-def owes_evaluation(parts: Parts, step: int) -> bool:
-    """Whether the weights of a step were to be evaluated, and were not: at the start, or where rewards were away."""
-    training = parts.config.training
-    due = step == 0 or (bool(training.eval_every) and step % training.eval_every == 0 and step < training.max_steps)
-    records = read_metrics(parts.dir.path / "metrics.jsonl")
-    return due and not any((record["kind"], record["step"]) == ("eval", step) for record in records)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for record in read_metrics(self.trainer.run.dir.path / "metrics.jsonl"):
+            if record["kind"] == "train":
+                self._idle_alarm(record)  # already reported
+        self.trainer.spent()  # opening the run does not count towards its first step
+        if self.trainer.owes_evaluation:  # only now are the weights on their device
+            self.trainer.evaluate_now("step" if state.global_step else "start")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.between_cycles():
+            self.trainer.remember()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._optimizing.enter_context(self.trainer.run.clock.part("optimizer"))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._optimizing.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        training, step = self.trainer.run.config.training, state.global_step
+        last = step >= training.max_steps
+        if self.trainer.between_cycles() and not last:
+            self.trainer.stopping = self.trainer.stops.asked()
+            control.should_training_stop = control.should_training_stop or self.trainer.stopping is not None
+        due = training.checkpoint_every and step % training.checkpoint_every == 0
+        control.should_save = bool((due or self.trainer.stopping) and not last)
+        control.should_evaluate = bool(training.eval_every and step % training.eval_every == 0 and not last)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        values = dict(logs or {})
+        if "loss" not in values:  # the summary at the end
+            return
+        dropped = ("total_flos", "epoch", "step_time")  # TRL's own timings: the run's clock has them by part
+        values = {n: v for n, v in values.items() if n not in dropped and not n.startswith("profiling/")}
+        values["lr"] = values.pop("learning_rate")
+        self.trainer.run.dir.log("train", state.global_step, {"phase": "rl", **values}, self.trainer.spent())
+        alarm = self._idle_alarm(values)
+        if alarm is not None:
+            self.trainer.run.dir.alarm(state.global_step, alarm)
+
+    def _idle_alarm(self, values: Mapping[str, Any]) -> str | None:
+        """For a step that generated completions; other steps log no rewards."""
+        share = values.get("frac_reward_zero_std")
+        return None if share is None else self._idle.see(share == 1.0)

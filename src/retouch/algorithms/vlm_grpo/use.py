@@ -1,4 +1,4 @@
-"""Using a text encoder that vlm_grpo trained: `retouch sample` and `retouch eval` by its own words."""
+"""Use a text encoder that vlm_grpo trained: `retouch sample` and `retouch eval` with its own completions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,9 @@ from PIL import Image
 
 from retouch.algorithms.vlm_grpo.checkpoint import load_weights
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
-from retouch.algorithms.vlm_grpo.judge import (
-    Judge,
-    answer,
-    evaluation_of,
-)
-from retouch.algorithms.vlm_grpo.parts import (
-    Parts,
-    load_painter,
-    load_policy,
-    tokenizer_of,
-)
-from retouch.algorithms.vlm_grpo.rules import derive_vlm
+from retouch.algorithms.vlm_grpo.responses import tokenizer_of
+from retouch.algorithms.vlm_grpo.run import VlmRun, load_diffusion_model, load_policy
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, evaluation_of
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset
 from retouch.families.qwen.text import prefix_length
@@ -33,8 +24,8 @@ from retouch.rollout.sampler import require_drawn
 from retouch.training.evaluation import Evaluation
 
 
-def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards: RewardTable, device: Any) -> Parts:
-    """The parts of a run with trained weights in its policy; None: the base.
+def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards: RewardTable, device: Any) -> VlmRun:
+    """A run with trained weights in its policy; None: the base.
 
     Raises:
         ModelFilesError, CheckpointError: files that are missing or of another model.
@@ -45,18 +36,17 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
     policy.to(device).eval().requires_grad_(False)
     if weights is not None and (weights / "adapter_config.json").is_file():
         policy = PeftModel.from_pretrained(policy, str(weights)).eval()
-        load_weights(policy, weights)  # exactly: from_pretrained takes what fits
-    elif weights is not None:
-        load_weights(policy, weights)
-    return Parts(
+    if weights is not None:
+        load_weights(policy, weights)  # an adapter again, exactly: from_pretrained ignores names that do not match
+    return VlmRun(
         config=config,
         algorithm=algorithm,
-        derived=derive_vlm(config, _alone(algorithm)),
+        derived=_one_process(algorithm).derive(config),
         policy=policy,
         processor=processor,
         task=task,
         drop=prefix_length(tokenizer_of(processor), task),
-        painter=load_painter(config, "cpu" if algorithm.offload_painter else device),
+        diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_diffusion_model else device),
         data=data,
         eval_data=data,
         eval_is_held_out=False,
@@ -69,15 +59,14 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
 def evaluate_trained(
     config: RunConfig, data: Dataset, weights: Mapping[str, Path | None], images: int | None, rewards: RewardTable
 ) -> dict[str, Evaluation]:
-    """Every set of weights on the same examples and seeds."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Evaluate each set of weights on the same examples and seeds."""
     examples = data[: config.evaluation.num_examples]
     rounds = range(images or config.evaluation.images_per_example)
 
-    def evaluated(folder: Path | None) -> Evaluation:  # its networks are gone before the next ones are loaded
-        parts = open_trained(config, data, folder, rewards, device)
-        judge = Judge(parts)
-        return evaluation_of([answer(judge, parts.policy, examples, 0, "eval", k, score=True) for k in rounds])
+    def evaluated(folder: Path | None) -> Evaluation:  # frees its networks before the next ones are loaded
+        run = open_trained(config, data, folder, rewards, _device())
+        scorer = CompletionScorer(run)
+        return evaluation_of([scorer.complete(run.policy, examples, 0, "eval", k, score=True) for k in rounds])
 
     return {name: evaluated(folder) for name, folder in weights.items()}
 
@@ -91,7 +80,7 @@ def sample_trained(
     steps: int | None,
     path_of: Callable[[int], Path],
 ) -> list[Path]:
-    """Generate completions and images for every example: PNGs, and beside each its completion as a text file.
+    """Generate completions and images for every example: a PNG each, with its completion in a text file beside it.
 
     Args:
         path_of: from the id of an example to the path of its next image.
@@ -102,23 +91,26 @@ def sample_trained(
     steps = steps or config.evaluation.num_steps
     if steps is not None:
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_steps": steps})})
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts = open_trained(config, data, weights, RewardTable({}, config.reward_client), device)
-    judge, written = Judge(parts), list[Path]()
+    run = open_trained(config, data, weights, RewardTable({}, config.reward_client), _device())
+    scorer, written = CompletionScorer(run), list[Path]()
     for position in range(len(data)):
         example = data[position]
         for k in range(count):
-            judged = answer(judge, parts.policy, [example], seed, "sample", k, score=False)
-            require_drawn(judged.broken, example.id)
+            generated = scorer.complete(run.policy, [example], seed, "sample", k, score=False)
+            require_drawn(generated.broken, example.id)
             path = path_of(example.id)
-            Image.fromarray(judged.images[0][0].numpy()).save(path)
-            path.with_suffix(".txt").write_text(judged.texts[0] + "\n", encoding="utf-8")
+            Image.fromarray(generated.images[0][0].numpy()).save(path)
+            path.with_suffix(".txt").write_text(generated.texts[0] + "\n", encoding="utf-8")
             written.append(path)
     return written
 
 
-def _alone(algorithm: VlmGrpoConfig) -> VlmGrpoConfig:
-    """The algorithm with batches that fit one process, which using it does not train with."""
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _one_process(algorithm: VlmGrpoConfig) -> VlmGrpoConfig:
+    """The algorithm with batch sizes that fit one process; they have no effect without training."""
     group = algorithm.count("num_generations")
     sizes = {"per_device_train_batch_size": group, "gradient_accumulation_steps": 1, "num_iterations": 1}
     rest = {n: v for n, v in algorithm.trl.items() if n not in ("steps_per_generation", "generation_batch_size")}

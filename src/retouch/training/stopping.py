@@ -1,0 +1,66 @@
+"""Reasons to stop a run, decided by all processes together."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from retouch.rollout.scorer import RewardOutage
+
+logger = logging.getLogger(__name__)
+
+AnyRank = Callable[[bool], bool]
+"""Whether a flag is set on any process; a collective."""
+
+
+class StopRequests:
+    """A signal, an alarm, or the end of `training.max_minutes`.
+
+    Args:
+        max_minutes: None for no limit.
+        where: the next place at which a run can stop, for the log.
+    """
+
+    def __init__(self, max_minutes: float | None, any_rank: AnyRank, where: str) -> None:
+        self._max_minutes, self._any_rank, self._where = max_minutes, any_rank, where
+        self._started = time.monotonic()
+        self._signal: str | None = None
+        self.alarm: str | None = None
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Inside, SIGINT and SIGTERM request a stop; a second one raises KeyboardInterrupt."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def asked(self) -> tuple[str, int] | None:
+        """Reason and exit code, the same on every process; None to continue. Each request may have reached some
+        processes only."""
+        if self._any_rank(self._signal is not None):
+            return f"received {self._signal or 'a signal on another process'}", 3
+        if self._any_rank(self.alarm is not None):
+            return self.alarm or "an alarm on the first process", 3
+        limit = self._max_minutes
+        if limit is not None and self._any_rank(time.monotonic() - self._started > 60 * limit):
+            return f"training.max_minutes = {limit:g} reached", 0
+        return None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            raise KeyboardInterrupt  # the second request: leave now; the last checkpoint stands
+        self._signal = signal.Signals(number).name
+        logger.warning("%s: stopping at %s; send it again to leave at once", self._signal, self._where)
+
+
+def raise_together(failed: RewardOutage | None, any_rank: AnyRank) -> None:
+    """Raise on every process if rewards failed on any, or the others would wait for it forever."""
+    if any_rank(failed is not None):
+        raise failed or RewardOutage("rewards failed on another process; see its log")
