@@ -26,7 +26,7 @@ from retouch.data.sampler import derive_seed
 from retouch.families.loading import tiny_path
 from retouch.families.qwen_image.model import QwenImage
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout.transition import denoising_error
+from retouch.training.noised import denoising_error
 from retouch.tiny.edits import (
     COLOURS,
     GROUND,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from retouch.rewards.scorers import preservation
-from retouch.training import rollouts
+from retouch.training import experience
 
 from .runs import Rule, Scripted, Use
 

@@ -14,7 +14,7 @@ from retouch.data.sampler import (
     Slot,
     rank_slots,
 )
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.types import Failure, Score
 
 from .runs import Config, Use, brightness, of_kind, train, weights

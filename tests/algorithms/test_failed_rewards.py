@@ -28,8 +28,8 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.rollout.scorer import Tally
-from retouch.training import rollouts
+from retouch.training.scoring import Tally
+from retouch.training import experience
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.rewards.fakes import closed_port, until
@@ -239,7 +239,7 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
 
 def test_a_rate_over_the_whole_run_stops_it_too(config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of twenty fails, every time: within the rate of an epoch, over that of the run."""
-    monkeypatch.setattr("retouch.rollout.scorer._RUN_IMAGES", 20)
+    monkeypatch.setattr("retouch.training.scoring._RUN_IMAGES", 20)
     count = itertools.count()
     scripted(lambda item: Failure("bad_item", "no") if next(count) % 8 == 7 else brightness(item))
     client = {"max_failure_rate": 0.5, "max_run_failure_rate": 0.1}

@@ -26,8 +26,8 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.rollout.scorer import RewardOutage
-from retouch.training import evaluating
+from retouch.training.scoring import RewardOutage
+from retouch.training import evaluation
 from retouch.training.build import build
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped

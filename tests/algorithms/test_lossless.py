@@ -17,7 +17,7 @@ from retouch.engine import Engine, OutOfMemory, engine
 from retouch.engine.speed import compile_blocks
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import RewardTable
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.training.build import build
 from retouch.types import Outcome
 

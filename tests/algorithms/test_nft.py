@@ -11,7 +11,7 @@ from torch import Tensor
 from retouch.algorithms.nft import recipe as nft
 from retouch.config import RunConfig
 from retouch.rewards.protocol import RewardItem
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.types import Failure, Score
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights

@@ -11,8 +11,8 @@ import pytest
 
 from retouch.config import RunConfig
 from retouch.rewards.table import RewardTable
-from retouch.rollout.scorer import RewardOutage
-from retouch.training import readiness
+from retouch.training.scoring import RewardOutage
+from retouch.training import scoring
 
 
 @pytest.mark.parametrize(("wait", "at_least"), [(0.0, 0.6), (1.2, 1.2)])

@@ -18,7 +18,7 @@ from retouch.config import load_run
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import is_pinned, read_state
 from retouch.rewards.table import RewardTable
-from retouch.rollout.scorer import RewardOutage
+from retouch.training.scoring import RewardOutage
 from tests.algorithms.test_vlm_grpo import parts_of
 from tests.algorithms.vlm_runs import RunFile, records, train, vlm_file
 

@@ -23,8 +23,8 @@ from retouch.rewards.table import (
     RewardTable,
     of_all,
 )
-from retouch.rollout import scorer
-from retouch.rollout.scorer import (
+from retouch.training import scoring as scorer
+from retouch.training.scoring import (
     FailureRateExceeded,
     PendingBatch,
     RewardOutage,

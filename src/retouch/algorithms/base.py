@@ -188,6 +188,16 @@ class RlConfig(Objective):
     def supervised_steps(self, run: RunConfig) -> int:
         return self.sft_steps
 
+    @property
+    def recorded_log_probs(self) -> Literal["exact", "cps"]:
+        """The log-probability that sampling records."""
+        return "exact"
+
+    @property
+    def records_means(self) -> bool:
+        """Whether sampling records the means of the trained steps."""
+        return False
+
     def rows_per_device(self, run: RunConfig, world_size: int) -> int:
         """Samples (DPO: pairs) of an epoch that a process trains on."""
         rollout = run.rollout

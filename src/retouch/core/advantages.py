@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import require_known
+from retouch.core.reduce import require_known
 
 Baseline = Literal["group", "batch"]
 Scale = Literal["group", "batch", "none"]

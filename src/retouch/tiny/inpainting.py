@@ -54,7 +54,7 @@ from retouch.rewards.sections import (
     RewardClientConfig,
 )
 from retouch.rewards.table import RewardTable
-from retouch.rollout.transition import denoising_error
+from retouch.training.noised import denoising_error
 from retouch.tiny.signs import (
     Sign,
     draw_sign,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torch import nn
@@ -30,6 +31,8 @@ from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
 from retouch.registry import load_attribute
 from retouch.rewards.table import RewardTable
+from retouch.rollout.encoded import EncodedData
+from retouch.rollout.plan import Plans
 from retouch.texts import require_texts_of
 from retouch.types import DiffusionModel
 
@@ -66,14 +69,29 @@ class Run:
 
     @property
     def guidance_scale(self) -> float:
-        """Of rollouts, of the log-probabilities taken on them, and of evaluation."""
+        """Guidance of rollouts, of their log-probabilities, and of evaluation."""
         given = self.config.rollout.guidance_scale
         return self.model.spec.guidance_scale if given is None else given
 
+    @cached_property
+    def encoded(self) -> EncodedData:
+        """Encoded examples of `data`, under the guidance of rollouts."""
+        return EncodedData(self.model, self.data, self.guidance_scale, self.clock)
+
+    @cached_property
+    def encoded_for_denoising(self) -> EncodedData:
+        """Encoded examples of `data`, under the guidance of losses on noised images."""
+        return self.encoded.guided(self.denoising_guidance_scale)
+
+    @cached_property
+    def plans(self) -> Plans:
+        """The solver plans of rollouts."""
+        return Plans(self.config)
+
     @property
     def denoising_guidance_scale(self) -> float:
-        """Of losses on noised pictures (SFT, DPO, NFT): that of rollouts where the network is told of it; 1 where
-        guidance is two forwards, because it is the conditional prediction that learns to denoise."""
+        """Guidance of losses on noised images (SFT, DPO, NFT): that of rollouts if the network embeds it; 1 if guidance
+        is two forwards, because it is the conditional prediction that learns to denoise."""
         return 1.0 if FACTS[self.config.model.family].doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from retouch.rollout.scorer import RewardOutage
+from retouch.training.scoring import RewardOutage
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from retouch.rollout.sampler import (
     sample,
     to_uint8,
 )
-from retouch.rollout.scorer import without_strip
+from retouch.training.scoring import without_strip
 from retouch.types import DiffusionModel
 from retouch.use.items import SampleRequest, items_to_sample, make_folder, mask_crop
 from retouch.use.trained import Loaded, Trained
