@@ -31,7 +31,7 @@ from inputs import inputs  # noqa: E402
 
 from retouch.config import derive, load_run  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
-from retouch.use import gains  # noqa: E402
+from retouch.use.comparison import gains  # noqa: E402
 
 FAMILIES = ("flux_fill", "sd_inpaint")
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")

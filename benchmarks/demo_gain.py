@@ -26,7 +26,7 @@ from inputs import inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
-from retouch.use import gains  # noqa: E402
+from retouch.use.comparison import gains  # noqa: E402
 
 
 def main() -> None:

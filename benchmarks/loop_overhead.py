@@ -32,7 +32,7 @@ from diffusers import FluxTransformer2DModel
 from epochs import epochs
 
 from retouch.config import parse_run
-from retouch.families.tiny import tiny_flux_fill
+from retouch.families.flux_fill.model import FluxFill
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -185,7 +185,7 @@ def run_file(algorithm: str, train: str, arguments: argparse.Namespace, work: Pa
     """A run on a random base; each epoch is one batch of rollouts and one optimizer step."""
     model, side = work / "model", arguments.side
     if not model.exists():
-        pipe = tiny_flux_fill()
+        pipe = FluxFill.tiny()
         heads = arguments.width // 32
         pipe.register_modules(
             transformer=FluxTransformer2DModel.from_config(pipe.transformer.config, num_attention_heads=heads)

@@ -36,19 +36,13 @@ from transformers import (
     T5EncoderModel,
 )
 
-from retouch.doctor.model import PIPELINES
-from retouch.families.meta import on_meta
-from retouch.families.qwen.base import (
-    RELEASED_TEXT,
-    RELEASED_VISION,
-)
-from retouch.families.registry import family_class
-from retouch.families.tiny import (
-    byte_clip_tokenizer,
-    byte_qwen_tokenizer,
-    tiny_image_encoder,
-    tiny_pipeline,
-)
+from retouch.families import FAMILIES
+from retouch.families.meta import on_meta, released_networks
+from retouch.families.qwen.spec import FACTS
+from retouch.families.qwen.tiny import byte_qwen_tokenizer
+from retouch.families.tiny import byte_clip_tokenizer, tiny_image_encoder, tiny_pipeline
+
+QWEN_TEXT = FACTS["released"]["text_encoder"]
 
 Networks = dict[str, Callable[[], Any]]
 """Folder of a component -> what makes its network."""
@@ -70,7 +64,7 @@ def qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
     """Qwen2.5-VL-7B; marks of pictures by their ids in the byte tokenizer."""
     tokenizer = byte_qwen_tokenizer()
     text = {
-        **RELEASED_TEXT,
+        **QWEN_TEXT["text_config"],
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -79,7 +73,8 @@ def qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{mark}|>")
         for name, mark in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"))
     }
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=RELEASED_VISION, **ids))
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=QWEN_TEXT["vision_config"], **ids)
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def autoencoder(**options: Any) -> Callable[[], AutoencoderKL]:
@@ -116,10 +111,10 @@ def siglip() -> SiglipVisionModel:
 def write_model(folder: Path, family: str, *, tiny: bool) -> Path:
     """A folder in the diffusers layout with configs and tokenizers alone, at the released or at the toy sizes."""
     folder.mkdir(parents=True)
-    pipeline, kinds = PIPELINES[family]
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), encoding="utf-8")
+    spec = FAMILIES[family].spec
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": spec.pipeline}), encoding="utf-8")
     toy: Any = tiny_pipeline(family) if tiny else None
-    for name in kinds:
+    for name in spec.networks:
         made = toy.components[name] if tiny else on_meta(released(family)[name])
         if isinstance(made, ModelMixin):
             made.save_config(folder / name)
@@ -133,8 +128,8 @@ def write_model(folder: Path, family: str, *, tiny: bool) -> Path:
 
 def released(family: str) -> Networks:
     """Every network of a family at its released size."""
-    trained = next(iter(PIPELINES[family][1]))
-    return {trained: family_class(family).released_network, **PUBLISHED[family]}
+    spec = FAMILIES[family].spec
+    return {spec.network_name: lambda: released_networks(spec)[spec.network_name], **PUBLISHED[family]}
 
 
 def write_encoder(folder: Path, *, tiny: bool) -> Path:

@@ -42,10 +42,8 @@ from retouch.observe import Stopwatch  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
 from retouch.observe.statistics import paired_difference  # noqa: E402
-from retouch.rewards.sections import (  # noqa: E402
-    OcrReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig  # noqa: E402
+from retouch.rewards.scorers.ocr import OcrReward  # noqa: E402
 from retouch.rewards.table import RewardTable  # noqa: E402
 from retouch.tiny.signs import (  # noqa: E402
     Sign,
@@ -55,7 +53,7 @@ from retouch.training.evaluation import (  # noqa: E402
     Evaluation,
     evaluate,
 )
-from retouch.use import Loaded  # noqa: E402
+from retouch.use.loaded import Loaded  # noqa: E402
 
 SIZE, HELD_OUT_SEED = (32, 64), 3
 MEASURES = ("ocr", "font_right", "font_margin", "ink_error")

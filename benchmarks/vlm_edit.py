@@ -29,7 +29,7 @@ from PIL import Image
 from vlm_words import words_decide
 
 from retouch.config import load_run
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.observe.grids import grid
 from retouch.observe.run_dir import environment, read_metrics
 from retouch.observe.statistics import paired_difference

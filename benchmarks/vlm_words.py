@@ -16,7 +16,7 @@ import numpy as np
 
 from retouch.algorithms.vlm_grpo.responses import Responses, generate_completions
 from retouch.algorithms.vlm_grpo.run import VlmRun
-from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, joined, noise_seeds
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, noise_seeds
 from retouch.algorithms.vlm_grpo.use import open_trained
 from retouch.config import RunConfig
 from retouch.config.needs import needed_pictures
@@ -87,8 +87,8 @@ def shown(parts: VlmRun, data: Dataset, completions: Sequence[Sequence[int]]) ->
     for start in range(0, len(data), batch):
         chunk = data[start : start + batch]
         given = replace(questions(parts, chunk), completion_ids=completions[start : start + batch])
-        drawn.append(judge.generate(parts.policy, chunk, given, noise_seeds("eval", 0, chunk, 0)))
-    pairs = zip(data, joined(drawn).images, strict=True)
+        drawn += judge.generate(parts.policy, chunk, given, noise_seeds("eval", 0, chunk, 0))
+    pairs = zip(data, (one.images for one in drawn), strict=True)
     return [colour_of(image[0].numpy(), np.asarray(example.mask)) for example, image in pairs]
 
 

@@ -29,7 +29,7 @@ from retouch.training.evaluation import (
     Evaluation,
     load_evaluation,
 )
-from retouch.use import gains
+from retouch.use.comparison import gains
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATA, RUN = Path("runs/demo-data"), Path("runs/demo")

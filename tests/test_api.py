@@ -14,10 +14,9 @@ import yaml
 from PIL import Image
 
 import retouch
-from retouch import use
 from retouch.config import ConfigError
 from retouch.data.dataset import DataError
-from retouch.use import trained
+from retouch.use import loaded, trained
 from tests.command_line import retouch as command
 from tests.docs.pages import REPOSITORY, blocks
 
@@ -80,7 +79,7 @@ def test_samples_are_those_of_the_command(finished: Finished, signs: Path, tmp_p
 def test_a_mistyped_path_loads_no_model(
     finished: Finished, signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(use, "Loaded", lambda config: pytest.fail("loaded"))
+    monkeypatch.setattr(loaded, "Loaded", lambda config, **_: pytest.fail("loaded"))
     run = retouch.load(finished("full"))
     with pytest.raises(DataError, match=r"no\.png: no such file"):
         run.sample(signs / "held_out/test201_source.png", tmp_path / "no.png", text="A")
@@ -111,7 +110,7 @@ def test_a_run_from_a_mapping_that_reaches_its_time_limit(run_file: Callable[...
 
 
 def test_mistakes_are_one_message(finished: Finished, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run directory"):
+    with pytest.raises(ConfigError, match="expected a run directory"):
         retouch.load(tmp_path)
     with pytest.raises(ConfigError, match=r"no such run file"):
         retouch.train(tmp_path / "run.yaml")

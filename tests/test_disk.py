@@ -75,7 +75,7 @@ def test_what_is_not_the_disks_keeps_its_traceback() -> None:
 def test_a_file_where_a_folder_should_be(run_yaml: Path, tmp_path: Path, target: str) -> None:
     (tmp_path / "my.yaml").write_text("kept")
     place = tmp_path / target
-    says = "a file is where a folder should be; set logging.dir or --out to a folder"
+    says = "a file exists where a folder is expected; set logging.dir or --out to a folder"
     assert failed(retouch("train", run_yaml, f"logging.dir={place}")).endswith(f": {says}")
     assert failed(retouch("data", "precompute", run_yaml, "--out", place)) == f"{place}: {says}"
     assert failed(retouch("data", "edits", "--count", 1, "--out", place)) == f"{place}: {says}"
@@ -90,7 +90,7 @@ def test_a_folder_that_is_read_only(
         raise OSError(number, os.strerror(number), str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    reason = f"{os.strerror(number).lower()}; permit it, or set logging.dir or --out to a folder that can be written"
+    reason = f"{os.strerror(number).lower()}; change its permissions, or set logging.dir or --out to a writable folder"
     for command in (
         ("train", run_yaml, f"logging.dir={tmp_path}/ro"),
         ("sample", "--config", run_yaml, "--data", signs / "held_out", "--out", tmp_path / "ro"),
@@ -139,8 +139,8 @@ def test_what_could_not_be_read_lies_elsewhere(tmp_path: Path) -> None:
     """No advice about where to write; and another option is named where it says the place."""
     with pytest.raises(OSError) as raised, writing(tmp_path / "run"):
         raise PermissionError(errno.EACCES, "Permission denied", "/data/train.json")
-    assert file_problem(raised.value) == "/data/train.json: permission denied; permit it"
+    assert file_problem(raised.value) == "/data/train.json: permission denied; change its permissions"
     with pytest.raises(OSError) as raised, writing(tmp_path / "run", "--endpoints and --log-dir"):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "run" / "x"))
-    says = "permission denied; permit it, or set --endpoints and --log-dir to a folder that can be written"
+    says = "permission denied; change its permissions, or set --endpoints and --log-dir to a writable folder"
     assert file_problem(raised.value) == f"{tmp_path / 'run' / 'x'}: {says}"

@@ -18,10 +18,8 @@ from retouch.data.dataset import (
 )
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
-from retouch.rewards.sections import (
-    PreservationReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
 from retouch.training.evaluation import (
     Evaluation,
@@ -32,7 +30,7 @@ from retouch.training.evaluation import (
     save_evaluation,
 )
 from retouch.types import Example
-from retouch.use import Loaded
+from retouch.use.loaded import Loaded
 
 
 @pytest.fixture

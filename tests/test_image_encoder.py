@@ -15,7 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from retouch.config import ConfigError
 from retouch.families.tiny import tiny_image_encoder
 from retouch.image_encoder import TINY, ImageEncoder, pad_to_square
-from retouch.rewards.scorers.style import StyleScorer
+from retouch.rewards.scorers.style import StyleReward
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -83,7 +83,7 @@ def test_encoders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.train\.image_encoder: given '.*nowhere', which cannot be loaded"):
         ImageEncoder.load(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"^image_encoder: given '.*nowhere', which cannot be loaded"):
-        StyleScorer(image_encoder=str(tmp_path / "nowhere"), gate=0).load("cpu")
+        StyleReward(image_encoder=str(tmp_path / "nowhere"), gate=0).make().load("cpu")
     T5EncoderModel(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).save_pretrained(
         tmp_path
     )

@@ -25,8 +25,8 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.types import Diverged
-from retouch.use import Trained
 from retouch.use.page import Asked, Studio, page
+from retouch.use.trained import Trained
 from tests.command_line import retouch
 from tests.test_use import drawn, inside, pixels
 
@@ -76,11 +76,11 @@ def test_a_run_file_alone_shows_the_base(config: Callable[..., RunConfig], drawi
 def test_what_is_missing_is_said(studio: Studio, drawing: dict[str, Any]) -> None:
     clear = Image.new("RGBA", (64, 32))
     cases: list[tuple[Any, Asked, str]] = [
-        (None, Asked(text="A"), "choose a picture first"),
-        ({**drawing, "background": None}, Asked(text="A"), "choose a picture first"),
-        ({**drawing, "layers": []}, Asked(text="A"), "paint over what is to be drawn anew"),
-        ({**drawing, "layers": [clear]}, Asked(text="A"), "paint over what is to be drawn anew"),
-        (drawing, Asked(prompt=" "), "write a text, or a whole prompt"),
+        (None, Asked(text="A"), "choose an image first"),
+        ({**drawing, "background": None}, Asked(text="A"), "choose an image first"),
+        ({**drawing, "layers": []}, Asked(text="A"), "paint over the region to repaint"),
+        ({**drawing, "layers": [clear]}, Asked(text="A"), "paint over the region to repaint"),
+        (drawing, Asked(prompt=" "), "enter a target text or a whole prompt"),
         (drawing, Asked(text="A", reference=clear), "--reference: given"),
     ]
     for given, asked, says in cases:
@@ -118,7 +118,7 @@ def test_runs_that_the_page_is_not_for(config: Callable[..., RunConfig], monkeyp
     """Told before a network is loaded."""
     monkeypatch.setattr("retouch.use.page.Loaded", lambda *_, **__: pytest.fail("the model was loaded"))
     run = config(model__family="qwen_image")
-    with pytest.raises(ConfigError, match=r"^demo-ui: qwen_image draws from prompts, not on pictures; try it with"):
+    with pytest.raises(ConfigError, match=r"^demo-ui: qwen_image generates from prompts, without a source image; use"):
         Studio(Trained(run, {}))
 
 
@@ -240,13 +240,18 @@ def paged(studio: Any) -> Blocks:
 def test_the_page_asks_for_what_is_entered() -> None:
     studio = Recorder()
     blocks = paged(studio)
-    entered = {"Picture": "drawn", "Text to write": "SALE", "Whole prompt, instead of the text": "A sign", "Seed": 3.0}
+    entered = {
+        "Image": "drawn",
+        "Target text": "SALE",
+        "Whole prompt, instead of the text": "A sign",
+        "Seed": 3.0,
+    }
     shown = blocks.press(**entered, **{"Steps; empty: the run's": 2.0})
     assert shown == dict(zip(("Base", "Trained"), studio.pictures, strict=True))
     blocks.press(Seed=None)  # as gradio says an empty number
     assert studio.asked == [("drawn", Asked("SALE", "A sign", None, 3, 2)), (None, Asked())]
-    assert blocks.texts == ["## run: paint over what is to be drawn anew"]
-    assert blocks.click is not None and blocks.click[3] == "draw"
+    assert blocks.texts == ["## run: paint over the region to repaint"]
+    assert blocks.click is not None and blocks.click[3] == "sample"
 
 
 def test_the_page_of_other_runs() -> None:
@@ -257,7 +262,7 @@ def test_the_page_of_other_runs() -> None:
     assert styled.asked == [(None, Asked(reference=style))]
     assert "Style" not in paged(Recorder()).labels
     assert paged(Recorder(edits=True)).texts == [
-        "## run: say what is to be changed, and paint over it to keep the rest"
+        "## run: describe the edit, and optionally paint over the region to keep it to"
     ]
     base = Recorder(pictures=1)
     assert paged(base).press() == {"Base": base.pictures[0], "Trained": None}
@@ -266,7 +271,7 @@ def test_the_page_of_other_runs() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (ConfigError("choose a picture first\nor none"), "choose a picture first\nor none"),
+        (ConfigError("choose an image first\nor none"), "choose an image first\nor none"),
         (Diverged("example 1 was not drawn"), "example 1 was not drawn"),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "OutOfMemoryError: CUDA out of memory."),
         (RuntimeError(), "RuntimeError: see the log"),
@@ -298,7 +303,7 @@ def test_a_run_without_averages(finished: Finished, monkeypatch: pytest.MonkeyPa
     assert gradio.page is not None
     assert gradio.page.launched == {"server_name": "127.0.0.1", "server_port": port, "share": False}
     outcome = retouch("demo-ui", "--run", run, "--ema")
-    assert outcome.code == 2 and outcome.err.endswith("has no averaged weights; leave --ema out\n")
+    assert outcome.code == 2 and outcome.err.endswith("has no EMA weights; leave --ema out\n")
 
 
 def test_a_port_that_is_taken(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +311,7 @@ def test_a_port_that_is_taken(finished: Finished, monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         outcome = retouch("demo-ui", "--run", finished("lora"), "--port", port)
-    assert (outcome.code, outcome.err) == (2, f"error: --port: something listens on {port}; give another\n")
+    assert (outcome.code, outcome.err) == (2, f"error: --port: given {port}, which is in use; set another\n")
 
 
 def test_the_page_over_http(studio: Studio, drawing: dict[str, Any], tmp_path: Path) -> None:
@@ -326,10 +331,10 @@ def test_the_page_over_http(studio: Studio, drawing: dict[str, Any], tmp_path: P
             "layers": [handle_file(str(tmp_path / f"{name}.png")) for name in ("layer", "other")],
             "composite": None,
         }
-        shown = client.predict(editor, "SALE", "", 3, 2, api_name="/draw")
+        shown = client.predict(editor, "SALE", "", 3, 2, api_name="/sample")
         expected = studio.repaint(drawing, Asked(text="SALE", seed=3, steps=2))
         assert [pixels(Path(file)).tolist() for file in shown] == [np.asarray(image).tolist() for image in expected]
-        with pytest.raises(AppError, match="write a text, or a whole prompt"):
-            client.predict(editor, "", "", 3, 2, api_name="/draw")
+        with pytest.raises(AppError, match="enter a target text or a whole prompt"):
+            client.predict(editor, "", "", 3, 2, api_name="/sample")
     finally:
         blocks.close()

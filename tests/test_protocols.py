@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
-from retouch.rewards import judge
+from retouch.rewards.scorers import judge_client as judge
 from retouch.training.evaluation import Evaluation
-from retouch.use import comparison_table
+from retouch.use.comparison import comparison_table
 from tests.command_line import retouch
 from tests.data.protocols import mmmg_rows, write_complex_edit, write_mmmg
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of

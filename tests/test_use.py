@@ -23,9 +23,11 @@ from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop
 from retouch.training.evaluation import Evaluation
-from retouch.use import Loaded, SampleRequest, Trained, comparison_table, gains
-from retouch.use.items import mask_crop
+from retouch.use.comparison import comparison_table, gains
+from retouch.use.items import SampleRequest, mask_crop
+from retouch.use.loaded import Loaded
 from retouch.use.sampling import free_paths
+from retouch.use.trained import Trained
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]
@@ -335,7 +337,7 @@ def test_averaged_weights_that_a_checkpoint_has_not_are_no_others(finished: Fini
     shutil.rmtree(newest / "ema")
     given = (None, finished("full") / "config.yaml", newest)
     assert list(Trained.find(*given, None).weights.values()) == [newest / "weights"]
-    with pytest.raises(CheckpointError, match="has no averaged weights; leave --ema out"):
+    with pytest.raises(CheckpointError, match="has no EMA weights; leave --ema out"):
         Trained.find(*given, False)
 
 
@@ -380,10 +382,15 @@ def test_the_table_by_hand() -> None:
 
 def test_gains_pair_the_images_that_both_evaluations_scored() -> None:
     """Differences .1, .3 (the third failed once): mean .2, standard deviation .141421, interval ± 1.96 · .1."""
-    before = Evaluation([{"ned": 0.5, "ned.exact": 0}, {"ned": 0.2, "ned.exact": 0}, {"ned": None}], [])
-    after = Evaluation([{"ned": 0.6, "ned.exact": 0}, {"ned": 0.5, "ned.exact": 0}, {"ned": 0.9, "ned.exact": 1}], [])
+    before, after, alone = (
+        Evaluation([{"example": i, "index": 0, **row} for i, row in enumerate(rows)], [])
+        for rows in (
+            [{"ned": 0.5, "ned.exact": 0}, {"ned": 0.2, "ned.exact": 0}, {"ned": None}],
+            [{"ned": 0.6, "ned.exact": 0}, {"ned": 0.5, "ned.exact": 0}, {"ned": 0.9, "ned.exact": 1}],
+            [{"ned": 0.5}],
+        )
+    )
     assert gains(after, before) == {"ned": pytest.approx([0.2, 0.004, 0.396]), "ned.exact": [0, 0, 0]}
-    alone = Evaluation([{"ned": 0.5}], [])
     assert gains(alone, alone) == {}  # one image has no interval
 
 
@@ -451,9 +458,9 @@ def test_runs_that_cannot_be_compared(finished: Finished, signs: Path, tmp_path:
     config["rewards"]["preservation"]["paste_back"] = True
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     assert refused(retouch("eval", *runs, "--data", signs / "held_out")).startswith(
-        "rewards.preservation: full and other define it differently (paste_back), so that their scores cannot be"
+        "rewards.preservation: full and other define it differently (paste_back); rename the reward in"
     )
-    assert refused(retouch("eval", *runs, "--weights", "x")).startswith("--run: given several times, which takes")
+    assert refused(retouch("eval", *runs, "--weights", "x")).startswith("--run: given several times, which compares")
 
 
 def test_the_table_of_several_gains_by_hand() -> None:
@@ -481,11 +488,11 @@ def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: P
         return " ".join(outcome.err.split())
 
     assert "WARNING" not in warnings("held_out")
-    assert "--data: 8 of 8 examples (the first: 0) are trained on by full" in warnings("targets")  # warmup_data
+    assert "--data: full trained on 8 of 8 examples (the first: 0)" in warnings("targets")  # warmup_data
     file = run / "config.yaml"
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
     told = warnings("held_out")
-    assert "whether full trained on its examples is unknown, because data.path holds no images here" in told
+    assert "it is unknown whether full trained on these examples: data.path has no images on this machine" in told
 
 
 @pytest.mark.parametrize("keep_base", [False, True])
@@ -510,7 +517,7 @@ def test_the_base_is_copied_only_to_come_back_to_it(finished: Finished, keep_bas
         loaded.load(None)
         assert torch.equal(next(iter(loaded.policy.state().values())), base)
     else:
-        with pytest.raises(RuntimeError, match="other weights took the place of the base"):
+        with pytest.raises(RuntimeError, match="the base was replaced by other weights"):
             loaded.load(None)
 
 
@@ -533,7 +540,10 @@ def refused(outcome: Outcome) -> str:
             "give either --data, or --image with --mask (or --box) and --text (or --prompt)",
         ),
         (["--image", "{data}/test200_source.png"], "--image needs --mask (or --box) and --text (or --prompt)"),
-        (["--image", "x.png", "--mask", "m.png", "--text", " "], "--text: empty; say what the mask shall read"),
+        (
+            ["--image", "x.png", "--mask", "m.png", "--text", " "],
+            "--text: given an empty text; give the text to write into the mask",
+        ),
         (
             ["--image", "{data}/test200_source.png", "--box", "0,0,65,32", "--text", "A"],
             "--box: given 0,0,65,32; expected a box inside the image, which is 64 x 32; set RIGHT to 64 and BOTTOM",
@@ -549,7 +559,7 @@ def refused(outcome: Outcome) -> str:
         ),
         (
             ["--data", "{data}", "--box", "1,2,3,4"],
-            "--box: given with --data, whose items have masks and prompts; leave it out",
+            "--box: given with --data, whose items have their own masks and prompts; omit it",
         ),
         (["--data", "{data}", "--crop", "maks"], "--crop: given 'maks'; did you mean 'mask'?"),
         (["--image", "x.png", "--mask", "{data}/test200_mask.png", "--text", "A"], "x.png: no such file"),
@@ -565,10 +575,10 @@ def refused(outcome: Outcome) -> str:
             "--resolution: given 'axb'; write a side like 512, or HEIGHTxWIDTH",
         ),
         (["--data", "{data}", "--weights", "nowhere"], "--weights: given nowhere; no such file or folder"),
-        (["--data", "{data}", "--weights", "{data}"], "{data}: holds neither a checkpoint nor weights"),
+        (["--data", "{data}", "--weights", "{data}"], "{data}: neither a checkpoint nor a folder of weights"),
         (
             ["--data", "{data}", "--out", "{data}/self_bench.txt"],
-            "--out: {data}/self_bench.txt is a file; give a folder",
+            "--out: given {data}/self_bench.txt, which is a file; give a folder",
         ),
     ],
 )
@@ -589,17 +599,17 @@ def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> N
     config["evaluation"]["data"] = None
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     assert refused(retouch("eval", "--config", tmp_path / "run.yaml")) == (
-        "the run names no evaluation.data; give --data"
+        "evaluation.data: not set in the run file; give --data"
     )
     assert refused(retouch("eval")) == "give either --run RUN_DIR or --config RUN.yaml"
-    assert refused(retouch("eval", "--run", tmp_path)).startswith(f"--run: {tmp_path} is not a run directory")
+    assert refused(retouch("eval", "--run", tmp_path)).startswith(f"--run: given {tmp_path}; expected a run directory")
     export = ("export", run / "checkpoints" / "step-000004", "--out", tmp_path / "x", "--to")
     assert refused(retouch(*export, "difusers")) == "--to: given 'difusers'; did you mean 'diffusers'?"
     assert refused(retouch(*export, "diffusers-lora")) == (
         "--to: given 'diffusers-lora', but the run trained full weights; use --to diffusers, safetensors"
     )
     assert refused(retouch(*export[:3], tmp_path, "--to", "diffusers")) == (
-        f"--out: {tmp_path} is not an empty folder; choose another"
+        f"--out: given {tmp_path}; expected a new or empty folder; choose another"
     )
 
 
@@ -619,7 +629,7 @@ def test_an_export_goes_to_the_run_unless_it_is_told_where(
         (file,) = (run / "exports" / name).iterdir()
         assert (outcome.code, outcome.out) == (0, f"{file}\n"), outcome.err
     assert refused(retouch("export", run, "--to", "diffusers-lora")) == (
-        f"--out: {run / 'exports' / 'step-000004-diffusers-lora'} is not an empty folder; choose another"
+        f"--out: given {run / 'exports' / 'step-000004-diffusers-lora'}; expected a new or empty folder; choose another"
     )
     alone = shutil.copytree(newest, tmp_path / "alone")
     monkeypatch.chdir(alone)

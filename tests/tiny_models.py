@@ -13,12 +13,9 @@ from diffusers import FluxTransformer2DModel
 
 from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import host_of
+from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path
-from retouch.families.registry import FAMILIES
-from retouch.families.tiny import (
-    byte_clip_tokenizer,
-    tiny_pipeline,
-)
+from retouch.families.tiny import byte_clip_tokenizer, tiny_pipeline
 from retouch.image_encoder import TINY
 
 PACKAGED = [family for family in FAMILIES if tiny_path(family).is_dir()]

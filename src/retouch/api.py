@@ -1,6 +1,7 @@
 """The Python interface: train a run file, open a run directory, sample, evaluate, export.
 
-It does what the commands of the same names do, in this process. torch is imported by the first call that needs it.
+Each function does the same as the command of its name, in this process. torch is imported on the first call that
+needs it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.load import overlaid, parse_run
+from retouch.errors import Stopped
 from retouch.observe.run_dir import read_metrics
+from retouch.use.exporting import export_weights
+from retouch.use.items import SampleRequest, items_to_sample
+from retouch.use.trained import Trained
 
 if TYPE_CHECKING:
-    from retouch.use import Loaded, Trained
+    from retouch.use.loaded import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +32,19 @@ ImageInput = Image.Image | Path | str
 
 
 def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
-    """Train a run file to its end, or to its time limit, on this process -> the run.
+    """Train a run file to its end, or to its time limit, in this process -> the run.
 
     Args:
         run: path of a run file, or its content as a mapping.
-        overrides: sections and keys laid over the run file as another one that `extends` it would be:
-            `rollout={"group_size": 4}` and `**{"rollout.group_size": 4}` mean the same.
+        overrides: sections and keys that replace those of the run file: `rollout={"group_size": 4}` and
+            `**{"rollout.group_size": 4}` mean the same.
 
     Raises:
-        ConfigError, DataError, ModelFilesError: one message that says what was given and what to set.
-        Stopped: on a signal, or when the rewards stayed away; `resume="auto"` continues.
+        RetouchError: `retouch.errors` lists the classes. `Stopped`: on a signal or a reward outage; train again with
+            `resume="auto"`.
     """
     config = load_run(run, overrides) if isinstance(run, Path | str) else parse_run(overlaid(run, overrides))
     from retouch.algorithms import train as recipes
-    from retouch.types import Stopped
 
     try:
         return load(recipes.train(config))
@@ -55,21 +59,21 @@ def load(run_dir: Path | str, *, checkpoint: Path | str | None = None, raw: bool
     """Open a run directory.
 
     Args:
-        checkpoint: folder of the checkpoint, or of other weights, to use; None: the newest of the run.
-        raw: raw weights (True) or EMA weights (False); None: those that the run evaluates.
+        checkpoint: checkpoint or weights folder; None: the newest checkpoint of the run.
+        raw: raw weights (True) or EMA weights (False); None: those of the run's `evaluation.weights`.
 
     Raises:
         ConfigError: not a run directory.
     """
     path = Path(run_dir).expanduser()
     if not (path / "config.yaml").is_file():
-        raise ConfigError(f"run_dir: given {str(path)!r}; not a run directory (no config.yaml); give RUN_DIR of a run")
+        raise ConfigError(f"run_dir: given {str(path)!r}; expected a run directory (it has no config.yaml)")
     return Run(path, None if checkpoint is None else Path(checkpoint).expanduser(), raw)
 
 
 class Run:
-    """A run directory and the weights in it. The first `sample` or `evaluate` chooses the checkpoint; `retouch.load`
-    again uses a newer one. The first `sample` loads the model, and keeps it for the next.
+    """A run directory and its weights. The first `sample` or `evaluate` chooses the checkpoint; open the run again to
+    use a newer one. The first `sample` loads the model and keeps it.
 
     Attributes:
         path: the run directory.
@@ -111,17 +115,17 @@ class Run:
         crop: str = "auto",
         context: float = 0.25,
     ) -> list[Image.Image]:
-        """Repaint an image inside its mask, as `retouch sample` does -> `count` images of the size of `image`.
+        """Repaint an image inside its mask, as `retouch sample` does -> `count` images with the size of `image`.
 
         Args:
-            mask: white where to repaint; None with `box`, or to edit the whole image, for families that do.
-            text: text to write; the prompt is the run's template with it.
+            mask: white where to repaint; None with `box`, or to edit the whole image with an editing family.
+            text: target text; the prompt is the run's template with it.
             prompt: the whole prompt, instead of `text`.
             reference: style reference, for a run that trained with one.
-            seed: random seed of the noise; with `count` images each has a seed derived from it.
+            seed: random seed for the noise; each of `count` images has a seed derived from it.
             steps: solver steps; None: the run's.
             resolution: side, or (height, width), to sample at; None: the run's.
-            fit: "crop" or "stretch", how an image of another aspect ratio fits; None: the run's.
+            fit: "crop" or "stretch", for an image of another aspect ratio; None: the run's.
             feather: radius of the soft edge inside the mask in pixels.
             box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
             crop: "auto", "mask" or "none": whether the model sees a box around the mask or the whole image.
@@ -132,10 +136,7 @@ class Run:
             DataError, ImageProblem: a file that is no image, or an empty mask.
             CheckpointError: the run has no complete checkpoint yet.
         """
-        from retouch.use import SampleRequest, sample_to_folder
-
         request = SampleRequest(
-            data=None,
             image=_given(image),
             mask=_given(mask),
             text=text,
@@ -151,8 +152,12 @@ class Run:
             crop=crop,
             context=context,
         )
+        trained = self._trained()
+        chosen = items_to_sample(trained.config, request)
+        from retouch.use.sampling import sample_to_folder
+
         with tempfile.TemporaryDirectory(prefix="retouch-sample-") as folder:
-            written = sample_to_folder(self._trained(), request, Path(folder), self._model)
+            written = sample_to_folder(trained, request, chosen, Path(folder), self._model)
             return [_in_memory(path) for path in written]
 
     def evaluate(
@@ -173,31 +178,29 @@ class Run:
 
         Returns:
             {"examples", "images", "means": {weights: {measure: value}}, "gains": {"b - a": {measure: [mean, low,
-            high]}}, ...}: gains are paired, with their 95 % intervals.
+            high]}}, ...}: gains are paired differences with their 95 % intervals.
 
         Raises:
             ConfigError: no evaluation data.
             CheckpointError: the run has no complete checkpoint yet.
         """
-        from retouch.use import compare
+        from retouch.use.comparison import compare
 
-        self._loaded = None  # `compare` loads its own: two models may not fit
+        self._loaded = None  # `compare` loads the model itself: two may not fit in memory
         given, folder = (None if path is None else Path(path).expanduser() for path in (data, out))
         return compare(self._trained(), given, images, folder, _given(reference))
 
     def export(self, to: str, out: Path | str | None = None) -> Path:
-        """Write the weights in the files of another program, as `retouch export` does -> the path written.
+        """Write the weights in the format of another program, as `retouch export` does -> the path written.
 
         Args:
             to: comfyui, diffusers, diffusers-ip-adapter, diffusers-lora, ip-adapter or safetensors.
             out: empty or new folder; None: below `exports` of the run.
 
         Raises:
-            ConfigError: a format that does not fit what was trained, or an `out` that holds files.
+            ConfigError: a format that does not fit the weights, or an `out` that holds files.
             CheckpointError: weights that are missing or damaged.
         """
-        from retouch.use import export_weights
-
         raw = self.config.evaluation.weights == "raw" if self._raw is None else self._raw
         return export_weights(self._checkpoint or self.path, to, None if out is None else Path(out), raw=raw)
 
@@ -209,24 +212,24 @@ class Run:
 
     def _trained(self) -> Trained:
         """The weights, found and verified once."""
-        from retouch.use import Trained
-
         if self._found is None:
             self._found = Trained.find(self.path, None, self._checkpoint, self._raw)
         return self._found
 
     def _model(self, config: RunConfig, embedded: bool) -> Loaded:
-        """The model, loaded once: with all encoders, as later prompts need them."""
-        from retouch.use import Loaded
+        """The model, loaded once; again with T5 if it was loaded without and is needed now."""
+        from retouch.use.loaded import Loaded, free_memory
 
-        del embedded
+        if self._loaded is not None and self._loaded.embedded and not embedded:
+            self._loaded = None
+            free_memory()
         if self._loaded is None:
-            self._loaded = Loaded(config)
+            self._loaded = Loaded(config, embedded=embedded)
         return self._loaded
 
 
 def _given(image: ImageInput | None) -> Path | Image.Image | None:
-    """An image in memory as it is, and a file as a path."""
+    """An image, or the path of a file."""
     return image if image is None or isinstance(image, Image.Image) else Path(image).expanduser()
 
 

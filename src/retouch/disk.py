@@ -1,4 +1,4 @@
-"""Errors of the file system that whoever runs a command can mend, as one line."""
+"""One-line messages for file system errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+_OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
-_OS_ERROR = re.compile(r"serializing: .*\(os error (\d+)\)")  # how safetensors says it
-_CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL)  # how torch says it
+_OS_ERROR = re.compile(r"serializing: .*\(os error (\d+)\)")  # safetensors' message
+_CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL)  # torch's message
 
 
 WHERE = "logging.dir or --out"
@@ -22,14 +22,13 @@ WHERE = "logging.dir or --out"
 
 @contextmanager
 def writing(place: Path | str, options: str = WHERE) -> Iterator[None]:
-    """Name the place in failures to write that do not say where they happened, and make OSErrors of those that torch
-    and safetensors raise.
+    """Add the path to errors of writing that lack it, and convert those of torch and safetensors to OSError.
 
     Args:
-        options: which say where the place is.
+        options: the options that set the path, for the message.
 
     Raises:
-        OSError: with the number and the path of what could not be written.
+        OSError: with its number and path.
     """
     try:
         yield
@@ -48,8 +47,8 @@ def writing(place: Path | str, options: str = WHERE) -> Iterator[None]:
 
 
 def file_problem(error: OSError) -> str | None:
-    """What is wrong with which path, and what to do; None for an error that is not the disk's. Where to write is advice
-    about what was to be written alone: what could not be read lies elsewhere."""
+    """The path, the problem and the remedy; None for another kind of error. Another place is advised only for files to
+    write, not for files to read."""
     path = None if error.filename is None else str(error.filename)
     place, options = getattr(error, _MARK, (None, WHERE))
     written = path is not None and place is not None and _together(Path(path), Path(place))
@@ -60,11 +59,11 @@ def file_problem(error: OSError) -> str | None:
     if path is None:
         return None
     if error.errno in _CLOSED:
-        return f"{where}{reason}; permit it" + (
-            f", or set {options} to a folder that can be written" if written else ""
+        return f"{where}{reason}; change its permissions" + (
+            f", or set {options} to a writable folder" if written else ""
         )
-    if error.errno in _IN_THE_WAY and (error.errno == errno.ENOTDIR or Path(path).is_file()):
-        return f"{where}a file is where a folder should be" + (f"; set {options} to a folder" if written else "")
+    if error.errno in _OBSTRUCTED and (error.errno == errno.ENOTDIR or Path(path).is_file()):
+        return f"{where}a file exists where a folder is expected" + (f"; set {options} to a folder" if written else "")
     return None
 
 
@@ -72,13 +71,13 @@ _MARK = "retouch_place"
 
 
 def _marked(error: OSError, place: Path | str, options: str) -> OSError:
-    """The innermost place counts."""
+    """Add the place, unless an inner one is set."""
     if not hasattr(error, _MARK):
         setattr(error, _MARK, (str(place), options))
     return error
 
 
 def _together(path: Path, place: Path) -> bool:
-    """Whether one lies in the other."""
+    """Whether one contains the other."""
     path, place = path.absolute(), place.absolute()
     return path.is_relative_to(place) or place.is_relative_to(path)

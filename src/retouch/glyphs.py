@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from retouch.errors import FontsMissing
 from retouch.imaging import Box, mask_box
 
 FONTS = {
@@ -26,10 +27,6 @@ FONTS = {
 _CANVAS = (64, 24)  # width, height in which ink is compared
 
 Ink = NDArray[np.float64]
-
-
-class FontsMissing(RuntimeError):
-    """The font packages are not installed."""
 
 
 def font_path(name: str) -> str:

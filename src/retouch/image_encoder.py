@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers.utils.hub import cached_file
 
 from retouch.config.errors import ConfigError
 from retouch.hub import require_hub
+from retouch.lru import LruCache
 
 TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
 """The encoder that comes with the package."""
@@ -64,7 +64,7 @@ class ImageEncoder:
         self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)
         self.device = torch.device("cpu")
         self._mean, self._std = (torch.tensor(list(v)).view(3, 1, 1) for v in (mean, std))
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._cache: LruCache[str, Tensor] = LruCache(CACHE_SIZE)
 
     @classmethod
     def load(
@@ -113,20 +113,7 @@ class ImageEncoder:
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """[B, D] fp32 on the CPU."""
         keys = [picture_key(image) for image in images]
-        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._cache}
-        if missing:
-            if not self.resident:
-                self.model.to(self.device)
-            for key, image in missing.items():  # one by one: a vector must not depend on what it was batched with
-                self._cache[key] = self._embed(image)
-            if not self.resident:
-                self.model.to("cpu")
-        for key in keys:
-            self._cache.move_to_end(key)
-        vectors = torch.stack([self._cache[key] for key in keys])
-        while len(self._cache) > CACHE_SIZE:
-            self._cache.popitem(last=False)
-        return vectors
+        return torch.stack(self._cache.get_all(keys, lambda missing: self._embed([images[i] for i in missing])))
 
     def pixels(self, image: Image.Image) -> Tensor:
         """[3, size, size] normalised, of the picture padded to a square."""
@@ -135,9 +122,15 @@ class ImageEncoder:
         return (values - self._mean) / self._std
 
     @torch.no_grad()
-    def _embed(self, image: Image.Image) -> Tensor:
-        pixels = self.pixels(image)[None].to(self.device, self.model.dtype)
-        return getattr(self.model(pixel_values=pixels), self.output)[0].float().cpu()
+    def _embed(self, images: Sequence[Image.Image]) -> list[Tensor]:
+        if not self.resident:
+            self.model.to(self.device)
+        # one by one: a vector must not depend on what it was batched with
+        pixels = [self.pixels(image)[None].to(self.device, self.model.dtype) for image in images]
+        vectors = [getattr(self.model(pixel_values=p), self.output)[0].float().cpu() for p in pixels]
+        if not self.resident:
+            self.model.to("cpu")
+        return vectors
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:

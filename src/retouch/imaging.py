@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 
+from retouch.errors import ImageProblem
+
 Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
 Fit = Literal["crop", "stretch"]
@@ -27,10 +29,6 @@ MASK_THRESHOLD = 128
 
 MASK_NOISE = 8
 """Grey levels by which a channel that carries no mask may still vary."""
-
-
-class ImageProblem(ValueError):
-    """A picture or mask that cannot be used; the message names the file, what is wrong and what to do."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
-
-class ModelFilesError(ValueError):
-    """Model files that are not there or not what the run file says."""
+from retouch.errors import ModelFilesError
 
 
 def component_path(path: str, family: str) -> str:

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import torch
 
-
-class DamagedFile(ValueError):
-    """A file that is not what `torch.save` writes."""
-
-
-class RefusedFile(DamagedFile):
-    """A file that holds more than tensors and plain values."""
+from retouch.errors import DamagedFile, RefusedFile
 
 
 def load_saved(path: Path, *, mmap: bool = False) -> object:

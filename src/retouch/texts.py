@@ -15,11 +15,6 @@ from retouch.data.sections import (
     PromptsData,
 )
 from retouch.rewards.protocol import quoted_text
-from retouch.rewards.sections import (
-    OcrReward,
-    RewardEntry,
-    StyleReward,
-)
 
 LISTED_BYTES = 2 << 20
 """Lists up to this size are read by `retouch check`: about 10,000 entries, in 0.2 s."""
@@ -27,13 +22,7 @@ LISTED_BYTES = 2 << 20
 
 def reading_rewards(run: RunConfig) -> list[str]:
     """Names of the rewards that compare what they read with the text of an example."""
-    return [name for name, entry in run.rewards.items() if _reads(entry)]
-
-
-def _reads(entry: RewardEntry) -> bool:
-    if isinstance(entry, StyleReward):  # of servers, the gate is theirs
-        return entry.url in (None, "auto") and entry.gate > 0
-    return isinstance(entry, OcrReward)
+    return [name for name, entry in run.rewards.items() if entry.reads_text()]
 
 
 def scored_sections(run: RunConfig) -> dict[str, Data]:
@@ -63,7 +52,7 @@ def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFile
     masked = any(item.mask_path for item in items)
     fitting = "{clip: {url: auto, crop: mask_box}, seam: {weight: 0.3}}" if masked else "{clip: {url: auto}}"
     others = "mask_composite, hpsv2 and vlm" if masked else "pickscore, hpsv2 and vlm"
-    own = "" if isinstance(run.rewards[readers[0]], OcrReward) else f"rewards.{readers[0]}.gate=0, or "
+    own = f"rewards.{readers[0]}.gate=0, or " if "gate" in run.rewards[readers[0]].own_options() else ""
     raise ConfigError(
         f"rewards.{readers[0]}: given, but none of the {len(items)} examples of {name} ({path}) has a text to read: no "
         f"`text`, and nothing in quotes in the prompt; set {own}rewards that judge a description, like "

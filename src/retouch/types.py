@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from retouch.errors import Diverged as Diverged
+from retouch.errors import Stopped as Stopped
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from retouch.core.schedule import Schedule
+    from retouch.families.base import FamilySpec
+    from retouch.families.text import TextEncoders
 
 Prediction = Literal["flow", "epsilon"]
 
@@ -52,36 +57,6 @@ class Example:
     size: tuple[int, int] | None = None
     strip: Image | None = None
     embedding_path: Path | None = None
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """What the rest of the system needs to know of a family without touching its network.
-
-    Attributes:
-        prediction: "flow" or "epsilon"; step rules declare which they take.
-        latent_channels: C of the latents.
-        downsampling: pixels a latent cell covers, per side.
-        size_multiple: image sides must be multiples of it.
-        guidance_scale: the default of the released model.
-        needs: the fields of `Example` that must be there.
-        lora_targets: module-name suffixes that LoRA adapts by default.
-        network_name: subfolder of the trained network in a diffusers model, and prefix of its LoRA keys.
-        reference_width: width of the vector of a reference; None where references are not encoded.
-        empty_prompt: what stands for no caption, which classifier-free guidance steers away from.
-    """
-
-    family: str
-    prediction: Prediction
-    latent_channels: int
-    downsampling: int
-    size_multiple: int
-    guidance_scale: float
-    needs: frozenset[str]
-    lora_targets: tuple[str, ...]
-    network_name: str
-    reference_width: int | None = None
-    empty_prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,7 +100,12 @@ class DiffusionModel(Protocol):
     """A model family: only what differs between families. LoRA, EMA, devices and checkpoints are not its business."""
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> FamilySpec: ...
+
+    @property
+    def prompts(self) -> TextEncoders | None:
+        """The text encoders; None in a family whose text encoder also reads images."""
+        ...
 
     @property
     def network(self) -> nn.Module:
@@ -159,14 +139,6 @@ class DiffusionModel(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] clean latents -> [B, 3, H, W] fp32 in [-1, 1]."""
-        ...
-
-    def cache_prompts(self, prompts: Sequence[str]) -> None:
-        """Encode these prompts now, so that `encode` only looks them up."""
-        ...
-
-    def release_text_encoders(self) -> None:
-        """Drop the text encoders; from then on only cached prompts can be encoded."""
         ...
 
     def to(self, device: Any) -> None:
@@ -255,19 +227,3 @@ class Scores:
     def counted(self) -> Scores:
         """Without the rewards of weight 0, which are only logged."""
         return Scores({name: column for name, column in self.outcomes.items() if self.weights[name]}, self.weights)
-
-
-class Diverged(RuntimeError):
-    """A loss or gradient that is not finite. The weights are those of the last step."""
-
-
-class Stopped(Exception):
-    """A run that stopped on purpose, with a checkpoint to go on from.
-
-    Attributes:
-        code: 3, or 0 where the run file set the time limit that was reached.
-    """
-
-    def __init__(self, reason: str, code: int) -> None:
-        super().__init__(reason)
-        self.code = code

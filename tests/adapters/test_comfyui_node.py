@@ -22,10 +22,10 @@ from retouch.adapters.comfyui import node_weight, same_in_node
 from retouch.adapters.export import Base, export
 from retouch.adapters.formats import AdapterFile, AdapterFileError, folded, read_adapter, write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
-from retouch.adapters.processors import FluxIpProcessor
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 from retouch.config import ConfigError
-from retouch.families.sections import TrainIpAdapter
+from retouch.families.base import TrainIpAdapter
+from retouch.families.flux_fill.host import FluxIpProcessor
 
 from .test_ip_adapter import WIDTH, network, vectors, velocity
 

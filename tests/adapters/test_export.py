@@ -18,14 +18,15 @@ from safetensors.torch import load_file, save_file
 
 from retouch.config import load_run
 from retouch.data.dataset import load_dataset
-from retouch.families.flux_fill.model import pack
+from retouch.families.diffusion import pack
 from retouch.families.loading import tiny_path
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
     sample,
 )
-from retouch.use import Loaded, weights_folder
+from retouch.use.loaded import Loaded
+from retouch.use.trained import weights_folder
 from tests.command_line import retouch
 
 STEPS, SEED = 3, 11

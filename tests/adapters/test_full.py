@@ -13,8 +13,8 @@ from torch import Tensor
 
 from retouch.adapters.trainee import FullWeights, make_trainable
 from retouch.engine import Policy
+from retouch.families.base import TrainFull
 from retouch.families.loading import tiny_path
-from retouch.families.sections import TrainFull
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from retouch.adapters.formats import AdapterShape
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.config import ConfigError
-from retouch.families.flux_fill.model import FluxFill
+from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path
+from retouch.families.meta import released_networks
 
 WIDTH, TOKENS = 24, 5
 
@@ -247,7 +248,7 @@ def test_everything_gets_a_gradient_after_one_step_from_the_no_op(head: Any) -> 
 def test_full_size(head: Any, tokens: int, expected: dict[str, float]) -> None:
     """On the meta device, the modules and what the file format says of them: 2.65 B, with query-former 3.02 B."""
     with torch.device("meta"):
-        made: Any = FluxFill.released_network()
+        made: Any = released_networks(FAMILIES["flux_fill"].spec)["transformer"]
         base = sum(p.numel() for p in made.parameters())
         adapter = new_adapter(made, head, 1152, tokens)
     counts = adapter.shape.parameters()

@@ -16,9 +16,9 @@ from retouch.adapters.lora import FILE, add_lora, lora_shape, save_lora
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import ConfigError
 from retouch.engine import Policy
-from retouch.families.flux_fill.model import LORA_TARGETS
+from retouch.families.base import TrainLora
+from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import tiny_path
-from retouch.families.sections import TrainLora
 
 RANK, ALPHA = 3, 5.0
 
@@ -45,7 +45,7 @@ def velocity(transformer: Any) -> Tensor:
 @pytest.fixture
 def adapted() -> Any:
     made = network()
-    add_lora(made, RANK, ALPHA, LORA_TARGETS)
+    add_lora(made, RANK, ALPHA, FluxFillModel.spec.lora_targets)
     return made
 
 
@@ -76,7 +76,7 @@ def test_alpha_over_rank_scales_the_update(adapted: Any) -> None:
 
 def test_only_adapters_train_in_fp32_on_a_base_in_bf16() -> None:
     made = network(torch.bfloat16)
-    add_lora(made, RANK, ALPHA, LORA_TARGETS)
+    add_lora(made, RANK, ALPHA, FluxFillModel.spec.lora_targets)
     trained = {name: p.dtype for name, p in made.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     assert set(trained.values()) == {torch.float32}
@@ -84,7 +84,9 @@ def test_only_adapters_train_in_fp32_on_a_base_in_bf16() -> None:
 
 
 def test_every_target_gets_one_adapter_and_nothing_else_does(adapted: Any) -> None:
-    wanted = {n for n, _ in network().named_modules() if any(n.endswith(f".{t}") for t in LORA_TARGETS)}
+    wanted = {
+        n for n, _ in network().named_modules() if any(n.endswith(f".{t}") for t in FluxFillModel.spec.lora_targets)
+    }
     found = {name.partition(".lora_")[0] for name in Policy(adapted).parameters}
     assert found == wanted
     assert {name.partition(".")[0] for name in found} == {"transformer_blocks", "single_transformer_blocks"}
@@ -92,7 +94,7 @@ def test_every_target_gets_one_adapter_and_nothing_else_does(adapted: Any) -> No
 
 def test_targets_of_the_run_file_replace_those_of_the_family() -> None:
     made = network()
-    spec: Any = type("Spec", (), {"lora_targets": LORA_TARGETS, "network_name": "transformer"})
+    spec: Any = type("Spec", (), {"lora_targets": FluxFillModel.spec.lora_targets, "network_name": "transformer"})
     make_trainable(made, TrainLora(rank=2, targets=["attn.to_q"]), spec)
     assert {name.partition(".lora_")[0].rpartition(".")[2] for name in Policy(made).parameters} == {"to_q"}
     with pytest.raises(

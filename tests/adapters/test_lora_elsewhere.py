@@ -24,14 +24,12 @@ from retouch.adapters.export import Base, export
 from retouch.adapters.lora import FILE, add_lora, lora_shape
 from retouch.adapters.trainee import LoraWeights
 from retouch.engine import Policy
-from retouch.families.flux_fill.model import pack
+from retouch.families.diffusion import pack
+from retouch.families.loading import family_class
+from retouch.families.meta import released_networks
 from retouch.families.qwen_image.model import NEGATIVE
-from retouch.families.registry import family_class
-from retouch.families.sd_inpaint.model import SdInpaint
-from retouch.families.tiny import (
-    TEXT_TOKENS,
-    tiny_pipeline,
-)
+from retouch.families.sd_inpaint.spec import SdInpaintModel
+from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
@@ -348,7 +346,7 @@ def test_comfyui_applies_the_same_update(adapted: Adapted, tmp_path: Path) -> No
 def test_names_of_the_original_unet_are_those_that_diffusers_converts() -> None:
     """The other direction, by diffusers' own code, at the sizes of the released network."""
     with torch.device("meta"):
-        unet = SdInpaint.released_network()
+        unet = released_networks(SdInpaintModel.spec)["unet"]
     places = unet_places(unet.config)
     stored = {
         f"model.diffusion_model.{unet_module(places, name.rpartition('.')[0])}.{name.rpartition('.')[2]}": t

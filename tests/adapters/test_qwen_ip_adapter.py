@@ -14,7 +14,8 @@ from retouch.adapters.export import Base, export
 from retouch.adapters.formats import write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
-from retouch.families.qwen_image.model import QwenImage
+from retouch.families import FAMILIES
+from retouch.families.meta import released_networks
 from retouch.families.tiny import tiny_pipeline
 from tests.adapters.test_ip_adapter import dense, drawn
 
@@ -109,5 +110,7 @@ def test_comfyui_is_of_flux(tmp_path: Path) -> None:
 def test_full_size() -> None:
     """60 blocks, tokens as wide as the text: 1.06 B for the projection, 1.32 B for keys and values."""
     with torch.device("meta"):
-        counts = new_adapter(QwenImage.released_network(), "mlp", 1152, 128).shape.parameters()
+        counts = new_adapter(
+            released_networks(FAMILIES["qwen_image"].spec)["transformer"], "mlp", 1152, 128
+        ).shape.parameters()
     assert counts == pytest.approx({"image_proj": 1.06e9, "ip_adapter": 1.32e9}, rel=0.01)

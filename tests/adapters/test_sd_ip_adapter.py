@@ -17,8 +17,9 @@ from retouch.adapters.export import Base, export
 from retouch.adapters.formats import AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
+from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path
-from retouch.families.registry import family_class
+from retouch.families.meta import released_networks
 from retouch.families.sd_inpaint.model import SdInpaint
 from retouch.families.tiny import tiny_pipeline
 from retouch.image_encoder import ImageEncoder
@@ -168,7 +169,7 @@ def test_precisions_may_differ(pipeline: Any) -> None:
 def test_full_size() -> None:
     """Tencent's ip-adapter_sd15: 22.3 M weights, 16 cross-attentions numbered 1 to 31."""
     with torch.device("meta"):
-        adapter = new_adapter(family_class("sd_inpaint").released_network(), "linear", 1024, 4)
+        adapter = new_adapter(released_networks(FAMILIES["sd_inpaint"].spec)["unet"], "linear", 1024, 4)
     assert adapter.shape.numbers() == list(range(1, 32, 2))
     assert sum(adapter.shape.parameters().values()) == pytest.approx(22.3e6, rel=0.005)
     assert adapter.shape.tensors()["ip_adapter.1.to_k_ip.weight"] == (320, 768)

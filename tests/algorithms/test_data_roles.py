@@ -18,8 +18,8 @@ from retouch.data.dataset import (
     ItemFiles,
     load_dataset,
 )
-from retouch.families.registry import load_model
-from retouch.families.sections import Model
+from retouch.families.base import Model
+from retouch.families.loading import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.encoded import EncodedData

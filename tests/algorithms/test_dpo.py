@@ -18,7 +18,7 @@ from retouch.config import RunConfig
 from retouch.data.dataset import DataError
 from retouch.engine import Engine
 from retouch.training.noised import NoisedRows
-from retouch.training.rollouts import RewardRows
+from retouch.training.scoring import RewardRows
 from retouch.types import Failure, Score
 from tests.tiny_models import WITH_BASE
 

@@ -19,10 +19,8 @@ from retouch.data.dataset import (
     Dataset,
     ItemFiles,
 )
-from retouch.families.tiny import (
-    tiny_pipeline,
-    tiny_qwen_image_edit,
-)
+from retouch.families.qwen_image_edit.model import QwenImageEdit
+from retouch.families.tiny import tiny_pipeline
 from retouch.rewards.protocol import RewardItem
 from retouch.training.build import needs_targets
 from retouch.types import Outcome
@@ -59,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     found: dict[str, dict[str, Any]] = {}
     for task in ("draw", "edit", "edit_plus"):
         path = tmp_path_factory.mktemp(task)
-        pipeline = tiny_pipeline("qwen_image") if task == "draw" else tiny_qwen_image_edit(task)
+        pipeline = tiny_pipeline("qwen_image") if task == "draw" else QwenImageEdit.tiny(task)
         attentive(pipeline).save_pretrained(path)
         own: dict[str, Any] = {"family": "qwen_image"}
         if task != "draw":
@@ -156,7 +154,7 @@ def test_the_command_line_edits_without_a_mask(
     assert compared["images"] == 2 and "jpeg_size" in compared["means"]["base"]
     checkpoint = sorted((made / "checkpoints").glob("step-*"))[-1]
     assert retouch("export", checkpoint, "--to", "diffusers-lora", "--out", tmp_path / "lora").code == 0
-    pipeline: Any = tiny_qwen_image_edit("edit")
+    pipeline: Any = QwenImageEdit.tiny("edit")
     pipeline.load_lora_weights(str(tmp_path / "lora"))
     assert any("lora" in name for name, _ in pipeline.transformer.named_parameters())
 

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.rewards.fakes import closed_port, until
 from tests.rewards.test_launch import SERVE, START_S, TOKEN, ready
+from tests.selection import cells
 
 from .runs import Config, Scripted, Use, base_weights, brightness, of_kind, train, weights
 
@@ -52,8 +54,8 @@ COMPOSITIONS: dict[str, dict[str, dict[str, Any]]] = {
     "weighted": {},
     "gated": {"a": {"gated_by": "b"}},
     "gate only": {"a": {"gated_by": "b"}, "b": {"weight": 0.0}},
-    "win rates": {"a": {"transform": "win_rate"}, "b": {"transform": "win_rate", "noise": 1e-4}},
-    "above the noise": {"a": {"noise": 1e-4}},
+    "win rates": {"a": {"transform": "win_rate"}, "b": {"transform": "win_rate", "min_group_std": 1e-4}},
+    "above the noise": {"a": {"min_group_std": 1e-4}},
 }
 """What `a` and `b` are besides their weights."""
 
@@ -197,8 +199,7 @@ def test_images_of_other_processes_count_in_the_rate(
         train(config(name="stops", training__max_steps=2))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "nft"])
-@pytest.mark.parametrize("where", ["picture", "path"])
+@pytest.mark.parametrize(("where", "algorithm"), cells(product(["picture", "path"], ["grpo", "dpo", "nft"]), 1))
 def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
     algorithm: str, where: str, config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:

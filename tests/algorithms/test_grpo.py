@@ -21,7 +21,7 @@ from retouch.algorithms.train import recipe
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import derive_seed
 from retouch.engine import Engine
-from retouch.engine.checkpoint import is_pinned
+from retouch.engine.saved import is_pinned
 from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
@@ -319,6 +319,7 @@ def test_the_reward_moves_the_policy_its_way(config: Config, scripted: Use, name
     assert gap_between_light_and_dark(make, scripted) > 0.02
 
 
+@pytest.mark.full
 def test_rewards_dealt_at_random_within_groups_do_not_help(
     config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,10 +24,9 @@ from retouch.algorithms.sft import recipe as sft
 from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
 from retouch.data.dataset import load_dataset
 from retouch.engine import CheckpointError
-from retouch.families.flux_fill.model import pack
-from retouch.families.loading import tiny_path
-from retouch.families.registry import load_model
-from retouch.families.sections import TrainIpAdapter
+from retouch.families.base import TrainIpAdapter
+from retouch.families.diffusion import pack
+from retouch.families.loading import load_model, tiny_path
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
@@ -42,7 +41,7 @@ from retouch.training.build import (
     build,
 )
 from retouch.types import Example
-from retouch.use import Loaded
+from retouch.use.loaded import Loaded
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.families.conftest import with_point_posterior

@@ -122,7 +122,7 @@ def test_the_target_is_the_rollout_s_own_latent(
 
 def test_the_copies_of_an_image_spread_over_the_schedule(nft_run: Config, scripted: Use) -> None:
     """A row's draws fall into equal shares of the distribution of times."""
-    from retouch.training.experience import row_generators
+    from retouch.training.noised import row_generators
     from retouch.training.noised import noised_copies
 
     run, _ = train(nft_run(training__max_steps=1))

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 
 from retouch.observe.run_dir import read_metrics
 from tests import forked
+from tests.conftest import small_run
 
 STEPS = 6
 
@@ -44,7 +43,7 @@ elif where == "backward":
     from retouch.engine import Engine
     Engine.backward = fatal(Engine.backward)
 elif where == "writing":
-    import retouch.engine.checkpoint as module
+    import retouch.engine.saved as module
     module.flush = fatal(module.flush)
 from retouch.cli import main
 main()
@@ -59,11 +58,14 @@ def run_child(where: str, count: int, arguments: list[str], **environment: str) 
     )
 
 
-@pytest.fixture
-def long_run(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def long_run(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Warm-up of 1 step, then epochs of 2 x 2 optimizer steps with a reference and averages; checkpoints at 3 and 6,
-    so that the first lies inside an epoch."""
-    data = run_file(
+    so that the first lies inside an epoch. Every test gives its runs names of their own."""
+    folder = tmp_path_factory.mktemp("resume")
+    data = small_run(
+        signs,
+        folder / "runs",
         ema={"decay": 0.9, "update_interval": 1},
         algorithm__warmup_steps=1,
         algorithm__inner_epochs=2,
@@ -73,14 +75,15 @@ def long_run(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
         training__max_steps=STEPS,
         training__checkpoint_every=3,
         training__eval_every=2,
+        evaluation__num_examples=1,
         resume="auto",
     )
-    path = tmp_path / "run.yaml"
+    path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def uninterrupted(long_run: Path) -> Path:
     done = run_child("nowhere", 0, [str(long_run), "name=whole"])
     assert done.returncode == 0, done.stderr

@@ -23,11 +23,8 @@ from retouch.data.dataset import load_dataset
 from retouch.data.identity import item_key
 from retouch.data.sections import Data
 from retouch.engine import CheckpointError
+from retouch.families.base import Model, Train
 from retouch.families.loading import tiny_path
-from retouch.families.sections import (
-    Model,
-    Train,
-)
 from retouch.training.experience import (
     Experience,
     restored,

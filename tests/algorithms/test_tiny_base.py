@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from retouch.config.errors import ConfigError
-from retouch.families.registry import (
-    family_class,
-    load_model,
-)
+from retouch.families.loading import family_class, load_model
 from retouch.families.tiny import tiny_pipeline
 from retouch.tiny import inpainting as tiny_base
 from retouch.tiny.inpainting import (

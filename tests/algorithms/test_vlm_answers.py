@@ -47,8 +47,8 @@ def fail_the_second(items: list[Any]) -> list[Any]:
 
 def test_a_failed_reward_is_reported_and_ends_no_comparison(parts_of: Any) -> None:
     parts, _ = parts_of(rewards={"letters": reward("fail_the_second")})
-    judged = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
-    assert judged.rewards[0] is not None and judged.rewards[1] is None
+    scored, failed = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
+    assert scored.reward is not None and failed.reward is None
 
 
 def rising(items: list[Any]) -> list[float]:
@@ -96,9 +96,10 @@ def test_gold_rewards_are_of_evaluations_alone(parts_of: Any) -> None:
     module = vlm_runs.__name__
     both = {"letters": reward("letters", module), "gold": reward("letters", module, role="gold")}
     parts, _ = parts_of(rewards=both)
-    judged = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
-    assert judged.scores.outcomes["gold"] == judged.scores.outcomes["letters"]
-    assert judged.scores.combined() == [judged.scores.values("letters")[0]]  # it adds nothing to the sum
+    [scored] = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
+    assert scored.outcomes["gold"] == scored.outcomes["letters"]
+    # gold adds nothing to the sum
+    assert scored.combined == [scored.outcomes["letters"][0].value]  # type: ignore[union-attr]
 
 
 def test_evaluations_have_steps_of_their_own(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +184,9 @@ def test_a_run_with_vllm_names_the_policy_first(vlm_file: RunFile, monkeypatch: 
 def test_answers_do_not_follow_the_sampling_that_the_model_recommends(parts_of: Any) -> None:
     parts, _ = parts_of()
     examples = [parts.data[0], parts.data[1]]
-    free = answered(parts, examples, 0, "eval", 0, score=False).texts
+    free = [one.text for one in answered(parts, examples, 0, "eval", 0, score=False)]
     parts.policy.generation_config.update(temperature=0.01, top_p=0.01, top_k=1, repetition_penalty=5.0)
-    assert answered(parts, examples, 0, "eval", 0, score=False).texts == free
+    assert [one.text for one in answered(parts, examples, 0, "eval", 0, score=False)] == free
 
 
 PAD = 257
@@ -220,10 +221,9 @@ def test_answers_do_not_depend_on_what_they_are_batched_with(
         )
         batches.clear()
         monkeypatch.setattr(parts.policy, "generate", counted(parts.policy.generate))
-        judged = answered(parts, examples[size % 3 :] + examples[: size % 3], 0, "eval", 1, score=False)
-        rows = zip(judged.examples, judged.texts, judged.images, strict=True)
+        completions = answered(parts, examples[size % 3 :] + examples[: size % 3], 0, "eval", 1, score=False)
         assert batches == ([1] * 5 if trl == BEAMS else {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[size])
-        found.append({example.id: (text, images[0].int()) for example, text, images in rows})
+        found.append({one.example.id: (one.text, one.images[0].int()) for one in completions})
     alone = found[0]
     assert len({text for text, _ in alone.values()}) == 5
     for batched in found[1:]:

@@ -23,7 +23,7 @@ from retouch.families.qwen.text import (
     prefix_length,
 )
 from retouch.families.qwen_image_edit.model import QwenImageEdit
-from retouch.families.sections import QwenImageEditModel
+from retouch.families.qwen_image_edit.spec import QwenImageEditModel
 from retouch.rollout.sampler import to_uint8
 from retouch.tiny.edits import (
     COLOURS,

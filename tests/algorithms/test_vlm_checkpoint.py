@@ -16,7 +16,8 @@ from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, require_sa
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
 from retouch.config import load_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import is_pinned, read_state
+from retouch.engine.checkpoint import read_state
+from retouch.engine.saved import is_pinned
 from retouch.rewards.table import RewardTable
 from retouch.training.scoring import RewardOutage
 from tests.algorithms.test_vlm_grpo import parts_of

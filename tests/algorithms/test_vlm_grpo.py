@@ -28,7 +28,7 @@ from retouch.algorithms.vlm_grpo.checkpoint import load_weights
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
 from retouch.algorithms.vlm_grpo.responses import Responses, generate_completions
 from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run
-from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, ScoredCompletions, mean_rewards, noise_seeds
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, ScoredCompletion, noise_seeds
 from retouch.algorithms.vlm_grpo.trainer import adapter_config, trl_arguments
 from retouch.config import ConfigError, load_run
 from retouch.data.sampler import curriculum_order
@@ -38,6 +38,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.training.scoring import Tally
 from retouch.types import Failure, Score, Scores
 from tests.command_line import retouch
+from tests.selection import default
 
 from . import vlm_runs
 from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_file, weights
@@ -112,7 +113,7 @@ def parts_of(tmp_path: Path, vlm_file: RunFile) -> Any:
         parts.close()
 
 
-def answered(parts: VlmRun, *how: Any, score: bool) -> ScoredCompletions:
+def answered(parts: VlmRun, *how: Any, score: bool) -> list[ScoredCompletion]:
     """By the policy as it was loaded."""
     return CompletionScorer(parts).complete(parts.policy, *how, score=score)
 
@@ -184,7 +185,7 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     assert all(torch.equal(plain[name], tensor) for name, tensor in policy.items())
 
 
-@pytest.mark.parametrize("loss_type", ["dr_grpo", None, "grpo"])
+@pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], "dr_grpo".__ne__))
 def test_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """30 % of the rewards fail, with KL and entropy in the loss: what the failed rows said does not matter, and the
     others are compared with each other alone."""
@@ -226,12 +227,18 @@ def test_one_failed_reward_of_two_is_none() -> None:
     scores = Scores(
         {"a": [Score(1.0), Score(0.5), Score(1.0)], "b": [Score(0.0), failure, Score(1.0)]}, {"a": 1, "b": 2}
     )
-    assert mean_rewards(scores, 1) == [1.0, None, 3.0]
-    assert mean_rewards(Scores(scores.outcomes, {"a": 1, "b": 0}), 1) == [1.0, 0.5, 1.0]  # weight 0 is only logged
-    assert mean_rewards(Scores({"a": [Score(1.0), Score(0.5), Score(1.0), failure]}, {"a": 2}), 2) == [1.5, None]
+
+    def rewards(scores: Scores, each: int) -> list[float | None]:
+        example: Any = None
+        completions = [ScoredCompletion(example, "", torch.zeros(each), [], False)] * (len(scores) // each)
+        return [one.reward for one in vlm_scoring._with_scores(completions, scores, each)]
+
+    assert rewards(scores, 1) == [1.0, None, 3.0]
+    assert rewards(Scores(scores.outcomes, {"a": 1, "b": 0}), 1) == [1.0, 0.5, 1.0]  # weight 0 is only logged
+    assert rewards(Scores({"a": [Score(1.0), Score(0.5), Score(1.0), failure]}, {"a": 2}), 2) == [1.5, None]
 
 
-@pytest.mark.parametrize("loss_type", ["dr_grpo", None, "grpo"])
+@pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], "dr_grpo".__eq__))
 def test_what_the_other_reward_says_of_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """Two rewards, of which one fails on three rows of eight: gradients to the bit, whatever the other one says."""
 
@@ -375,9 +382,9 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(vlm_file: RunFile, tmp_
 
 def test_using_it_reports_failed_rewards_and_goes_on(parts_of: Any) -> None:
     parts, _ = parts_of(rewards={"letters": reward("fail_always"), "second": reward("plain")})
-    judged = answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True)
-    assert judged.rewards == [None, None]
-    assert judged.scores.values("letters") == [None, None] and None not in judged.scores.values("second")
+    for one in answered(parts, [parts.data[0], parts.data[1]], 0, "eval", 0, score=True):
+        assert one.reward is None
+        assert isinstance(one.outcomes["letters"][0], Failure) and isinstance(one.outcomes["second"][0], Score)
 
 
 def test_a_group_is_drawn_from_one_noise_and_no_other_is(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +475,7 @@ def test_a_rewritten_prompt_is_encoded_as_the_pipeline_would(parts_of: Any) -> N
     said = Responses([[1, 2, 3]], [parts.tokenizer("paint it blue").input_ids], {}, [0])
     states, cut = CompletionScorer(parts).states(parts.policy, [example], ["paint it blue"], said)
     stock = ChatStates(parts.policy, parts.tokenizer, parts.processor, "edit", 256)
-    assert cut == 0
+    assert cut == [False]
     assert torch.allclose(states[0], stock("paint it blue", [example.source]), atol=1e-5)  # type: ignore[list-item]
 
 
@@ -528,9 +535,10 @@ def test_counts_are_of_all_processes() -> None:
             state=SimpleNamespace(global_step=0),
             run=SimpleNamespace(config=SimpleNamespace(logging=SimpleNamespace(rollout_images_every=0))),
         )
-        judged = vlm_scoring.ScoredCompletions([], [], [], Scores({"a": outcomes}, {"a": 1}), [], truncated)
+        example: Any = None
+        cut = [ScoredCompletion(example, "", torch.zeros(1), [], True)] * truncated
         told.append({})
-        VlmTrainer._log_scores(trainer, judged, told[-1].__setitem__)
+        VlmTrainer._log_scores(trainer, cut, Scores({"a": outcomes}, {"a": 1}), told[-1].__setitem__)
     mean = {name: sum(one[name] for one in told) / 2 for name in told[0]}
     assert mean == {"reward/a": 1.0, "failed/a": 3.0, "truncated": 5.0}
 
@@ -580,7 +588,7 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
         parts, _ = parts_of(name=f"offloaded-{offloaded}", algorithm__offload_diffusion_model=offloaded)
         examples = [parts.data[i] for i in range(2)]
         said = generate_completions(parts.policy, parts, examples, {"max_new_tokens": 4, "do_sample": False}, [0, 0])
-        return list(CompletionScorer(parts).generate(parts.policy, examples, said, [1, 2]).images)
+        return [one.images for one in CompletionScorer(parts).generate(parts.policy, examples, said, [1, 2])]
 
     moves: list[str] = []
     place = rollout_draw._place  # pyright: ignore[reportPrivateUsage]

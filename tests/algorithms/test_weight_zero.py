@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ import torch
 from retouch.config import RunConfig
 from retouch.rewards.scorers import ocr
 from retouch.training.experience import combined_advantages
-from retouch.training.rollouts import (
-    RewardRows,
-    reward_statistics,
-)
+from retouch.training.rollouts import reward_statistics
+from retouch.training.scoring import RewardRows
 from retouch.types import Failure, Outcome, Score
+from tests.selection import cells
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
@@ -32,8 +32,9 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Outcome
     return use
 
 
-@pytest.mark.parametrize("combine", ["normalize_then_sum", "sum_then_normalize"])
-@pytest.mark.parametrize("name", ["grpo", "dpo"])
+@pytest.mark.parametrize(
+    ("name", "combine"), cells(product(["grpo", "dpo"], ["normalize_then_sum", "sum_then_normalize"]), 1)
+)
 def test_its_failures_leave_the_run_as_it_was(
     name: str, combine: str, config: Config, scripted: Use, logged: Callable[[Callable[[int], Outcome]], None]
 ) -> None:

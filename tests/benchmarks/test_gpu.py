@@ -42,6 +42,7 @@ def cell(name: str) -> gpu.Cell:
     return next(c for c in gpu.cells() if c.name == name)
 
 
+@pytest.mark.full
 def test_a_dry_run_measures_every_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with its own training, by the package's own run: rows are counted where the network is called."""
     out = tmp_path / "gpu.json"
@@ -198,6 +199,6 @@ def _size(network: Any) -> int:
 
 
 def _small_t5() -> Any:
-    from retouch.families.tiny import tiny_t5
+    from retouch.families.tiny import t5
 
-    return tiny_t5()
+    return t5()

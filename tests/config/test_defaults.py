@@ -8,7 +8,7 @@ import pytest
 
 from retouch.config import parse_run
 from retouch.config.run import RunConfig
-from retouch.families.facts import FACTS
+from retouch.families import FAMILIES
 
 from .conftest import BASE
 from .leaves import leaves
@@ -65,7 +65,7 @@ def test_the_table_names_options_that_exist() -> None:
 
 
 def test_a_guidance_of_null_is_the_models() -> None:
-    assert {family: facts.guidance_scale for family, facts in FACTS.items()} == {
+    assert {family: section.spec.guidance_scale for family, section in FAMILIES.items()} == {
         "flux_fill": 30.0,
         "qwen_image": 4.0,
         "qwen_image_edit": 4.0,

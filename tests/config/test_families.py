@@ -12,19 +12,11 @@ from PIL import Image
 
 from retouch.config.errors import models_of
 from retouch.core.rules import STEP_RULES, rules_of
-from retouch.families.facts import (
-    FACTS,
-    TINY_SIZE_MULTIPLE,
-)
-from retouch.families.registry import (
-    FAMILIES,
-    family_class,
-)
-from retouch.families.sections import Model
-from retouch.families.tiny import (
-    TINY,
-    tiny_pipeline,
-)
+from retouch.families import FAMILIES
+from retouch.families.base import TINY_SIZE_MULTIPLE, Model
+from retouch.families.loading import family_class
+from retouch.families.meta import released_networks
+from retouch.families.tiny import tiny_pipeline
 from retouch.types import Example
 
 RELEASED_DOWNSAMPLING = 8
@@ -43,19 +35,32 @@ def example() -> Example:
     return Example(1, "The text is 'A'.", Image.new("RGB", (32, 32), "red"), Image.fromarray(mask))
 
 
-def test_every_family_stands_in_every_table() -> None:
-    sections = {model.model_fields["family"].default for model in models_of(Model)}
-    assert FACTS.keys() == FAMILIES.keys() == TINY.keys() == sections
+def test_every_family_is_a_model_of_the_run_file() -> None:
+    assert {model.model_fields["family"].default for model in models_of(Model)} == FAMILIES.keys()
+    assert all(section.spec.family == name for name, section in FAMILIES.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_facts_are_those_of_the_model(family: str) -> None:
-    facts, spec = FACTS[family], tiny_model(family).spec
-    assert spec.family == family
-    assert (facts.prediction, facts.guidance_scale, facts.needs) == (spec.prediction, spec.guidance_scale, spec.needs)
+    facts, model = FAMILIES[family].spec, tiny_model(family)
+    spec = model.spec
     assert facts.size_multiple == RELEASED_DOWNSAMPLING * spec.size_multiple // spec.downsampling
     assert TINY_SIZE_MULTIPLE % spec.size_multiple == 0
-    assert tiny_model(family).schedule(4, (32, 32)).prediction == facts.prediction
+    assert model.schedule(4, (32, 32)).prediction == facts.prediction
+    assert facts.networks[facts.network_name] == type(model.network).__name__
+    assert type(tiny_pipeline(family)).__name__ == facts.pipeline
+    modules = [name for name, _ in model.network.named_modules()]
+    assert all(any(name.endswith(f".{target}") for name in modules) for target in facts.lora_targets)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_released_sizes_are_those_of_the_spec(family: str) -> None:
+    """The network at its released size fits the autoencoder that the spec describes."""
+    spec = FAMILIES[family].spec
+    network = released_networks(spec)[spec.network_name]
+    cells = spec.downsampling**2
+    channels = {"flux_fill": 4 * (2 * spec.latent_channels + cells), "sd_inpaint": 2 * spec.latent_channels + 1}
+    assert network.config.in_channels == channels.get(family, 4 * spec.latent_channels)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +78,7 @@ def test_guidance_doubles_the_rows_of_the_network_where_it_is_said_to(family: st
         with torch.no_grad():
             model.predict(model.network, latents, model.schedule(4, (32, 32)).times[1:2], condition)
     hook.remove()
-    doubled = 2 if FACTS[family].doubles_for_guidance else 1
+    doubled = 2 if FAMILIES[family].spec.doubles_for_guidance else 1
     assert rows == {0.0: 1, 1.0: 1, 1.5: doubled, 7.5: doubled}
 
 

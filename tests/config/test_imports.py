@@ -6,8 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from .conftest import TINY
 
@@ -22,24 +21,28 @@ def heavy_modules_after(code: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "retouch",
-        "retouch.api",
-        "retouch.config",
-        "retouch.rewards.protocol",
-        "retouch.rewards.client.client",
-        "retouch.rewards.server.app",
-        "retouch.rewards.scorers.ocr",
-        "retouch.tiny.signs",
-        "retouch.data.validate",
-        "retouch.doctor",
-        "retouch.cli",
-    ],
+LIGHT = (
+    "retouch",
+    "retouch.api",
+    "retouch.config",
+    "retouch.rewards.protocol",
+    "retouch.rewards.client.client",
+    "retouch.rewards.server.app",
+    "retouch.rewards.scorers.ocr",
+    "retouch.tiny.signs",
+    "retouch.data.validate",
+    "retouch.doctor",
+    "retouch.cli",
+    "retouch.engine.saved",
+    "retouch.use.comparison",
+    "retouch.use.exporting",
+    "retouch.use.items",
 )
-def test_importing_it_imports_no_torch(module: str) -> None:
-    assert heavy_modules_after(f"import {module}") == []
+"""In any order: what one of them imports, all do."""
+
+
+def test_importing_them_imports_no_torch() -> None:
+    assert heavy_modules_after(f"import {', '.join(LIGHT)}") == []
 
 
 def test_the_probe_sees_what_is_imported() -> None:
@@ -55,6 +58,31 @@ try:
     main()
 except SystemExit as end:
     assert not end.code
+"""
+    assert heavy_modules_after(code) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sample", "--config", str(TINY), "--out", "x", "--data", "x", "--crop", "al"],
+        ["sample", "--config", str(TINY), "--out", "x", "--image", "no.png", "--box", "0,0,9,9", "--text", "A"],
+        ["eval", "--config", str(TINY), "--data", "no-such-folder"],
+        ["export", "no-such-checkpoint", "--to", "diffusers"],
+        ["export", ".", "--to", "difusers"],
+    ],
+)
+def test_a_usage_error_imports_no_torch(arguments: list[str], tmp_path: Path) -> None:
+    """It is reported within a second, not after the seconds that torch takes to import."""
+    code = f"""
+import os
+from retouch.cli import main
+os.chdir({str(tmp_path)!r})
+sys.argv = ["retouch", *{arguments!r}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 2
 """
     assert heavy_modules_after(code) == []
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from retouch.config import RunConfig
-from retouch.rewards.scorers import SCORERS
-from retouch.rewards.sections import RewardEntry
+from retouch.rewards import REWARDS
+from retouch.rewards.base import RewardEntry
 
 from .conftest import REPOSITORY
 from .leaves import Leaf, attribute_reads, leaves
@@ -44,7 +41,7 @@ def package_reads() -> set[str]:
 
 
 def is_scorer_option(leaf: Leaf) -> bool:
-    """Options of one scorer go to its constructor by name."""
+    """Options of one scorer are read in its file."""
     return issubclass(leaf.section, RewardEntry) and leaf.name not in RewardEntry.model_fields
 
 
@@ -90,27 +87,14 @@ def test_the_walk_reaches_every_kind_of_place() -> None:
     assert not keys & {"model", "rollout.window", "rewards", "rewards.*"}  # sections hold no value
 
 
-ENTRIES = [kind for section in RewardEntry.__subclasses__() for kind in section.__subclasses__() or [section]]
-
-
-def test_every_scorer_has_an_entry() -> None:
-    assert {entry.model_fields["scorer"].default for entry in ENTRIES} == SCORERS.keys()
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
-def test_scorer_options_are_the_arguments_of_the_scorer(entry: type[RewardEntry]) -> None:
-    module, _, name = SCORERS[entry.model_fields["scorer"].default].partition(":")
-    scorer: Any = getattr(importlib.import_module(module), name)
-    arguments = {
-        n: p.default
-        for n, p in inspect.signature(scorer.__init__).parameters.items()
-        if n not in ("self", "args", "kwargs")
-    }
-    own = {n: info.default for n, info in entry.model_fields.items() if n not in RewardEntry.model_fields}
-    assert own == arguments
-    body = ast.parse(Path(inspect.getfile(scorer)).read_text(encoding="utf-8"))
-    used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert own.keys() <= used
+@pytest.mark.parametrize("name", REWARDS)
+def test_options_of_a_scorer_are_read_in_its_own_file(name: str) -> None:
+    entry = REWARDS[name]
+    validators = entry.__pydantic_decorators__.model_validators
+    for option in entry.own_options():
+        owner = next(kind for kind in entry.__mro__ if option in kind.__annotations__)
+        source = Path(inspect.getfile(owner)).read_text(encoding="utf-8")
+        assert option in attribute_reads(source, lambda function: function in validators), option
 
 
 def test_every_option_says_what_it_is() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
-from retouch.rewards.scorers import SCORERS
+from retouch.rewards import REWARDS
 
 Problems = Callable[..., list[str]]
 TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
@@ -77,7 +77,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
             "rewards.fn={fn: 'a:b', needs: [depth]}",
             "rewards.fn.needs: given 'depth'; an item may have mask, source, reference",
         ),
-        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(SCORERS))}"),
+        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
         ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, qwen_image_edit, sd_inpaint"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft, vlm_grpo"),
@@ -95,12 +95,12 @@ def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Pro
         ("data={path: x}", "data: say which kind it is: set data.format"),
         ("data={format: self_bench}", "data.path: required and not set"),
         ("warmup_data={format: manifest}", "warmup_data.path: required and not set"),
-        ("model=lora", "model: given 'lora'; this is a section: write its keys as {key: value}"),
-        ("model.train=lora", "model.train: given 'lora'; this is a section: write its keys as {key: value}"),
-        ("algorithm=", "algorithm: given None; this is a section: write its keys as {key: value}"),
-        ("rewards=[ocr]", "rewards: given ['ocr']; this is a section: write its keys as {key: value}"),
-        ("rewards.ocr=1", "rewards.ocr: given 1; this is a section: write its keys as {key: value}"),
-        ("ema=0.99", "ema: given 0.99; this is a section: write its keys as {key: value}"),
+        ("model=lora", "model: given 'lora'; expected a section; write its keys as {key: value}"),
+        ("model.train=lora", "model.train: given 'lora'; expected a section; write its keys as {key: value}"),
+        ("algorithm=", "algorithm: given None; expected a section; write its keys as {key: value}"),
+        ("rewards=[ocr]", "rewards: given ['ocr']; expected a section; write its keys as {key: value}"),
+        ("rewards.ocr=1", "rewards.ocr: given 1; expected a section; write its keys as {key: value}"),
+        ("ema=0.99", "ema: given 0.99; expected a section; write its keys as {key: value}"),
     ],
 )
 def test_missing_keys_and_values_where_a_section_stands(override: str, line: str, problems: Problems) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from retouch.config.load import read_yaml
-from retouch.rewards import judge
+from retouch.rewards.scorers import judge_client as judge
 from retouch.tiny.signs import (
     draw_words,
     write_signs,

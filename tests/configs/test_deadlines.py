@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from retouch.config import derive, load_run
-from retouch.rewards.sections import JudgeEntry
+from retouch.rewards.scorers.judged import JudgeEntry
 
 from .conftest import RUNS, VLM_RUNS, name_of
 

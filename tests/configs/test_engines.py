@@ -13,7 +13,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.command_line import retouch
@@ -54,7 +54,7 @@ def test_precision_is_left_to_the_run_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "groups"),
     [
-        ("flux_fill_grpo.yaml", 2),
+        pytest.param("flux_fill_grpo.yaml", 2, marks=pytest.mark.full),
         ("flux_fill_grpo_lora.yaml", 2),
         pytest.param("flux_fill_nft.yaml", 2, marks=pytest.mark.slow),  # tests/distributed has both, on smaller runs
         pytest.param("flux_fill_dpo.yaml", 3, marks=pytest.mark.slow),
@@ -77,7 +77,7 @@ def test_two_processes_train_what_one_does(name: str, groups: int, signs: dict[s
     assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["flux_fill_grpo.yaml", "flux_fill_dpo.yaml"])
+@pytest.mark.parametrize("name", ["flux_fill_grpo.yaml", pytest.param("flux_fill_dpo.yaml", marks=pytest.mark.full)])
 def test_two_processes_resume_inside_an_epoch_each_with_its_own_rows(
     name: str, signs: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -22,16 +22,10 @@ from retouch.algorithms.nft.config import NftConfig
 from retouch.config import ConfigError, derive, load_run
 from retouch.config.derived import snapshots
 from retouch.config.load import read_yaml
-from retouch.engine.checkpoint import complete_checkpoints
-from retouch.families.facts import (
-    ADAPTERS,
-    FACTS,
-)
-from retouch.families.registry import (
-    FAMILIES,
-    family_class,
-    load_model,
-)
+from retouch.engine.saved import complete_checkpoints
+from retouch.families import FAMILIES
+from retouch.families.loading import load_model
+from retouch.families.meta import released_networks
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 from tests.rewards.openai_server import OpenAIServer
@@ -129,7 +123,7 @@ def test_calligraphers_adapter_and_its_image_encoder_come_from_the_environment(
     assert getattr(run.algorithm, "warmup_steps", None) == 0
     monkeypatch.delenv("SIGLIP_PATH")
     again = load_run(path).model.train
-    assert again.kind == "ip_adapter" and again.image_encoder == ADAPTERS["flux_fill"].image_encoder
+    assert again.kind == "ip_adapter" and again.image_encoder == "google/siglip-so400m-patch14-384"
     monkeypatch.delenv("CALLIGRAPHER_PATH")
     with pytest.raises(ConfigError, match=r"\$\{CALLIGRAPHER_PATH\} is not set in the environment"):
         load_run(path)
@@ -193,7 +187,7 @@ def test_guidance_has_what_it_needs(path: Path) -> None:
     """Of families with true guidance: DiffusionNFT samples without it, as its paper does, and supervised steps train
     the prediction without a caption that guidance needs."""
     run = load_run(path)
-    if not FACTS[run.model.family].doubles_for_guidance:
+    if not FAMILIES[run.model.family].spec.doubles_for_guidance:
         return
     if isinstance(run.algorithm, NftConfig):
         assert run.rollout.guidance_scale == 1.0
@@ -297,7 +291,7 @@ def test_every_file_is_tested() -> None:
 
 def released_network(family: str) -> nn.Module:
     with torch.device("meta"):
-        return family_class(family).released_network()
+        return released_networks(FAMILIES[family].spec)[FAMILIES[family].spec.network_name]
 
 
 def parameters(network: nn.Module) -> int:

@@ -17,13 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config import load, load_run, numbers
-from retouch.families.facts import EditVariant
-from retouch.families.tiny import (
-    tiny_qwen_image,
-    tiny_qwen_image_edit,
-)
+from retouch.families.qwen_image.model import QwenImage
+from retouch.families.qwen_image_edit.model import QwenImageEdit
+from retouch.families.qwen_image_edit.spec import EditVariant
 from retouch.observe.run_dir import read_metrics
-from retouch.rewards.sections import JudgeEntry
+from retouch.rewards.scorers.judged import JudgeEntry
 from retouch.tiny.edits import write_edits
 from tests.command_line import retouch
 from tests.data.protocols import Hub, edit_row, mmmg_configurations, write_complex_edit
@@ -158,7 +156,7 @@ def test_one_step(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def tiny_weights(variant: EditVariant | None) -> Path:
     """Random ones that look at what they are shown; None draws from text."""
     folder = Path(mkdtemp(prefix=f"retouch-{variant}-"))
-    attentive(tiny_qwen_image() if variant is None else tiny_qwen_image_edit(variant)).save_pretrained(folder)
+    attentive(QwenImage.tiny() if variant is None else QwenImageEdit.tiny(variant)).save_pretrained(folder)
     return folder
 
 
@@ -188,7 +186,7 @@ def small_run(path: Path, folder: Path, variant: EditVariant | None) -> list[str
 
 def lightning_lora(folder: Path) -> Path:
     """A small LoRA in the key layout of Qwen-Image-Lightning."""
-    weight = tiny_qwen_image().transformer.get_submodule("transformer_blocks.0.attn.to_q").weight
+    weight = QwenImage.tiny().transformer.get_submodule("transformer_blocks.0.attn.to_q").weight
     factors = {
         "lora_down.weight": torch.ones(2, weight.shape[1]) / 99,
         "lora_up.weight": torch.ones(weight.shape[0], 2) / 99,

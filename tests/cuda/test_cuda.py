@@ -20,10 +20,7 @@ from retouch.config.run import (
     TrainingConfig,
 )
 from retouch.engine import Engine
-from retouch.families.flux_fill.model import (
-    LORA_TARGETS,
-    RELEASED_TRANSFORMER,
-)
+from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.observe.timing import PARTS
 from retouch.tiny.signs import (
     draw_words,
@@ -191,9 +188,9 @@ def test_the_backward_of_blocks_of_the_released_width() -> None:
     recomputation. With cuDNN's attention this read beyond its memory."""
     torch.manual_seed(0)
     with torch.device(CUDA):
-        sizes = RELEASED_TRANSFORMER | {"num_layers": 2, "num_single_layers": 2}
+        sizes = dict(FluxFillModel.spec.released["transformer"]) | {"num_layers": 2, "num_single_layers": 2}
         network = FluxTransformer2DModel(**sizes).to(torch.bfloat16)
-    add_lora(network, 16, 16, LORA_TARGETS)
+    add_lora(network, 16, 16, FluxFillModel.spec.lora_targets)
     engine = Engine(TrainingConfig(mixed_precision="bf16"), OptimizerConfig(), seed=0)
     engine.prepare(network, gradient_checkpointing=True)
     assert not torch.backends.cuda.cudnn_sdp_enabled()

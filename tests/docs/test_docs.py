@@ -11,7 +11,7 @@ import typer.main
 import yaml
 from tools.config_reference import pages as configuration_pages
 
-from retouch.adapters.export import FORMATS
+from retouch.adapters import FORMATS
 from retouch.cli import app
 from retouch.config import load_run, parse_run
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from retouch.rewards import REWARDS
 from retouch.rewards.protocol import FAILURE_CODES, RewardItem
-from retouch.rewards.scorers import SCORERS
-from retouch.rewards.scorers.ocr import OcrScorer
-from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.tiny.signs import (
     draw_sign,
     draw_words,
@@ -34,7 +34,7 @@ def test_the_curl_request_gets_the_reply_shown(tmp_path: Path) -> None:
     write_signs(tmp_path, draw_words(1, "train", 0), (32, 64), 0)
     assert (tmp_path / "self_bench.txt").read_text().startswith("0-KIGE")  # the word of the page
     [command], [shown] = blocks(PAGE, "bash"), blocks(PAGE, "json")
-    with serving({"ocr": OcrScorer(threads=1), "preservation": PreservationScorer()}) as url:
+    with serving({"ocr": OcrReward(threads=1).make(), "preservation": PreservationReward().make()}) as url:
         asked = command.replace("http://127.0.0.1:8000", url)
         assert asked != command
         done = subprocess.run(["sh", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -52,7 +52,7 @@ def shape(value: Any) -> Any:
 
 def test_every_scorer_and_failure_code_is_on_the_page() -> None:
     named = set(re.findall(r"^\| `([a-z0-9_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert named >= {*SCORERS, *FAILURE_CODES}
+    assert named >= {*REWARDS, *FAILURE_CODES}
 
 
 def test_the_fields_of_an_item_are_on_the_page() -> None:

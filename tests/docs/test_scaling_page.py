@@ -13,8 +13,7 @@ import pytest
 from retouch.config import derive, load_run
 from retouch.doctor.line import size
 from retouch.doctor.memory import report_memory
-from retouch.families.facts import ADAPTERS
-from retouch.families.sections import TrainIpAdapter
+from retouch.families.base import TrainIpAdapter
 
 from .pages import REPOSITORY, retouch_arguments
 
@@ -67,7 +66,7 @@ def test_a_step_costs_what_the_page_says(
     run = load_run(file, overrides)
     overrides = [*overrides, f"model.path={released / run.model.family}"]
     if isinstance(run.model.train, TrainIpAdapter):
-        assert run.model.train.image_encoder == ADAPTERS[run.model.family].image_encoder
+        assert run.model.spec.adapter and run.model.train.image_encoder == run.model.spec.adapter.image_encoder
         overrides.append(f"model.train.image_encoder={released / 'encoder'}")
     numbers = derive(run, int(processes))
     assert (f"{numbers.forwards_per_image:g}", str(numbers.images_per_epoch_per_device)) == (forwards, images)

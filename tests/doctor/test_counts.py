@@ -28,17 +28,14 @@ from retouch.doctor.memory import (
 )
 from retouch.doctor.model import PIPELINES, PROCESSORS, Found, find_model
 from retouch.doctor.networks import build_networks
-from retouch.engine.checkpoint import complete_checkpoints
-from retouch.families.facts import ADAPTERS
+from retouch.engine.saved import complete_checkpoints
+from retouch.families import FAMILIES
+from retouch.families.base import Model
 from retouch.families.loading import (
     ModelFilesError,
+    load_model,
     tiny_path,
 )
-from retouch.families.registry import (
-    FAMILIES,
-    load_model,
-)
-from retouch.families.sections import Model
 from retouch.image_encoder import TINY
 from tests.tiny_models import tiny_model
 
@@ -158,7 +155,7 @@ def counted_of(run: RunConfig, found: Found | None = None) -> Counted:
 
 @pytest.mark.parametrize(
     ("train", "family"),
-    [(t, f) for t in TRAINED for f in FAMILIES if t["kind"] != "ip_adapter" or f in ADAPTERS],
+    [(t, f) for t in TRAINED for f in FAMILIES if t["kind"] != "ip_adapter" or FAMILIES[f].spec.adapter],
     ids=str,
 )
 def test_weights_are_counted_as_the_run_has_them(family: str, train: dict[str, Any]) -> None:
@@ -240,7 +237,7 @@ def test_the_parts_are_the_whole() -> None:
     assert [p.what for p in parts if p.waits] == ["text_encoder", "text_encoder_2", "image_encoder"]
     small = run.model_copy(
         update={
-            "optimizer": run.optimizer.model_copy(update={"moments": "int8"}),
+            "optimizer": run.optimizer.model_copy(update={"state": "8bit"}),
             "model": run.model.model_copy(update={"offload_vae": True}),
         }
     )

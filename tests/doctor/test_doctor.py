@@ -21,22 +21,20 @@ from retouch.adapters.trainee import make_trainable
 from retouch.config import load_run, parse_run
 from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
-from retouch.doctor.machine import Gpu, Gpus, find_gpus
-from retouch.doctor.rewards import needed_extras, probe
-from retouch.families.loading import tiny_path
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    DistillationLora,
-    QwenImageModel,
-)
+from retouch.doctor.launch import launch_extras
+from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
+from retouch.doctor.rewards import needed_extras
+from retouch.families.base import DistillationLora
+from retouch.families.loading import load_model, tiny_path
+from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.image_encoder import TINY
-from retouch.rewards.knowledge_graph import read_graph
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.golden import golden_items
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.table import golden_items
+from retouch.rewards.scorers.knowledge_graph import read_graph
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
-from tests.rewards.fakes import Brightness, serving
+from tests.rewards.fakes import Brightness, score_checked, serving
 from tests.tiny_models import tiny_calligrapher
 
 CHECKED = [
@@ -126,6 +124,25 @@ def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:
     for sharding, needed in (("zero2", True), ("zero3", True), ("fsdp2", False)):
         run = load_run(run_yaml(training__sharding=sharding))
         assert ("deepspeed" in needed_extras(run)) is needed
+
+
+def test_an_8gpu_file_is_launched_with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration of accelerate says so, which the run file does not name: a warning."""
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    found = {}
+    for name in ("qwen_image_edit_vlm_grpo", "flux_fill_grpo"):
+        run = load_run(Path(__file__).parents[2] / f"configs/tiny/{name}.yaml")
+        [found[name]] = [line for line in extra_lines({"train"}, launch_extras(run)) if line.what == "extra deepspeed"]
+    vlm, grpo = found.values()
+    assert (vlm.status, grpo.status) == ("warning", "ok")
+    assert "configs/accelerate/zero2.yaml" in vlm.says and 'pip install -U "retouch[deepspeed]"' in vlm.says
 
 
 def test_sinks_need_their_extras(run_yaml: Callable[..., Path]) -> None:
@@ -236,7 +253,7 @@ def test_more_processes_than_gpus(run_yaml: Callable[..., Path], monkeypatch: py
     monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("one", 2**40, 2**40)], [], "2"))
     assert only("fix", run_yaml(), "--world-size", 2) == (
         "GPUs",
-        "1 for 2 processes; lower --num_processes (here --world-size), or look at CUDA_VISIBLE_DEVICES",
+        "1 for 2 processes; lower --num_processes (here --world-size), or check CUDA_VISIBLE_DEVICES",
     )
 
 
@@ -515,8 +532,8 @@ def test_rewards_of_what_was_said_score_the_doctors_picture() -> None:
     """They ask for metadata that only runs of vlm_grpo have; a graph for MMMG is there, too."""
     for name in ("think_format", "completion_quality"):
         scorer = make_scorer(name)
-        assert all(isinstance(outcome, Score) for outcome in score_checked(scorer, [probe(), *golden_items()]))
-    assert read_graph(probe().metadata["knowledge_graph"]).skipped == ()
+        assert all(isinstance(outcome, Score) for outcome in score_checked(scorer, golden_items()))
+    assert read_graph(golden_items()[0].metadata["knowledge_graph"]).skipped == ()
 
 
 def test_a_scorer_that_cannot_be_loaded(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

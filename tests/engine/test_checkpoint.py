@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.engine.checkpoint import complete_checkpoints, discard, drop_unfinished, put_in_place
+from retouch.engine.saved import complete_checkpoints, discard, drop_unfinished, put_in_place
 
 
 def checkpoint(folder: Path, content: str) -> Path:

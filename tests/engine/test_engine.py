@@ -15,10 +15,10 @@ from retouch.config.run import (
     OptimizerConfig,
     TrainingConfig,
 )
-from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, checkpoint
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, saved
 from retouch.engine.engine import OVERFLOWS, PLUGINS
-from retouch.rewards.sections import RewardClientConfig
+from retouch.engine.saved import complete_checkpoints
+from retouch.rewards.client.config import RewardClientConfig
 
 
 class Plain(nn.Linear):
@@ -76,7 +76,7 @@ def test_fp16_that_never_finds_a_scale_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine._parallel, "step", lambda lr: (1.0, next(outcomes)))
     taken = [engine.step(lr=0.1)["overflow"] for _ in skips[:-1]]
     assert taken == [float(skipped) for skipped in skips[:-1]]
-    with pytest.raises(Diverged, match="no finite gradient in 20 steps in a row under fp16"):
+    with pytest.raises(Diverged, match="the gradient is NaN or Inf in 20 consecutive fp16 steps"):
         engine.step(lr=0.1)
 
 
@@ -231,7 +231,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(
         if len(calls) == flush:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "flush", full)
+    monkeypatch.setattr(saved, "flush", full)
     with pytest.raises(OSError, match="no space left"):
         store.save(4, engine, policy, {})
     assert store.newest() == first

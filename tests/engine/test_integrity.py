@@ -13,8 +13,7 @@ import torch
 
 from retouch.engine import CheckpointError, Checkpoints, Policy
 from retouch.engine.checkpoint import verify_once
-from retouch.engine.integrity import read_complete, record_files, verify_files
-from retouch.engine.saved_state import require_sound
+from retouch.engine.saved import read_complete, record_files, require_sound, verify_files
 from retouch.saved_tensors import DamagedFile, load_saved
 
 from .test_engine import checkpoints, engine_for, linear
@@ -130,7 +129,7 @@ def test_a_file_that_cannot_be_read_is_no_traceback(saved: Path, monkeypatch: py
     def unreadable(path: Path) -> str:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("retouch.engine.integrity._digest", unreadable)
+    monkeypatch.setattr("retouch.engine.saved._digest", unreadable)
     with pytest.raises(CheckpointError, match=r"damaged \(.*Input/output error"):
         load(saved)
 

@@ -20,7 +20,7 @@ def test_only_trained_weights_are_copied() -> None:
     policy = Policy(network())
     assert sorted(policy.parameters) == ["0.weight", "1.bias", "1.weight"]
     assert policy.size == 12 + 8 + 2
-    with pytest.raises(ValueError, match="nothing is trained"):
+    with pytest.raises(ValueError, match="no parameter of the network requires a gradient"):
         Policy(network().requires_grad_(False))
 
 
@@ -137,6 +137,6 @@ def test_memory_that_ends_in_a_swap_is_no_forward_to_take_again(monkeypatch: pyt
         return clone(tensor)
 
     monkeypatch.setattr(torch.Tensor, "clone", failing)
-    refused = pytest.raises(OutOfMemory, match="while weights were swapped with 'reference'; resume from")
+    refused = pytest.raises(OutOfMemory, match="while swapping the weights with the snapshot 'reference'; resume from")
     with refused, policy.use("reference"):
         pass

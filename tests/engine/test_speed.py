@@ -90,27 +90,28 @@ def test_moments_of_8_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyP
     library = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **options: (parameters, options)))
     monkeypatch.setitem(sys.modules, "bitsandbytes", library)
     trained = weights()
-    made = make_optimizer(OptimizerConfig(moments="int8", lr=2e-5), trained, GPU)
+    made = make_optimizer(OptimizerConfig(state="8bit", lr=2e-5), trained, GPU)
     assert made[0] is trained
     assert made[1] == {"lr": 2e-5, "betas": (0.9, 0.999), "weight_decay": 1e-4, "eps": 1e-8}
 
 
 def test_moments_of_8_bits_need_a_gpu_and_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OptimizerConfig(moments="int8")
+    config = OptimizerConfig(state="8bit")
     with pytest.raises(ConfigError) as caught:
         make_optimizer(config, weights(), CPU)
-    assert str(caught.value) == ("optimizer.moments: given 'int8', which needs a GPU, but the device is cpu; set fp32")
+    assert str(caught.value) == (
+        "optimizer.state: given '8bit', which needs a GPU, but the device is cpu; set optimizer.state=fp32"
+    )
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError) as caught:
         make_optimizer(config, weights(), GPU)
     assert str(caught.value) == (
-        "optimizer.moments: given 'int8', which bitsandbytes computes, but it is not installed: pip install "
-        "bitsandbytes, or set fp32"
+        "optimizer.state: given '8bit', which needs bitsandbytes: pip install bitsandbytes, or set optimizer.state=fp32"
     )
 
 
 def test_a_network_that_names_no_blocks_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match="Linear names no blocks to compile; set compile=false"):
+    with pytest.raises(ConfigError, match="Linear has no repeated blocks; set compile=false"):
         compile_blocks(nn.Linear(2, 2))
 
 

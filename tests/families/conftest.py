@@ -11,10 +11,7 @@ import torch
 from PIL import Image
 
 from retouch.families.flux_fill.model import FluxFill
-from retouch.families.tiny import (
-    TEXT_TOKENS,
-    tiny_pipeline,
-)
+from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.types import Example
 
 

@@ -14,18 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retouch.adapters.trainee import make_trainable
-from retouch.families.flux_fill.model import pack
-from retouch.families.loading import ModelFilesError
+from retouch.families.base import DistillationLora, TrainLora
+from retouch.families.diffusion import pack
+from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.qwen_image.model import (
     NEGATIVE,
     QwenImage,
 )
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    DistillationLora,
-    QwenImageModel,
-    TrainLora,
-)
+from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (

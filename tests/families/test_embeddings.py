@@ -21,8 +21,7 @@ from retouch.families.embeddings import (
     fingerprint,
 )
 from retouch.families.flux_fill.model import given_embeddings
-from retouch.families.loading import ModelFilesError
-from retouch.families.registry import load_model
+from retouch.families.loading import ModelFilesError, load_model
 from retouch.image_encoder import TINY
 from retouch.types import Example
 from retouch.use.precompute import precompute
@@ -176,7 +175,7 @@ def test_a_folder_without_embeddings_and_a_damaged_entry(signs: Path, tmp_path: 
     with pytest.raises(ConfigError, match=r"holds no embeddings \(no cache.json\); run `retouch data precompute"):
         EmbeddingCache(tmp_path / "nowhere", config.model)
     cache = EmbeddingCache(tmp_path / "cache", config.model, create=True)
-    cache.put_text("a", {"text": torch.ones(2)})
+    cache.add_text("a", lambda _: {"text": torch.ones(2)})
     [file] = (tmp_path / "cache" / "text").iterdir()
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ConfigError, match="is damaged"):
@@ -234,7 +233,7 @@ def test_embeddings_that_do_not_fit_are_refused(flux: tuple[Any, Example], tmp_p
         model.encode([replace(example, embedding_path=file)], 30.0)
     torch.save({"prompt_embeds": torch.zeros(20, 64), "pooled_prompt_embeds": torch.zeros(64)}, file)
     model.encode([example], 30.0)
-    with pytest.raises(ModelFilesError, match=r"t5.pt: prompt_embeds of \(20, 64\).*before it had \(24, 64\)"):
+    with pytest.raises(ModelFilesError, match=r"t5.pt: prompt_embeds of \(20, 64\).*earlier texts have \(24, 64\)"):
         model.encode([replace(example, embedding_path=file)], 30.0)
     torch.save(torch.zeros(4), file)
     with pytest.raises(ModelFilesError, match="must have 2 dimensions"):

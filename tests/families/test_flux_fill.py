@@ -10,27 +10,16 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline
 
-from retouch.families.flux_fill.model import (
-    FluxFill,
-    pack,
-    unpack,
-)
+from retouch.families.base import TrainFull, TrainLora
+from retouch.families.diffusion import pack, unpack
+from retouch.families.flux_fill.model import FluxFill
+from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import (
     ModelFilesError,
     component_path,
+    load_model,
 )
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    FluxFillModel,
-    TrainFull,
-    TrainLora,
-)
-from retouch.families.tiny import (
-    TEXT_TOKENS,
-    byte_clip_tokenizer,
-    bytes_to_characters,
-    tiny_pipeline,
-)
+from retouch.families.tiny import TEXT_TOKENS, byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     sample,
@@ -157,7 +146,7 @@ def test_guidance_reaches_the_network(model: FluxFill) -> None:
 def test_errors_say_what_to_do(model: FluxFill, pipeline: Any) -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
         model.encode([random_example(0, 36, 64)], 30.0)
-    with pytest.raises(ValueError, match="text-to-image FLUX cannot inpaint"):
+    with pytest.raises(ValueError, match="text-to-image model cannot inpaint"):
         wrong = tiny_pipeline("flux_fill", 0)
         wrong.transformer.register_to_config(in_channels=32)
         FluxFill.from_pipeline(wrong)
@@ -212,8 +201,8 @@ def test_released_prompts_are_released_from_memory(tiny_folder: Path) -> None:
     model = load_model(FluxFillModel(path=str(tiny_folder), dtype="fp32", max_sequence_length=TEXT_TOKENS))
     first, second = random_example(0, 32, 64), random_example(1, 32, 64)
     before = model.encode([first], 30.0).tensors["text"]
-    model.cache_prompts([first.prompt])
-    model.release_text_encoders()
+    assert model.prompts is not None
+    model.prompts.cache_and_release([first.prompt])
     assert torch.equal(model.encode([first], 30.0).tensors["text"], before)
     with pytest.raises(RuntimeError, match="free_text_encoders"):
         model.encode([second], 30.0)

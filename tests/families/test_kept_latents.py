@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from retouch.families import inputs
-from retouch.families.inputs import KeptLatents
-from retouch.families.registry import FAMILIES
-from retouch.families.registry import family_class as class_of
+from retouch.families import FAMILIES, vae
+from retouch.families.loading import family_class as class_of
 from retouch.families.tiny import tiny_pipeline
 
 from .conftest import random_example
@@ -50,10 +48,23 @@ def test_a_picture_is_encoded_once_under_every_guidance_and_prompt(
     assert len(encoded) == (3 if family in whole else 4)
 
 
+class Doubling(vae.Autoencoder):
+    """Latents that are twice the image."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def encode(self, images: Tensor) -> Tensor:
+        return images * 2
+
+
 def test_the_ones_used_longest_ago_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "KEPT", 2)
+    monkeypatch.setattr(vae, "KEPT", 2)
     calls: list[float] = []
-    kept = KeptLatents(lambda images: calls.append(float(images.mean())) or images * 2)
+    model: Any = Doubling()
+    kept = model.encode_once
+    encode = model.encode
+    monkeypatch.setattr(model, "encode", lambda images: calls.append(float(images.mean())) or encode(images))
     a, b, c = (torch.full((1, 3, 2, 2), value) for value in (0.25, 0.5, 0.75))
     for images in (a, b, a, c, a, b):
         assert torch.equal(kept(images), images * 2)

@@ -17,26 +17,18 @@ from torch import Tensor
 from retouch import adapters
 from retouch.adapters.formats import write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
-from retouch.families.flux_fill.model import (
-    pack,
-    unpack,
-)
-from retouch.families.loading import ModelFilesError
+from retouch.families import FAMILIES
+from retouch.families.base import TrainFull, TrainLora
+from retouch.families.diffusion import pack, unpack
+from retouch.families.loading import ModelFilesError, load_model
+from retouch.families.meta import released_networks
+from retouch.families.qwen.tiny import byte_qwen_tokenizer
 from retouch.families.qwen_image.model import (
-    LORA_TARGETS,
     NEGATIVE,
     QwenImage,
 )
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    QwenImageModel,
-    TrainFull,
-    TrainLora,
-)
-from retouch.families.tiny import (
-    byte_qwen_tokenizer,
-    tiny_pipeline,
-)
+from retouch.families.qwen_image.spec import QwenImageModel
+from retouch.families.tiny import tiny_pipeline
 from retouch.image_encoder import ImageEncoder
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -215,7 +207,7 @@ def test_errors_say_what_to_do(model: QwenImage) -> None:
         model.encode([drawn_at(0, (32, 64)), drawn_at(1, (32, 32))], 4.0)
     with pytest.raises(ValueError, match="no source image; qwen_image repaints one"):
         model.encode([random_example(0, 32, 64), drawn_at(1, (32, 64))], 4.0)
-    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*takes 16; use Qwen/Qwen-Image"):
+    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 16; use Qwen/Qwen-Image"):
         wrong = tiny_pipeline("qwen_image")
         wrong.transformer.register_to_config(in_channels=20)
         QwenImage.from_pipeline(wrong)
@@ -258,10 +250,10 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: QwenImage,
     expected = model.predict(model.network, x, t, model.encode([example], 4.0))
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
     assert loaded.spec == model.spec
-    loaded.cache_prompts([example.prompt])
-    loaded.release_text_encoders()
+    assert loaded.prompts is not None
+    loaded.prompts.cache_and_release([loaded.spec.empty_prompt, example.prompt])
     nothing = loaded.encode([replace(example, prompt=loaded.spec.empty_prompt)], 4.0).tensors
-    assert torch.equal(nothing["text"], nothing["negative_text"])  # and it is there without being asked for
+    assert torch.equal(nothing["text"], nothing["negative_text"])
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
     low = load_model(QwenImageModel(**options, dtype="bf16", train=TrainLora()))
     assert {p.dtype for p in low.network.parameters()} == {torch.bfloat16}
@@ -270,7 +262,8 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: QwenImage,
 
 def test_the_released_network() -> None:
     with torch.device("meta"):
-        network = QwenImage.released_network()
+        network = released_networks(FAMILIES["qwen_image"].spec)["transformer"]
     assert sum(p.numel() for p in network.parameters()) == pytest.approx(20.4e9, rel=0.01)
-    adapted = [n for n, _ in network.named_modules() if n.endswith(tuple(f".{t}" for t in LORA_TARGETS))]
+    targets = tuple(f".{target}" for target in QwenImageModel.spec.lora_targets)
+    adapted = [n for n, _ in network.named_modules() if n.endswith(targets)]
     assert len(adapted) == 60 * 12

@@ -14,13 +14,9 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
-from retouch.families.facts import (
-    EditVariant,
-    shown_size,
-    vision_tokens,
-)
-from retouch.families.flux_fill.model import pack
-from retouch.families.loading import ModelFilesError
+from retouch.families.base import TrainFull, TrainLora
+from retouch.families.diffusion import pack
+from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.qwen.base import (
     NEGATIVE,
     unpadded,
@@ -31,18 +27,9 @@ from retouch.families.qwen.text import (
     prefix_length,
     template,
 )
+from retouch.families.qwen.tiny import byte_qwen_tokenizer, tiny_qwen_processor
 from retouch.families.qwen_image_edit.model import QwenImageEdit
-from retouch.families.registry import load_model
-from retouch.families.sections import (
-    QwenImageEditModel,
-    TrainFull,
-    TrainLora,
-)
-from retouch.families.tiny import (
-    byte_qwen_tokenizer,
-    tiny_qwen_image_edit,
-    tiny_qwen_processor,
-)
+from retouch.families.qwen_image_edit.spec import EditVariant, QwenImageEditModel
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
@@ -71,7 +58,7 @@ def pipelines() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for variant in VARIANTS:
         torch.manual_seed(3)
-        made[variant] = attentive(tiny_qwen_image_edit(variant))
+        made[variant] = attentive(QwenImageEdit.tiny(variant))
     return made
 
 
@@ -260,7 +247,7 @@ def test_a_long_prompt_is_cut_with_a_warning_and_the_picture_never(
 
 
 def test_encoding_is_without_dropout_and_gradients_and_leaves_training_as_it_was(pipelines: Any) -> None:
-    encoder = tiny_qwen_image_edit().text_encoder
+    encoder = QwenImageEdit.tiny().text_encoder
     encoder.model.language_model.layers[0].mlp.down_proj = torch.nn.Sequential(
         encoder.model.language_model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
     )
@@ -275,16 +262,17 @@ def test_encoding_is_without_dropout_and_gradients_and_leaves_training_as_it_was
 
 def test_edit_plus_shows_its_encoder_a_small_picture() -> None:
     """196 tokens of a square, whatever its size; edit shows what there is."""
-    assert shown_size((1024, 1024), "edit_plus", None) == (384, 384)
-    assert vision_tokens((384, 384)) == 196
-    assert shown_size((1024, 1024), "edit", None) == (1024, 1024)
+    edit, plus = QwenImageEditModel(), QwenImageEditModel(variant="edit_plus", path="Qwen/Qwen-Image-Edit-2509")
+    assert plus.shown_size((1024, 1024)) == (384, 384)
+    assert plus.vision_tokens((1024, 1024)) == 196
+    assert edit.shown_size((1024, 1024)) == (1024, 1024)
     for size in [(1024, 1024), (640, 1536), (1328, 800), (720, 1280)]:
         width, height = pipeline_qwenimage_edit_plus.calculate_dimensions(384 * 384, size[1] / size[0])
-        assert shown_size(size, "edit_plus", None) == (height, width)
+        assert plus.shown_size(size) == (height, width)
     processor = tiny_qwen_processor()
     for size in [(32, 64), (100, 60), (48, 24)]:
         grid = processor.image_processor([picture(0, *size)], return_tensors="pt")["image_grid_thw"]
-        assert vision_tokens(size) == int(grid.prod()) // 4
+        assert edit.vision_tokens(size) == int(grid.prod()) // 4
 
 
 # --- the contract of a family ---
@@ -321,10 +309,7 @@ def test_errors_say_what_to_do(models: Any) -> None:
         model.encode([edit_at(0, (36, 64))], 4.0)
     with pytest.raises(ValueError, match="example 1 has no source image; qwen_image_edit changes one"):
         model.encode([Example(1, "Make it red.", size=(32, 64))], 4.0)
-    with pytest.raises(RuntimeError, match=r"set model\.free_text_encoders=false"):
-        model.cache_prompts(["Make it red."])
-    with pytest.raises(RuntimeError, match=r"set model\.free_text_encoders=false"):
-        model.release_text_encoders()
+    assert model.prompts is None  # which encode a prompt without its image
     text, latents = torch.randn(5, 32), model.encode_picture(picture(1, 32, 64))
     with pytest.raises(ValueError, match="qwen_image_edit needs pictures to edit; given 0 a row"):
         model.condition_on([text], (32, 64))
@@ -350,7 +335,7 @@ def test_a_saved_folder_loads_to_the_same_model(
         "path": str(tmp_path),
         "variant": variant,
         "max_sequence_length": LENGTH,
-        "vision_pixels": models[variant].vision_pixels,
+        "vision_pixels": models[variant].config.vision_pixels,
     }
     model, loaded = models[variant], load_model(QwenImageEditModel(**options, dtype="fp32", train=TrainFull()))
     x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.7]), edit_at(1, (32, 64))

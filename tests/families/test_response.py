@@ -29,11 +29,7 @@ from retouch.families.qwen.text import (
     prefix_length,
     system_text,
 )
-from retouch.families.tiny import (
-    byte_qwen_tokenizer,
-    tiny_qwen_processor,
-    tiny_qwen_vl,
-)
+from retouch.families.qwen.tiny import byte_qwen_tokenizer, tiny_qwen_processor, tiny_qwen_vl
 
 PROMPTS = ["make it blue", "a", "turn the small shape into a lemon, please"]
 ANSWERS = ["blue", "a much, much longer answer", ""]
@@ -68,7 +64,7 @@ def encoded(policy: Any, responses: Responses, processor: Any, **options: Any) -
     return encode(policy, responses, processor, **options)[0]
 
 
-def encode(policy: Any, responses: Responses, processor: Any, **options: Any) -> tuple[list[Tensor], int]:
+def encode(policy: Any, responses: Responses, processor: Any, **options: Any) -> tuple[list[Tensor], list[bool]]:
     drop = prefix_length(processor.tokenizer, "edit")
     return encode_response(policy, responses, pad_token_id=processor.tokenizer.pad_token_id, drop=drop, **options)
 
@@ -172,7 +168,7 @@ def test_what_is_too_long_is_an_error_or_counted(policy: Any, processor: Any) ->
     with pytest.raises(ResponseTooLong, match=rf"max_sequence_length is {limit}; .*on_overflow=truncate"):
         encode(policy, responses, processor, limit=limit)
     states, cut = encode(policy, responses, processor, limit=limit, truncate=True)
-    assert cut == sum(len(s) > limit for s in full) == 1
+    assert cut == [len(s) > limit for s in full] and sum(cut) == 1
     assert all(torch.equal(a, b[:limit]) for a, b in zip(states, full, strict=True))
 
 

@@ -20,20 +20,13 @@ from diffusers import (
 from PIL import Image
 
 from retouch.core import steps
-from retouch.families.loading import ModelFilesError
-from retouch.families.registry import (
-    family_class,
-    load_model,
-)
+from retouch.families.base import TrainFull, TrainLora
+from retouch.families.loading import ModelFilesError, load_model
+from retouch.families.meta import released_networks
 from retouch.families.sd_inpaint.model import (
-    LORA_TARGETS,
     SdInpaint,
 )
-from retouch.families.sections import (
-    SdInpaintModel,
-    TrainFull,
-    TrainLora,
-)
+from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import sample
@@ -364,7 +357,10 @@ def test_text_to_image_weights_are_refused(pipeline: Any, tmp_path: Path) -> Non
     config = {**pipeline.unet.config, "in_channels": 4}
     parts = {**pipeline.components, "unet": UNet2DConditionModel.from_config(config)}
     StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path)
-    with pytest.raises(ModelFilesError, match=r"takes 4 channels.*takes 9.*runwayml/stable-diffusion-inpainting"):
+    with pytest.raises(
+        ModelFilesError,
+        match=r"takes 4 channels.*needs 9.*cannot inpaint; use stable-diffusion-v1-5/stable-diffusion-inpainting",
+    ):
         load_model(SdInpaintModel(path=str(tmp_path)))
 
 
@@ -377,9 +373,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_released_prompts_keep_the_empty_one(tiny_folder: Path) -> None:
     model = load_model(SdInpaintModel(path=str(tiny_folder), dtype="fp32"))
     first, second = random_example(0, 32, 64), random_example(1, 32, 64)
-    model.cache_prompts([first.prompt])
     before = load_model(SdInpaintModel(path=str(tiny_folder), dtype="fp32")).encode([first], 7.5).tensors
-    model.release_text_encoders()
+    assert model.prompts is not None
+    model.prompts.cache_and_release(["", first.prompt])
     after = model.encode([first], 7.5).tensors
     assert torch.equal(after["text"], before["text"])
     assert torch.equal(after["negative_text"], before["negative_text"])
@@ -392,16 +388,17 @@ def test_released_prompts_keep_the_empty_one(tiny_folder: Path) -> None:
 
 def test_the_released_network() -> None:
     with torch.device("meta"):
-        network = family_class("sd_inpaint").released_network()
+        network = released_networks(SdInpaintModel.spec)["unet"]
     assert sum(p.numel() for p in network.parameters()) == pytest.approx(859.5e6, rel=1e-4)
-    adapted = [n for n, _ in network.named_modules() if n.endswith(tuple(f".{t}" for t in LORA_TARGETS))]
+    targets = tuple(f".{target}" for target in SdInpaintModel.spec.lora_targets)
+    adapted = [n for n, _ in network.named_modules() if n.endswith(targets)]
     assert len(adapted) == 16 * 2 * 4  # transformer blocks, self- and cross-attention, projections
 
 
 def test_the_released_sizes() -> None:
     """8 pixels a cell, 4 channels, 9 into the U-Net: from the configs of the released components."""
     with torch.device("meta"):
-        network = SdInpaint.released_network()
+        network = released_networks(SdInpaintModel.spec)["unet"]
         vae = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4,  # type: ignore[arg-type]
             up_block_types=("UpDecoderBlock2D",) * 4,  # type: ignore[arg-type]

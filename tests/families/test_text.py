@@ -37,6 +37,5 @@ def test_one_prompt_after_the_other_is_not_kept_for_ever() -> None:
 def test_what_was_cached_on_purpose_stays() -> None:
     made: Any = Lengths()
     text = TextEncoders({"text": made}, capacity=1)
-    text.cache(["a", "bb", "ccc"])
-    text.release()
+    text.cache_and_release(["a", "bb", "ccc"])
     assert [text.of(prompt)["text"].item() for prompt in ("ccc", "a", "bb")] == [3.0, 1.0, 2.0]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from retouch.algorithms.train import recipe
 from retouch.config import RunConfig
 from retouch.observe import Stopwatch, bar
 from retouch.observe.bar import Pace, TrainingBar
+from retouch.registry import load_attribute
 from retouch.training.build import build
 
 Config = Callable[..., RunConfig]
@@ -78,7 +78,7 @@ def test_what_it_shows(config: Config, console: Console, monkeypatch: pytest.Mon
     now[0] += 25
     with clock.part("reward_wait"):
         assert bare(lines()[0]) == "t RL · rewards 6/20 0:01:55 left"  # 14 steps, 25 s ago
-    assert lines()[1] == "loss not finite · reward 0.600 · trend ▲ 0.300 · 10 s a step"
+    assert lines()[1] == "loss is NaN or Inf · reward 0.600 · trend ▲ 0.300 · 10 s a step"
 
 
 def test_a_run_on_a_terminal(config: Config, console: Console, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +86,7 @@ def test_a_run_on_a_terminal(config: Config, console: Console, caplog: pytest.Lo
     caplog.set_level(logging.INFO, "retouch")
     run = build(config(algorithm__warmup_steps=2))
     try:
-        recipe("grpo")(run)
+        load_attribute(run.config.algorithm.recipe)(run)
     finally:
         run.close()
     drawn = console.file.getvalue()  # type: ignore[attr-defined]

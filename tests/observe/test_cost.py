@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import RunConfig, derive
 from retouch.data.dataset import load_dataset
-from retouch.families.registry import load_model
+from retouch.families.loading import load_model
 from retouch.observe import cost
 from retouch.observe.cost import Costs, forward_flops
 from retouch.observe.timing import Stopwatch

@@ -72,5 +72,5 @@ def test_pictures_of_other_sizes_share_a_grid() -> None:
 
 def test_a_grid_needs_a_picture() -> None:
     for rows in ([], [[]]):
-        with pytest.raises(ValueError, match="at least one picture"):
+        with pytest.raises(ValueError, match="at least one image"):
             grid(rows)

@@ -15,9 +15,9 @@ from retouch.observe.guards import (
     StepWatch,
     evaluation_alarms,
     gold_falls,
+    image_statistics,
+    images_collapse,
     nearest_distances,
-    picture_statistics,
-    pictures_collapse,
     region_of,
     score_drifts,
     statistic_drifts,
@@ -39,8 +39,7 @@ BEFORE = rows([0.1, 0.2, 0.3, 0.2], [0.9, 0.8, 0.9, 0.7])
 def test_a_proxy_that_rises_while_gold_falls() -> None:
     now = rows([0.5, 0.6, 0.6, 0.7], [0.4, 0.4, 0.3, 0.3])
     assert gold_falls(BEFORE, now, WEIGHTS, "gold") == (
-        "the rewards that are trained on rose by 0.8, and gold, which is not, fell by 0.475: the run may have learnt "
-        "to please its scorers"
+        "the trained rewards rose by 0.8, but gold, which is not trained on, fell by 0.475: this may be reward hacking"
     )
 
 
@@ -70,19 +69,19 @@ def test_gold_is_compared_with_its_best_and_statistics_with_the_first() -> None:
     gold, *rest = evaluation_alarms([first, best], now, WEIGHTS, ["gold"])
     assert gold.of_gold and "fell by 0.3" in gold.text
     assert rest == [
-        Alarm("saturation of the pictures was 0.2 and is 0.5"),
-        Alarm("pictures become alike: the distance to the nearest other was 0.4 and is 0.1"),
+        Alarm("saturation of the images was 0.2 and is 0.5"),
+        Alarm("images become alike: the mean distance to the most similar other one was 0.4 and is 0.1"),
     ]
 
 
 def test_statistics_of_pictures_by_hand() -> None:
     red, grey = np.zeros((8, 8, 3), np.uint8), np.full((8, 8, 3), 90, np.uint8)
     red[..., 0] = 200
-    assert picture_statistics(red)["picture.saturation"] == 1.0
-    flat = picture_statistics(grey)
+    assert image_statistics(red)["picture.saturation"] == 1.0
+    flat = image_statistics(grey)
     assert flat["picture.saturation"] == flat["picture.sharpness"] == 0.0
     board = np.indices((8, 8)).sum(0) % 2 * 255
-    sharp = picture_statistics(np.repeat(board[..., None], 3, 2).astype(np.uint8))
+    sharp = image_statistics(np.repeat(board[..., None], 3, 2).astype(np.uint8))
     assert sharp["picture.sharpness"] == pytest.approx((36 * 4 + 24 * 3 + 4 * 2) / 64)  # edges are repeated
     assert sharp["picture.jpeg_bits"] > flat["picture.jpeg_bits"]
 
@@ -102,13 +101,13 @@ def test_the_distance_to_the_nearest_other() -> None:
 
 
 def test_statistics_drift_by_a_factor() -> None:
-    assert statistic_drifts("picture.sharpness", 0.1, 0.21) == "sharpness of the pictures was 0.1 and is 0.21"
+    assert statistic_drifts("picture.sharpness", 0.1, 0.21) == "sharpness of the images was 0.1 and is 0.21"
     assert statistic_drifts("picture.sharpness", 0.1, 0.04) is not None
     assert statistic_drifts("picture.sharpness", 0.1, 0.19) is None
     assert statistic_drifts("picture.sharpness", 0.0, 1.0) is None
     assert statistic_drifts("picture.sharpness", -np.inf, -np.inf) is None
-    assert pictures_collapse(0.2, 0.11) is None and pictures_collapse(0.2, 0.09) is not None
-    assert pictures_collapse(-np.inf, -np.inf) is None
+    assert images_collapse(0.2, 0.11) is None and images_collapse(0.2, 0.09) is not None
+    assert images_collapse(-np.inf, -np.inf) is None
 
 
 def told(*values: float | None) -> list[str]:
@@ -148,7 +147,7 @@ def test_a_watch_that_saw_the_steps_before_goes_on_as_the_first_would() -> None:
 def test_a_scorer_that_drifts() -> None:
     assert score_drifts("r", [0.5, 20.0], [0.5004, 20.01], 1e-3) is None
     assert score_drifts("r", [0.5, 20.0], [0.5, 20.5], 1e-3) == (
-        "r scores the same pictures by 0.0244 otherwise than when the run began"
+        "r: its scores of the same images changed by 0.0244 since the run began"
     )
     assert score_drifts("r", [0.5, 20.0], [None, 20.0], 1e-3) is None
 
@@ -158,7 +157,7 @@ def test_steps_without_anything_to_learn_from() -> None:
     watch = IdleWatch()
     seen = [watch.see(value) for value in [1.0] * 9 + [0.0] + [1.0] * 15 + [None] + [1.0] * 10]
     assert [i for i, alarm in enumerate(seen) if alarm] == [19, 35]
-    assert seen[19] is not None and "10 steps in a row had nothing to learn from" in seen[19]
+    assert seen[19] is not None and "10 steps in a row had zero reward variance" in seen[19]
 
 
 def test_the_alarms_on_a_step_come_together() -> None:

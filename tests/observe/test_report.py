@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.observe.report import milestones, svg_curve, write_report
+from retouch.observe.html import svg_curve
+from retouch.observe.report import milestones, write_report
 from tests.command_line import retouch
 
 VOID = {"meta", "img", "polyline"}

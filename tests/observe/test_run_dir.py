@@ -82,7 +82,7 @@ def test_a_new_run_does_not_overwrite_another(config: Config) -> None:
     directory.open(None)
     directory.log("event", 0, {"event": "finished"})
     directory.close()
-    with pytest.raises(ConfigError, match="already holds a run; continue it with resume=auto, choose another name"):
+    with pytest.raises(ConfigError, match="already holds a run; continue it with resume=auto, set another name"):
         opened(config())
 
 
@@ -117,7 +117,7 @@ def test_an_attempt_without_a_checkpoint_is_put_aside(config: Config) -> None:
     moved = sorted(path.name for path in (run / "attempt-2").iterdir())
     assert moved == ["evaluations", "images", "metrics.jsonl"]
     log = (run / "log.txt").read_text()
-    assert f"no checkpoint to go on from: the run begins anew, and what there was is in {run / 'attempt-2'}" in log
+    assert f"no checkpoint to resume from: starting again; earlier files were moved to {run / 'attempt-2'}" in log
 
 
 def test_all_is_ended_whatever_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,7 @@ def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        problem = (
-            rf"another process \(pid {holder.pid}\) is writing to {tmp_path}; wait for it, or choose another name="
-        )
+        problem = rf"another process \(pid {holder.pid}\) is writing to {tmp_path}; wait for it, or set another name="
         for refused in (RunLock(tmp_path).take, RunLock(tmp_path).require_free):
             with pytest.raises(ConfigError, match=problem):
                 refused()
@@ -66,7 +64,7 @@ def test_a_file_system_without_locks_is_warned_about(
     lock.take()
     lock.release()
     lock.require_free()
-    assert "cannot be locked ([Errno 37] No locks available): see to it that no other process" in caplog.text
+    assert "cannot be locked ([Errno 37] No locks available); make sure that no other process" in caplog.text
 
 
 def test_two_runs_of_one_name(finished: Callable[[str], Path], tmp_path: Path, signs: Path) -> None:
@@ -81,7 +79,7 @@ def test_two_runs_of_one_name(finished: Callable[[str], Path], tmp_path: Path, s
     try:
         before = (run / "metrics.jsonl").read_bytes()
         outcome = retouch("train", file, "resume=auto")
-        problem = f"another process (pid {os.getpid()}) is writing to {run}; wait for it, or choose another name=..."
+        problem = f"another process (pid {os.getpid()}) is writing to {run}; wait for it, or set another name=..."
         assert (outcome.code, outcome.err.splitlines()[-1]) == (2, f"error: {problem}")
         assert (run / "metrics.jsonl").read_bytes() == before
         assert problem in retouch("doctor", file, "resume=auto").out

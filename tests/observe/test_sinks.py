@@ -252,7 +252,7 @@ def test_a_server_that_cannot_be_reached_costs_nothing(
     ("key", "says"),
     [
         (None, "wandb has no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"),
-        ("short", "wandb refuses the key it was given: "),
+        ("short", "wandb rejects the API key: "),
     ],
 )
 def test_wandb_online_needs_a_key_before_anything_is_loaded(
@@ -279,7 +279,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(
     outcome = retouch("train", path)
     assert (outcome.code, outcome.err) == (
         2,
-        'error: logging.sinks: trackio is not installed: pip install "retouch[trackio]", or take it out of the sinks\n',
+        'error: logging.sinks: trackio is not installed: pip install "retouch[trackio]", or remove it from the sinks\n',
     )
 
 
@@ -296,7 +296,7 @@ class Service:
         self.calls.append((values, step))
         self.fails("numbers")
 
-    def picture(self, name: str, image: object, step: int) -> None:
+    def image(self, name: str, image: object, step: int) -> None:
         self.calls.append((name, step))
         self.fails("picture")
 
@@ -314,11 +314,13 @@ def test_errors_of_a_service_are_told_once(caplog: pytest.LogCaptureFixture) -> 
     values = {"a": 1.0}
     beside.numbers(values, 1)
     values["a"] = 2.0  # what was given then is what counts
-    beside.picture("grid", Image.new("RGB", (1, 1)), 1)
+    beside.image("grid", Image.new("RGB", (1, 1)), 1)
     beside.close(failed=True)
     assert service.calls == [({"a": 1.0}, 1), ("grid", 1), True]
     [record] = caplog.records
-    assert record.getMessage() == ("it: OSError: no way to numbers; training goes on, and metrics.jsonl has everything")
+    assert record.getMessage() == (
+        "it: OSError: no way to numbers; training continues, and metrics.jsonl has every record"
+    )
 
 
 def test_a_service_that_does_not_open_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,7 +348,7 @@ def test_a_service_that_hangs_holds_up_nothing(
     beside.close(failed=False)
     assert time.monotonic() - before < 4
     [record] = caplog.records
-    assert "it: takes nothing, with 5 records waiting for it" in record.getMessage()
+    assert "it: does not respond, with 5 records waiting" in record.getMessage()
 
 
 # --- trackio ---

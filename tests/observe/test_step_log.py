@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from retouch.cli import _logging
+from retouch.cli.options import start_logging
 from retouch.observe import step_log
-from retouch.observe.step_log import StepLog
+from retouch.observe.step_log import StepLog, means_text
 
 
 def record(step: int, seconds: float, **values: Any) -> dict[str, Any]:
@@ -31,12 +31,12 @@ def test_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     log.see(record(7, 1.0, loss=0.5, reward=0.75))
     assert [r.getMessage() for r in caplog.records] == [
         "step 1 of 90: loss 0.25, mean reward 0.1, 10 s a step",
-        "step 4 of 90: nothing to train on, mean reward 0.4, 30 s a step",
+        "step 4 of 90: skipped (zero reward variance or failed rewards), mean reward 0.4, 30 s a step",
         "step 7 of 90: loss 0.5, mean reward 0.75, 37 s a step",
     ]
     now[0] += 100
     log.see(record(8, 1.0, loss=None))
-    assert "step 8 of 90: loss not finite, " in caplog.records[-1].getMessage()
+    assert "step 8 of 90: loss is NaN or Inf, " in caplog.records[-1].getMessage()
 
 
 def test_lines_that_a_bar_shows_stay_out_of_the_terminal(
@@ -47,10 +47,16 @@ def test_lines_that_a_bar_shows_stay_out_of_the_terminal(
     caplog.set_level(logging.INFO)
     for in_bar in (False, True):
         StepLog(4, in_bar=in_bar).see(record(1, 1.0, loss=0.5))
-    _logging(False)  # replaces the handlers of the root logger
+    start_logging()  # replaces the handlers of the root logger
     (terminal,) = logging.getLogger().handlers
     assert [bool(terminal.filter(r)) for r in caplog.records] == [True, False]
 
 
 def test_a_run_without_a_terminal_says_its_steps(finished: Callable[[str], Path]) -> None:
     assert "step 1 of 4: loss " in (finished("full") / "log.txt").read_text(encoding="utf-8")
+
+
+def test_an_evaluation_names_a_number_once() -> None:
+    means = {"outside_l1": 0.01, "ocr": 0.5, "ocr.ned": 0.5, "ocr.exact": 0.25, "preservation.outside_l1": 0.01}
+    assert means_text(means) == "outside_l1 0.010, ocr 0.500, ocr.exact 0.250"
+    assert means_text({"ocr": 0.5, "ocr.ned": 0.6}) == "ocr 0.500, ocr.ned 0.600"

@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from retouch.rewards.scorers.ocr import OcrScorer
+from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 
 
 @pytest.fixture(scope="session")
 def line_ocr() -> OcrScorer:
     """Reads crops as one line."""
-    scorer = OcrScorer(detect=False, threads=1)
+    scorer = OcrReward(detect=False, threads=1).make()
     scorer.load("cpu")
     return scorer
 
@@ -20,7 +20,7 @@ def line_ocr() -> OcrScorer:
 @pytest.fixture(scope="session")
 def finding_ocr() -> OcrScorer:
     """Finds the lines first."""
-    scorer = OcrScorer(threads=1)
+    scorer = OcrReward(threads=1).make()
     scorer.load("cpu")
     return scorer
 

@@ -16,13 +16,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+import pytest
 import uvicorn
 
-from retouch.rewards.protocol import Pixels, RewardItem, Scorer, ScorerSpec
-from retouch.rewards.server.app import (
-    Limits,
-    create_app,
-)
+from retouch.rewards import REWARDS
+from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer, ScorerSpec
+from retouch.rewards.server.admission import Limits
+from retouch.rewards.server.app import create_app
 from retouch.types import Failure, Outcome, Score
 
 # --- items ---
@@ -55,6 +55,16 @@ def values(outcomes: Sequence[Outcome]) -> list[float | str]:
 
 
 # --- scorers ---
+
+
+def make_with(monkeypatch: pytest.MonkeyPatch, make: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Let entries make what `make` returns for the name and the options of their scorer."""
+    for entry in REWARDS.values():
+        monkeypatch.setattr(entry, "make", lambda self: make(self.scorer, self.scorer_options()))
+
+
+def score_checked(scorer: Scorer, items: Sequence[RewardItem]) -> list[Outcome]:
+    return CheckedScorer(scorer).score(items)
 
 
 class Brightness:

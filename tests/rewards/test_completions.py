@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retouch.rewards.completions import answer_of, completion_quality, score_completion, think_format
+from retouch.rewards.scorers.completion import answer_of, score_completion, think_format
 
 GOOD = "A red lighthouse stands on dark rocks at the left, while gulls circle above a calm grey sea."
 
@@ -36,8 +36,8 @@ def test_the_answer_follows_the_thought() -> None:
 
 
 def test_a_good_answer_is_1_whatever_was_thought() -> None:
-    assert completion_quality(GOOD) == 1.0
-    assert completion_quality(f"<think>{'hm ' * 500}I cannot say.</think>{GOOD}") == 1.0
+    assert score_completion(GOOD).value == 1.0
+    assert score_completion(f"<think>{'hm ' * 500}I cannot say.</think>{GOOD}").value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_good_answer_is_1_whatever_was_thought() -> None:
     [(0, 0.0), (1, 1 / 8), (4, 0.5), (8, 1.0), (300, 1.0), (600, 0.5), (3000, 0.1)],
 )
 def test_length_falls_off_in_proportion(words: int, value: float) -> None:
-    assert completion_quality(" ".join(f"word{i}" for i in range(words))) == pytest.approx(value)
+    assert score_completion(" ".join(f"word{i}" for i in range(words))).value == pytest.approx(value)
 
 
 def test_repetition_counts_different_runs_of_four_words() -> None:
-    assert completion_quality("red " * 40) == pytest.approx(1 / 37)
+    assert score_completion("red " * 40).value == pytest.approx(1 / 37)
     once = "a red house beside the old stone bridge"
     assert score_completion(f"{once}. {once.upper()}!").distinctness == pytest.approx(8 / 13)
 
@@ -66,25 +66,25 @@ def test_repetition_counts_different_runs_of_four_words() -> None:
     ],
 )
 def test_refusals_and_tokens_of_the_template_are_0(text: str) -> None:
-    assert completion_quality(text) == 0.0
+    assert score_completion(text).value == 0.0
 
 
 def test_a_refusal_is_how_a_text_begins_not_what_is_in_it() -> None:
-    assert completion_quality(f"{GOOD} A sign says: sorry, I cannot open.") == 1.0
-    assert completion_quality("I can see a red lighthouse on dark rocks at the left.") == 1.0
+    assert score_completion(f"{GOOD} A sign says: sorry, I cannot open.").value == 1.0
+    assert score_completion("I can see a red lighthouse on dark rocks at the left.").value == 1.0
 
 
 def test_an_unfinished_text_counts_half() -> None:
-    assert completion_quality(GOOD, finished=False) == 0.5
+    assert score_completion(GOOD, finished=False).value == 0.5
     assert score_completion(GOOD, finished=False).finished is False
 
 
 def test_scripts_without_spaces_have_words_too() -> None:
-    assert completion_quality("红色的汽车停在绿色的田野中间天空是蓝色的") == 1.0
-    assert completion_quality("红" * 200) < 0.05
+    assert score_completion("红色的汽车停在绿色的田野中间天空是蓝色的").value == 1.0
+    assert score_completion("红" * 200).value < 0.05
 
 
 def test_bounds_that_are_none() -> None:
-    assert completion_quality("red car here", min_words=3, max_words=3) == 1.0
+    assert score_completion("red car here", min_words=3, max_words=3).value == 1.0
     with pytest.raises(ValueError, match="given min_words 5 and max_words 4"):
-        completion_quality(GOOD, min_words=5, max_words=4)
+        score_completion(GOOD, min_words=5, max_words=4)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards import judge
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judged import read_integers
 from retouch.types import Failure, Outcome, Score
-from tests.rewards.fakes import item, values
+from tests.rewards.fakes import item, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer, fields_of, pictures, text_of
 
 
@@ -188,7 +188,10 @@ def test_everything_that_changes_a_score_is_in_the_revision() -> None:
     ("options", "message"),
     [
         ({}, "reward 'complex_edit': model: not set"),
-        ({"model": "m", "quality_weight": 0.5}, "alignment_weight 0.6 \\+ quality_weight 0.5 must be 1"),
+        (
+            {"model": "m", "quality_weight": 0.5},
+            "alignment_weight: given 0.6 beside quality_weight 0.5; their sum must be 1",
+        ),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
@@ -200,4 +203,4 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
 def test_only_integers_in_range_are_scores(value: str) -> None:
     with pytest.raises(ValueError, match="a must be an integer from 0 to 10"):
         read_integers(f'{{"a": {value}}}', ["a"], 10)
-    assert read_integers('{"a": 10, "b": ""}', ["a"], 10, also=["b"]) == {"a": 10}
+    assert read_integers('{"a": 10, "b": ""}', ["a"], 10, also=["b"]) == {"a": 10, "b": ""}

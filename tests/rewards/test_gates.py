@@ -11,18 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.rewards.gates import Gate
-from retouch.rewards.sections import (
-    OcrReward,
-    PreservationReward,
-    RewardClientConfig,
-    SeamReward,
-)
-from retouch.rewards.table import (
-    PendingScores,
-    Place,
-    RewardTable,
-)
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.preservation import PreservationReward
+from retouch.rewards.scorers.seam import SeamReward
+from retouch.rewards.table import Gate, PendingScores, Place, RewardTable
 from retouch.rewards.views import View, at_least, viewed
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import Brightness, Scripted, half_mask, item, items, picture

@@ -27,9 +27,11 @@ import torch
 from torch import nn
 
 from retouch.config import ConfigError
-from retouch.rewards.protocol import RewardItem, score_checked
-from retouch.rewards.scorers import SCORERS, make_scorer
-from tests.rewards.fakes import item, picture, values
+from retouch.rewards import REWARDS
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.imscore import ImscoreReward
+from tests.rewards.fakes import item, picture, score_checked, values
 
 needs_imscore = pytest.mark.skipif(importlib.util.find_spec("imscore") is None, reason="needs the extra imscore")
 
@@ -97,7 +99,7 @@ def test_the_adapter_keeps_to_the_recorded_signatures(recorded: str, count: int)
 
 
 def test_every_scorer_of_imscore_is_recorded() -> None:
-    assert {name for name, place in SCORERS.items() if ".imscore:" in place} == {*RECORDED}
+    assert {name for name, entry in REWARDS.items() if issubclass(entry, ImscoreReward)} == {*RECORDED}
 
 
 # --- where imscore is installed: its real classes ---

@@ -15,25 +15,25 @@ import pytest
 
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
-from retouch.rewards import judge
 from retouch.rewards.client.client import RewardClient
-from retouch.rewards.judge import (
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import judge_client as judge
+from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.judge_client import (
     Budget,
     BudgetSpent,
-    Judge,
+    JudgeClient,
     JudgeError,
     TokenBucket,
-    expectation,
-    picture_part,
-    read_verdict,
+    image_part,
     shared_bucket,
 )
-from retouch.rewards.protocol import RewardItem, score_checked
-from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.judged import read_integers
+from retouch.rewards.scorers.openai_judge import expectation
 from retouch.rewards.server.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
-from tests.rewards.fakes import item, serving, values
+from tests.rewards.fakes import item, score_checked, serving, values
 from tests.rewards.openai_server import KEY, OpenAIServer
 
 
@@ -44,9 +44,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-QUESTION = [
-    {"role": "user", "content": [{"type": "text", "text": "good?"}, picture_part(np.zeros((8, 8, 3), np.uint8))]}
-]
+QUESTION = [{"role": "user", "content": [{"type": "text", "text": "good?"}, image_part(np.zeros((8, 8, 3), np.uint8))]}]
 
 
 def grey(level: int) -> RewardItem:
@@ -123,7 +121,7 @@ NO_VERDICTS = ["", "5", "[]", '{"score": 3}', '{"score": 3, "reason": "", "x": 1
 @pytest.mark.parametrize("text", NO_VERDICTS)
 def test_verdicts_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"JSON|it must be|integer"):
-        read_verdict(text, 5)
+        read_integers(text, ["score"], 5, ["reason"])
 
 
 # --- what the endpoint can do ---
@@ -238,7 +236,7 @@ def test_a_bucket_refills_and_gives_credit() -> None:
 def test_turns_that_nobody_waits_for_are_not_used_up() -> None:
     """A batch larger than the rate allows fails for its time, and not for that of all batches after it."""
     with OpenAIServer() as server:
-        asking = Judge(server.url, "judge", Budget(), 6.0, 1e5, timeout_s=0.5)
+        asking = JudgeClient(server.url, "judge", Budget(), 6.0, 1e5, timeout_s=0.5)
         asking.ask(QUESTION)
         for _ in range(50):
             with pytest.raises(JudgeError, match="leaves no turn") as late:
@@ -252,7 +250,7 @@ def test_turns_that_nobody_waits_for_are_not_used_up() -> None:
 def test_a_limit_of_tokens_is_one_of_those_that_were_used() -> None:
     """110 of the 800 that a question is thought to take."""
     with OpenAIServer() as server:
-        asking = Judge(server.url, "judge", Budget(), tokens_per_minute=60.0, timeout_s=60.0)
+        asking = JudgeClient(server.url, "judge", Budget(), tokens_per_minute=60.0, timeout_s=60.0)
         bucket = shared_bucket(asking.address, "tokens", 60.0)
         assert bucket is not None
         bucket.most = 1e6
@@ -330,7 +328,7 @@ def test_auto_is_a_gpt_4o_at_openai(address: str) -> None:
         asked.append(json.loads(request.content))
         return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
 
-    asking = Judge(address, "auto", Budget())
+    asking = JudgeClient(address, "auto", Budget())
     asking._http = httpx.Client(transport=httpx.MockTransport(answer))
     asking.ask([{"role": "user", "content": "?"}])
     assert [body["model"] for body in asked] == ["gpt-4o-2024-11-20"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from retouch.rewards.knowledge_graph import (
+from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
-    drawn,
     heuristic_ged,
     read_graph,
     readability,
+    shown,
 )
 
 WATER = {
@@ -135,10 +135,10 @@ def test_by_hand() -> None:
     """4 elements and 4 edges; without rain 3 and 3 are left: (1 + 1) / (8 + 6)."""
     graph = read_graph(WATER)
     assert closed_ged(graph, [True, True, True, False], [True] * 4) == pytest.approx(2 / 14)
-    assert drawn(graph, [True, True, True, False], [True] * 4) == ([0, 1, 2], [(0, 1), (1, 2), (2, 1)])
+    assert shown(graph, [True, True, True, False], [True] * 4) == ([0, 1, 2], [(0, 1), (1, 2), (2, 1)])
     assert closed_ged(graph, [True] * 4, [True, False, False, True]) == pytest.approx(1 / 15)
     with pytest.raises(ValueError, match="3 and 4 answers for 4 elements and 4 dependencies"):
-        drawn(graph, [True] * 3, [True] * 4)
+        shown(graph, [True] * 3, [True] * 4)
 
 
 def published(graph: KnowledgeGraph, elements: list[bool], dependencies: list[bool]) -> tuple[float, Any, Any]:
@@ -169,7 +169,7 @@ def test_the_heuristic_is_networkx_on_50_random_graphs() -> None:
     for seed in range(50):
         graph, elements, dependencies = random_graph(seed)
         expected, whole, part = published(graph, elements, dependencies)
-        nodes, drawn_edges = drawn(graph, elements, dependencies)
+        nodes, drawn_edges = shown(graph, elements, dependencies)
         names = graph.elements
         assert {names[i] for i in nodes} == set(part.nodes) and {names[i] for i in range(len(names))} == set(whole)
         assert {(names[i], names[j]) for i, j in drawn_edges} == set(part.edges)

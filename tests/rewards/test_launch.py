@@ -22,15 +22,12 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
+from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.endpoints import (
     resolve_urls,
     write_endpoints,
 )
-from retouch.rewards.server.launch import (
-    LocalServer,
-    requested,
-    reward_token,
-)
+from retouch.rewards.server.launch import LocalServer, requested
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import closed_port, item, until

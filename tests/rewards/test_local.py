@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers.ocr import OcrScorer
-from retouch.rewards.scorers.preservation import PreservationScorer
-from retouch.rewards.sections import RewardClientConfig
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome
@@ -53,7 +53,7 @@ def test_the_scorers_of_the_package(line_ocr: OcrScorer) -> None:
         for i, (s, extra) in enumerate(zip(signs, [{}, {"text": "BERI"}, {}, {"text": 3}], strict=True))
     ]
     batch += [item(4), item(5, prompt="'AB'"), item(6, source=picture(7), mask=half_mask())]
-    here, there = both_ways({"ocr": line_ocr, "preservation": PreservationScorer()}, batch)
+    here, there = both_ways({"ocr": line_ocr, "preservation": PreservationReward().make()}, batch)
     ocr, preservation = values(here["ocr"]), values(here["preservation"])
     assert (ocr[:2], ocr[3:5], preservation[4:6]) == ([1.0, 0.75], ["bad_item"] * 2, ["bad_item"] * 2)
     assert ocr == values(there["ocr"])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards import judge
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Failure, Outcome, Score
-from tests.rewards.fakes import item, values
+from tests.rewards.fakes import item, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer, fields_of, pictures, text_of
 
 GRAPH = {
@@ -222,7 +222,7 @@ def test_a_name_without_a_line_is_asked_for_again_and_never_a_no(tmp_path: Path)
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (None, "prompts: given None, which is no file; set it to your copy"),
+        (None, "prompts: not set with wording=published; set it to your copy"),
         ("nowhere.txt", "prompts: given 'nowhere.txt', which is no file"),
         ("empty.txt", r"which does not contain \[ELEM_DEPEND\]"),
         ("broken.py", "which cannot be read"),

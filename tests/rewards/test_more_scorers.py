@@ -13,12 +13,11 @@ import torch
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.rewards.protocol import score_checked
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.seam import edge_bands, sobel
 from retouch.types import Score
 from tests import tiny_models
-from tests.rewards.fakes import item, picture, values
+from tests.rewards.fakes import item, picture, score_checked, values
 
 
 def box_mask(side: int = 32, low: int = 8, high: int = 24) -> np.ndarray[Any, Any]:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
-from retouch.rewards.protocol import score_checked
 from retouch.rewards.scorers import make_scorer, paddle
 from retouch.rewards.scorers.mask_composite import MaskCompositeScorer
-from retouch.rewards.scorers.seam import SeamScorer
+from retouch.rewards.scorers.seam import SeamReward
 from retouch.types import Failure, Score
-from tests.rewards.fakes import item, picture, values
+from tests.rewards.fakes import item, picture, score_checked, values
 
 # --- imscore ---
 
@@ -181,7 +180,7 @@ def test_the_composite_by_hand(imscore: type[Model]) -> None:
     mask[:150, :200] = 255
     one = item(0, image=image, mask=mask, prompt="p")
     (found,) = score_checked(scorer, [one])
-    (seam,) = SeamScorer().score([one])
+    (seam,) = SeamReward().make().score([one])
     assert isinstance(found, Score) and isinstance(seam, Score)
     assert imscore.calls[0][0] == (1, 3, 224, 224)
     fit = image[:224, :224].mean() / 510 + 0.1
@@ -205,6 +204,6 @@ def test_the_composite_holds_its_judge_to_its_bounds(imscore: type[Model]) -> No
     mask = np.zeros((6, 5), np.uint8)
     mask[:3] = 255
     one = item(0, mask=mask, prompt="p")
-    (found,), (seam,) = score_checked(scorer, [one]), SeamScorer().score([one])
+    (found,), (seam,) = score_checked(scorer, [one]), SeamReward().make().score([one])
     assert isinstance(found, Score) and isinstance(seam, Score)
     assert found.value == pytest.approx(0.5 * 0 + 0.5 * (1 + seam.value))

@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 import retouch
-from retouch.rewards.protocol import (
-    FAILURE_CODES,
-    RewardItem,
-    ScorerSpec,
-    base_url,
-    malformed,
-    missing_needs,
-    score_checked,
-    text_to_read,
-    usable_token,
-)
+from retouch.rewards.addresses import base_url, usable_token
+from retouch.rewards.protocol import FAILURE_CODES, RewardItem, ScorerSpec, malformed, missing_needs, text_to_read
 from retouch.types import Failure, Score
-from tests.rewards.fakes import Brightness, Poisoned, Scripted, brightness, half_mask, item, items, values
+from tests.rewards.fakes import (
+    Brightness,
+    Poisoned,
+    Scripted,
+    brightness,
+    half_mask,
+    item,
+    items,
+    score_checked,
+    values,
+)
 
 # --- the text to read ---
 

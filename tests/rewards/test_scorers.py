@@ -14,14 +14,14 @@ from PIL import Image
 from retouch.config import ConfigError
 from retouch.glyphs import write_spaced
 from retouch.imaging import mask_box, paste_back, widen
-from retouch.rewards.protocol import Pixels, RewardItem, score_checked
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.ocr import OcrScorer, crop_for
-from retouch.rewards.scorers.preservation import PreservationScorer
+from retouch.rewards.scorers.ocr import OcrReward, OcrScorer, crop_for
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.views import paste
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome, Score
-from tests.rewards.fakes import half_mask, item, picture
+from tests.rewards.fakes import half_mask, item, picture, score_checked
 
 WORDS = ["MOKA", "BERU", "VOLE", "TUSI", "KAPA", "NIDO"]
 
@@ -122,7 +122,7 @@ def test_the_engine_is_fed_what_it_makes_of_the_picture_itself(detect: bool) -> 
 
             return recognizer
 
-    scorer = OcrScorer(detect=detect)
+    scorer = OcrReward(detect=detect).make()
     scorer._engine = Engine()
     red = replace(sign("MOKA"), image=np.full((64, 128, 3), (200, 30, 10), np.uint8))
     scorer.score([red])
@@ -166,14 +166,14 @@ def test_nothing_read_is_0_not_a_failure(line_ocr: OcrScorer, finding_ocr: OcrSc
 
 
 def test_case_is_folded_on_request(line_ocr: OcrScorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_ocr, "case_sensitive", False)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"case_sensitive": False}))
     (outcome,) = line_ocr.score([sign("MOKA", "Moka")])
     assert isinstance(outcome, Score) and outcome.value == 1.0 and outcome.detail["text"] == "moka"
 
 
 def test_confidence_ignores_what_was_asked_for(line_ocr: OcrScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why it is not the default: nonsense scores as well."""
-    monkeypatch.setattr(line_ocr, "kind", "confidence")
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"score": "confidence"}))
     right, wrong = line_ocr.score([sign("MOKA"), sign("MOKA", "ZZZZ")])
     assert isinstance(right, Score) and isinstance(wrong, Score)
     assert right.value == right.detail["confidence"] == wrong.value > 0.9
@@ -226,17 +226,17 @@ def test_calls_leave_no_state_behind(line_ocr: OcrScorer, monkeypatch: pytest.Mo
     """rapidocr keeps its switches between calls; one engine reads both ways in turn as if it were new."""
     one = sign("MOKA")
     as_line = line_ocr.score([one])
-    monkeypatch.setattr(line_ocr, "detect", True)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"detect": True}))
     found = line_ocr.score([one])
-    monkeypatch.setattr(line_ocr, "detect", False)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"detect": False}))
     assert line_ocr.score([one]) == as_line
-    monkeypatch.setattr(line_ocr, "detect", True)
+    monkeypatch.setattr(line_ocr, "options", line_ocr.options.model_copy(update={"detect": True}))
     assert line_ocr.score([one]) == found
 
 
 @pytest.mark.parametrize("threads", [0, 1])  # rapidocr passes over more than there are cores
 def test_threads_reach_the_recogniser(threads: int) -> None:
-    scorer = OcrScorer(threads=threads)
+    scorer = OcrReward(threads=threads).make()
     scorer.load("cpu")
     options = scorer._engine._load_rec_model().session.session.get_session_options()
     assert options.intra_op_num_threads == threads
@@ -244,16 +244,21 @@ def test_threads_reach_the_recogniser(threads: int) -> None:
 
 def test_the_revision_tells_settings_apart() -> None:
     """Whatever may change a score changes it; what cannot (threads) does not."""
-    made = [OcrScorer(), OcrScorer("confidence"), OcrScorer(case_sensitive=False), OcrScorer(crop_margin=0.1)]
-    assert len({scorer.spec.revision for scorer in [*made, OcrScorer(detect=False)]}) == 5
-    assert OcrScorer(threads=2).spec.revision == OcrScorer().spec.revision
+    made = [
+        OcrReward().make(),
+        OcrReward(score="confidence").make(),
+        OcrReward(case_sensitive=False).make(),
+        OcrReward(crop_margin=0.1).make(),
+    ]
+    assert len({scorer.spec.revision for scorer in [*made, OcrReward(detect=False).make()]}) == 5
+    assert OcrReward(threads=2).make().spec.revision == OcrReward().make().spec.revision
 
 
 # --- preservation ---
 
 
 def kept(image: Pixels, source: Pixels, mask: Pixels) -> Outcome:
-    return score_checked(PreservationScorer(), [item(0, image=image, source=source, mask=mask)])[0]
+    return score_checked(PreservationReward().make(), [item(0, image=image, source=source, mask=mask)])[0]
 
 
 def test_preservation_by_hand() -> None:
@@ -288,7 +293,7 @@ def test_preservation_goes_from_1_to_0() -> None:
 )
 def test_preservation_fails_where_there_is_nothing_to_compare(changes: dict[str, Any], words: str) -> None:
     given = {"source": picture(1), "mask": half_mask(), **changes}
-    (outcome,) = score_checked(PreservationScorer(), [item(0, **given)])
+    (outcome,) = score_checked(PreservationReward().make(), [item(0, **given)])
     assert isinstance(outcome, Failure) and outcome.code == "bad_item" and words in outcome.message
 
 
@@ -342,6 +347,4 @@ def test_wrong_names_and_options(name: str, options: dict[str, Any], message: st
 def test_options_reach_the_scorer() -> None:
     made = make_scorer("ocr", {"score": "confidence", "case_sensitive": False, "crop_margin": 0.5, "threads": 2})
     assert isinstance(made, OcrScorer)
-    assert (made.kind, made.case_sensitive, made.crop_margin, made.detect, made.threads) == (
-        "confidence", False, 0.5, True, 2
-    )  # fmt: skip
+    assert made.options == OcrReward(score="confidence", case_sensitive=False, crop_margin=0.5, threads=2)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from retouch.rewards.protocol import RewardItem, Scorer
-from retouch.rewards.server.app import Limits
+from retouch.rewards.server.admission import Limits
 from retouch.rewards.wire import encode_request
 from retouch.types import Score
 from tests.rewards.fakes import (

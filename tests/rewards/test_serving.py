@@ -25,7 +25,7 @@ from PIL import Image
 
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import CheckedScorer, RewardItem
-from retouch.rewards.server.app import Limits
+from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
     BrokenFrame,
@@ -37,15 +37,12 @@ from retouch.rewards.server.frames import (
     unpack_items,
     unpack_outcome,
 )
+from retouch.rewards.server.scoring import Work
 from retouch.rewards.server.telemetry import (
     Histogram,
     Telemetry,
 )
-from retouch.rewards.server.worker import (
-    Work,
-    torch_device,
-    worker_environment,
-)
+from retouch.rewards.server.worker import torch_device, worker_environment
 from retouch.rewards.wire import encode_request, parse_multipart
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (

@@ -13,18 +13,13 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards import (
-    machine,
-)
+from retouch.rewards import devices as machine
 from retouch.rewards import (
     table as compose,
 )
-from retouch.rewards.devices import CPU
-from retouch.rewards.machine import Machine, this_machine
-from retouch.rewards.sections import (
-    PreservationReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.devices import CPU, Machine, this_machine
+from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.table import RewardTable
 from tests.rewards.fakes import Brightness, item, serving

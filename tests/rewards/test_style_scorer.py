@@ -12,7 +12,7 @@ import torch
 from retouch.glyphs import FONTS
 from retouch.imaging import mask_box
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.style import StyleScorer
+from retouch.rewards.scorers.style import StyleReward, StyleScorer
 from retouch.tiny.signs import (
     Sign,
     draw_sign,
@@ -35,7 +35,7 @@ def item(drawn: Sign, reference: Sign, text: str | None = None) -> RewardItem:
 
 @pytest.fixture(scope="module")
 def scorer() -> StyleScorer:
-    made = StyleScorer("tiny", gate=0.5, detect=False, threads=1)
+    made = StyleReward(image_encoder="tiny", gate=0.5, detect=False, threads=1).make()
     made.load("cpu")
     return made
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_read_counts_in_proportion(scorer: StyleScorer) -> None:
 
 
 def test_without_a_gate_nothing_is_read() -> None:
-    made = StyleScorer("tiny", gate=0.0)
+    made = StyleReward(image_encoder="tiny", gate=0.0).make()
     made.load("cpu")
     shown = sign("KIGE", "ManropeExtraBold", RED)
     [outcome] = made.score([item(shown, shown, "XXXX")])
@@ -96,7 +96,7 @@ def test_the_encoder_moves_to_its_device_once(monkeypatch: pytest.MonkeyPatch) -
         moves.append(type(module).__name__)
         return original(module, *args, **options)
 
-    made = StyleScorer("tiny", gate=0.0)
+    made = StyleReward(image_encoder="tiny", gate=0.0).make()
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.Module, "to", counted)
         made.load("cpu")

@@ -22,15 +22,11 @@ import numpy as np
 import pytest
 
 from retouch.config import ConfigError
+from retouch.rewards.addresses import name_of
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.server import worker as worker_module
-from retouch.rewards.server.launch import (
-    ServeOptions,
-    name_of,
-    parse_devices,
-    serve,
-)
+from retouch.rewards.server.launch import ServeOptions, parse_devices, serve
 from retouch.types import Failure, Score
 from tests.rewards import test_launch
 from tests.rewards.fakes import brightness, item, items, until, values

@@ -13,11 +13,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from retouch.config import ConfigError
 from retouch.families.tiny import bytes_to_characters
-from retouch.rewards.protocol import RewardItem, score_checked
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.vlm import VlmScorer
 from retouch.types import Failure, Score
-from tests.rewards.fakes import item, picture
+from tests.rewards.fakes import item, picture, score_checked
 
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 MARKS += ["<|video_pad|>"]

@@ -15,8 +15,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.rewards import wire
-from retouch.rewards.protocol import Pixels, RewardItem, ScoreRequest
-from retouch.rewards.score_one import item_of
+from retouch.rewards.messages import ScoreRequest
+from retouch.rewards.probe import item_of
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.wire import BrokenMessage, Room, Share, encode_pixels, encode_request, parse_reply
 from tests.rewards.fakes import half_mask, item, picture
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
+from retouch.families.base import FamilySpec
 from retouch.rollout.plan import StepPlan
-from retouch.types import Condition, Example, ModelSpec
+from retouch.types import Condition, Example
 
 SIZE = (8, 12)
 CHANNELS = 2
@@ -38,7 +39,7 @@ class FakeModel:
     """Just enough of a family for rollouts and replay."""
 
     def __init__(self, prediction: Literal["flow", "epsilon"]) -> None:
-        self.spec = ModelSpec("fake", prediction, CHANNELS, 2, 2, 1.0, frozenset(), (), "network")
+        self.spec = FamilySpec("fake", prediction, CHANNELS, 2, 2, 1.0, frozenset(), (), "network")
         self.network = ThreeNumbers()
 
     def schedule(self, num_steps: int, size: tuple[int, int]) -> Schedule:

@@ -19,15 +19,10 @@ from retouch.families.qwen.base import (
     unpadded,
 )
 from retouch.families.qwen_image.model import QwenImage
+from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.qwen_image_edit.model import QwenImageEdit
-from retouch.families.sections import (
-    QwenImageEditModel,
-    QwenImageModel,
-)
-from retouch.families.tiny import (
-    tiny_pipeline,
-    tiny_qwen_image_edit,
-)
+from retouch.families.qwen_image_edit.spec import QwenImageEditModel
+from retouch.families.tiny import tiny_pipeline
 from tests.tiny_models import attentive, tiny_model
 
 SIZE = (32, 64)
@@ -54,8 +49,8 @@ def models() -> dict[str, QwenModel]:
     torch.manual_seed(1)
     made: dict[str, QwenModel] = {
         "draw": QwenImage.from_pipeline(attentive(tiny_pipeline("qwen_image"))),
-        "edit": QwenImageEdit.from_pipeline(attentive(tiny_qwen_image_edit("edit"))),
-        "edit_plus": QwenImageEdit.from_pipeline(attentive(tiny_qwen_image_edit("edit_plus"))),
+        "edit": QwenImageEdit.from_pipeline(attentive(QwenImageEdit.tiny("edit"))),
+        "edit_plus": QwenImageEdit.from_pipeline(attentive(QwenImageEdit.tiny("edit_plus"))),
     }
     for model in made.values():
         freeze(model)

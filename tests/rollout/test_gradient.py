@@ -13,10 +13,11 @@ from retouch.core.objectives.grpo import gaussian_kl, grpo_loss
 from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import gaussian_log_prob
+from retouch.families.base import FamilySpec
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.sampler import sample
-from retouch.rollout.transition import transition
-from retouch.types import Condition, Example, ModelSpec
+from retouch.rollout.plan import transition
+from retouch.types import Condition, Example
 
 
 class TenParameters(nn.Module):
@@ -42,7 +43,7 @@ class TenParameters(nn.Module):
 class TenParameterModel:
     """Just enough of a family for rollout and replay."""
 
-    spec = ModelSpec("ten", "flow", 2, 1, 1, 1.0, frozenset(), (), "network")
+    spec = FamilySpec("ten", "flow", 2, 1, 1, 1.0, frozenset(), (), "network")
 
     def __init__(self) -> None:
         self.network: nn.Module = TenParameters()

@@ -13,10 +13,8 @@ from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.sampler import sample
-from retouch.rollout.transition import (
-    latent_region,
-    transition,
-)
+from retouch.rollout.sampler import latent_region
+from retouch.rollout.plan import transition
 from retouch.types import Condition, Trajectory
 from tests.families.conftest import random_example
 

@@ -14,15 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.sections import (
-    PreservationReward,
-    RewardClientConfig,
-)
-from retouch.rewards.table import (
-    RewardTable,
-    of_all,
-)
+from retouch.rewards.scorers.preservation import PreservationReward
+from retouch.rewards.table import RewardTable, of_all
 from retouch.training import scoring as scorer
 from retouch.training.scoring import (
     FailureRateExceeded,

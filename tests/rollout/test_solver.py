@@ -12,11 +12,9 @@ from torch import Tensor
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import Estimate, dpm_step, ode_step
 from retouch.families.flux_fill.model import FluxFill
+from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.qwen_image_edit.model import QwenImageEdit
-from retouch.families.sections import (
-    FluxFillModel,
-    QwenImageEditModel,
-)
+from retouch.families.qwen_image_edit.spec import QwenImageEditModel
 from retouch.rollout.plan import (
     StepPlan,
     ode_plan,

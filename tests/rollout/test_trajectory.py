@@ -16,10 +16,8 @@ from retouch.rollout.plan import (
     ode_plan,
 )
 from retouch.rollout.sampler import sample
-from retouch.rollout.transition import (
-    denoising_error,
-    transition,
-)
+from retouch.training.noised import denoising_error
+from retouch.rollout.plan import transition
 from retouch.types import Trajectory
 
 from .fakes import SIZE, FakeModel, condition_of, plan_of

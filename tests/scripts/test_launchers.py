@@ -372,6 +372,9 @@ def test_two_processes_of_the_package_note_their_codes(tmp_path: Path) -> None:
     assert done.returncode == 1  # the launcher's
     # the launcher may end the slower one before it has noted its own
     assert set((tmp_path / "codes").read_text(encoding="utf-8").split()) == {"3"}, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith(("stopped: ", "process "))]
+    assert said == ["stopped: interrupted; continue with resume=auto"]  # by the first process alone
+    assert "traceback : stopped: interrupted" in done.stderr  # and by the launcher, as the cause of its own failure
 
 
 def test_the_command_line_notes_its_code_and_hands_the_variable_to_nobody(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from retouch.adapters.formats import read_adapter
 from retouch.config import load_run
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.families.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests.configs.conftest import CONFIGS, shrink, signs
@@ -112,7 +112,12 @@ def test_training_goes_on_from_the_released_adapter(
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow)]
+    "algorithm",
+    [
+        pytest.param("sft", marks=pytest.mark.full),
+        pytest.param("grpo", marks=pytest.mark.slow),
+        pytest.param("dpo", marks=pytest.mark.slow),
+    ],
 )
 def test_all_weights_with_averages_on_four_processes(
     algorithm: str, signs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""What is trained on top of a network, and the files it is kept in."""
+"""LoRA and style adapters, and their files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from retouch.adapters.ip_adapter import StyleAdapter
+
+FORMATS_OF: dict[str, tuple[str, ...]] = {
+    "full": ("diffusers", "safetensors"),
+    "lora": ("diffusers-lora", "comfyui", "diffusers", "safetensors"),
+    "ip_adapter": ("ip-adapter", "comfyui", "diffusers-ip-adapter", "safetensors"),
+}
+"""`model.train.kind` -> the formats that `retouch export` writes its weights in."""
+
+FORMATS = sorted({name for names in FORMATS_OF.values() for name in names})
 
 
 def load(path: str | Path) -> StyleAdapter:

@@ -7,7 +7,7 @@ Both hold diffusers' module names, which ComfyUI translates to those of its own 
 of one weight. Its U-Net is the only network that it does not accept the dotted names for.
 
 ComfyUI-IPAdapter-Flux adds `weight · attention(q', norm(k), norm(v))` in every block, with one `weight` for all; in
-retouch, FLUX adds `scale · attention(q', norm(k), v)` unless `value_norm` is set (`retouch.adapters.processors`).
+retouch, FLUX adds `scale · attention(q', norm(k), v)` unless `value_norm` is set (`retouch.adapters.hosts`).
 """
 
 from __future__ import annotations

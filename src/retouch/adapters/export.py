@@ -12,7 +12,7 @@ import diffusers
 import torch
 from safetensors.torch import load_file, save_file
 
-from retouch.adapters import comfyui
+from retouch.adapters import FORMATS_OF, comfyui
 from retouch.adapters.formats import NAME, AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.lora import FILE as LORA_FILE
 from retouch.adapters.lora import file_tensors, folded_lora, save_lora
@@ -20,15 +20,6 @@ from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-FORMATS_OF: dict[str, tuple[str, ...]] = {
-    "full": ("diffusers", "safetensors"),
-    "lora": ("diffusers-lora", "comfyui", "diffusers", "safetensors"),
-    "ip_adapter": ("ip-adapter", "comfyui", "diffusers-ip-adapter", "safetensors"),
-}
-"""`model.train.kind` -> what its weights can be written as."""
-
-FORMATS = sorted({name for names in FORMATS_OF.values() for name in names})
 
 DIFFUSERS_TOKENS = 4
 """What diffusers splits the one layer of an SD1.5 adapter into, whatever the file holds."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from retouch.adapters.projections import HEADS, SOURCES
 from retouch.adapters.tensor_file import write_tensors
+from retouch.errors import AdapterFileError
 from retouch.saved_tensors import DamagedFile, RefusedFile, load_saved
 
 NAME = "ip-adapter"
@@ -53,10 +54,6 @@ HEADS_AND_BLOCKS = ("image_proj", "ip_adapter", "attn_adapter")
 """Beginnings of the names of parts that compute something: without an unknown one, an adapter would be half of one."""
 
 Head = Literal["mlp", "mlp+query_former", "linear"]
-
-
-class AdapterFileError(ValueError):
-    """A file that is not an adapter, or not whole; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)

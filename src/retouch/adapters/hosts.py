@@ -1,89 +1,116 @@
-"""Networks that an adapter can be put into: where its processors go, and what its weights are called there.
+"""Networks that an adapter can be placed into: where its modules go, and the parameter names of its weights.
 
-One class for each kind of network. `encoder_hid_proj` is where diffusers looks for the projection of a picture inside
-the network's own forward, which is where a data-parallel wrapper wants every trained weight to be used.
+A family with a style adapter has a host of its own (`AdapterFacts.host`). `encoder_hid_proj` is where diffusers looks
+for the projection of a reference inside the network's own forward, and where a data-parallel wrapper requires every
+trained weight to be used.
+
+Transformers get an attention processor with a second attention, from image tokens to the tokens of the reference
+(IP-Adapter, arXiv 2308.06721):
+
+    output = attention(q, k, v) + scale · attention(q', norm(to_k_ip tokens), to_v_ip tokens)
+
+With `value_norm` the values are normalized as the keys are, which is the attention of ComfyUI-IPAdapter-Flux. q' is the
+query after its norm and before the rotary embedding: image queries in a double block; all of them in a single block,
+which has no separate text (as in InstantX's and Calligrapher's code, whose weights this must run). The sum is taken
+before `to_out`. Without tokens the stock processor runs, so that an idle adapter is the stock model bit for bit.
+
+Legend: B samples, S positions, T tokens, W their width, H heads, d width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
-from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 from retouch.adapters.formats import AdapterShape, Head
-from retouch.adapters.processors import FluxIpProcessor, IpProcessor, QwenIpProcessor
 from retouch.adapters.projections import TokenProjection
 from retouch.config.errors import ConfigError
+from retouch.families import FAMILIES
+from retouch.families.base import AdapterFacts
+from retouch.registry import load_attribute
+
+EPS = 1e-5
+"""Of the norm of keys (and values), which has no weights."""
+
+Reference = tuple[Tensor, Tensor | None]
+"""Tokens [B, T, W], and which samples attend to them [B] (None: all)."""
 
 
-class Host(Protocol):
-    """A network of one kind.
+class Host(ABC):
+    """A network of one kind that takes an adapter."""
 
-    Attributes:
-        heads: projections that its adapters have.
-    """
+    def __init__(self, network: Any, facts: AdapterFacts) -> None:
+        self.network = network
+        self.facts = facts
 
-    network: Any
-    heads: tuple[Head, ...]
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """Projections that its adapters have."""
+        return ("mlp", "mlp+query_former") if self.facts.head == "mlp" else ("linear",)
+
+    def blocks(self) -> list[str]:
+        """Names of the attention modules with a second attention, in the order of the files."""
+        return [name.removesuffix(".processor") for name in self.network.attn_processors]
+
+    def attentions(self) -> list[Any]:
+        """The modules of `blocks`."""
+        return [self.network.get_submodule(block) for block in self.blocks()]
 
     def inner(self) -> tuple[int, ...]:
-        """For each block, in the order of the files, the width of its keys and values."""
-        ...
+        """For each block, the width of its keys and values."""
+        return tuple(attention.to_k.out_features for attention in self.attentions())
 
+    @abstractmethod
     def token_width(self) -> int:
         """Width of the tokens: that of the text."""
-        ...
 
+    @abstractmethod
     def place(self, shape: AdapterShape) -> None:
-        """Put in new modules of a shape that fits; on the network's device, a start that changes nothing."""
-        ...
+        """Put in new modules of a shape that fits, on the network's device; they change nothing at first."""
 
+    @abstractmethod
     def remove(self) -> None:
-        """Put back the processors and attributes of before."""
-        ...
+        """Restore the processors and attributes from before."""
 
-    def set_scales(self, scales: Sequence[float]) -> None:
-        """One factor for each block."""
-        ...
+    @abstractmethod
+    def set_strength(self, scales: Sequence[float], *, value_norm: bool) -> None:
+        """One factor for each block, and whether all blocks normalize the values of the adapter."""
 
-    def set_value_norm(self, on: bool) -> None:
-        """Whether all blocks normalize the values of the adapter.
+    @abstractmethod
+    def name(self, part: str, block: str, rest: str) -> str:
+        """Parameter name in the network of a key of the file.
 
-        Raises:
-            ConfigError: `on`, in a network whose processors cannot.
+        Args:
+            part: first part of the key.
+            block: of `blocks`, for a key of "ip_adapter"; else "".
+            rest: what follows in the key.
         """
-        ...
 
     def names(self, shape: AdapterShape) -> dict[str, str]:
         """Key of the file -> parameter name in the network."""
-        ...
+        blocks = dict(zip(map(str, shape.numbers()), self.blocks(), strict=True))
+        found: dict[str, str] = {}
+        for key in shape.tensors():
+            part, _, rest = key.partition(".")
+            number, _, inside = rest.partition(".")
+            found[key] = self.name(part, blocks[number], inside) if part == "ip_adapter" else self.name(part, "", rest)
+        return found
 
+    @abstractmethod
     def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
         """Arguments of the pipeline's call for vectors [B, D] of references; `guided`: with two forwards a step."""
-        ...
 
 
-class BlockHost:
-    """A transformer whose attentions all get a processor of ours, in the order of `attn_processors`."""
+class BlockHost(Host):
+    """A transformer whose attentions all get an `IpProcessor`."""
 
     processor: type[IpProcessor]
-    heads: tuple[Head, ...] = ("mlp", "mlp+query_former")
-
-    def __init__(self, network: Any) -> None:
-        self.network = network
-
-    def _blocks(self) -> list[str]:
-        return [name.removesuffix(".processor") for name in self.network.attn_processors]
-
-    def _attention(self, block: str) -> Any:
-        return self.network.get_submodule(block)
-
-    def inner(self) -> tuple[int, ...]:
-        return tuple(self._attention(block).to_k.out_features for block in self._blocks())
+    attention_kwargs = "joint_attention_kwargs"
+    """Argument of the pipeline's call that reaches the processors."""
 
     def token_width(self) -> int:
         return self.network.config.joint_attention_dim
@@ -92,160 +119,76 @@ class BlockHost:
         former = shape.head == "mlp+query_former"
         projection = TokenProjection(shape.width, shape.tokens, shape.token_width, query_former=former)
         self.network.encoder_hid_proj = projection.to(self.network.device)
-        for block, inner in zip(self._blocks(), shape.inner, strict=True):
-            attention = self._attention(block)
+        for attention, inner in zip(self.attentions(), shape.inner, strict=True):
             made = self.processor(attention.processor, shape.token_width, inner)
             attention.set_processor(made.to(self.network.device))
 
     def remove(self) -> None:
         del self.network.encoder_hid_proj
-        for block in self._blocks():
-            attention = self._attention(block)
+        for attention in self.attentions():
             attention.set_processor(attention.processor.stock)
 
-    def set_scales(self, scales: Sequence[float]) -> None:
-        for block, scale in zip(self._blocks(), scales, strict=True):
-            self._attention(block).processor.scale = scale
+    def set_strength(self, scales: Sequence[float], *, value_norm: bool) -> None:
+        for attention, scale in zip(self.attentions(), scales, strict=True):
+            attention.processor.scale, attention.processor.value_norm = scale, value_norm
 
-    def set_value_norm(self, on: bool) -> None:
-        for block in self._blocks():
-            self._attention(block).processor.value_norm = on
-
-    def names(self, shape: AdapterShape) -> dict[str, str]:
-        sections = {"image_proj": "encoder_hid_proj.mlp", "image_proj_qformer": "encoder_hid_proj.qformer"}
-        blocks = dict(zip(shape.numbers(), self._blocks(), strict=True))
-        found: dict[str, str] = {}
-        for key in shape.tensors():
-            section, _, rest = key.partition(".")
-            if section == "ip_adapter":
-                number, _, rest = rest.partition(".")
-                found[key] = f"{blocks[int(number)]}.processor.{rest}"
-            else:
-                found[key] = f"{sections[section]}.{rest}"
-        return found
+    def name(self, part: str, block: str, rest: str) -> str:
+        if block:
+            return f"{block}.processor.{rest}"
+        return f"encoder_hid_proj.{'mlp' if part == 'image_proj' else 'qformer'}.{rest}"
 
     def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
-        return {"joint_attention_kwargs": {"ip_adapter_image_embeds": vectors}}
+        return {self.attention_kwargs: {"ip_adapter_image_embeds": vectors}}
 
 
-class FluxHost(BlockHost):
-    """FLUX: the double blocks, then the single ones."""
+class IpProcessor(nn.Module):
+    """The second attention of a block: two projections, a scale, and the stock processor that it replaced.
 
-    processor = FluxIpProcessor
+    Starts as a no-op: values are 0, keys are not (both 0 would give neither a gradient). That holds with `value_norm`,
+    too: the norm of 0 is 0, and its gradient there is 1 / sqrt(EPS) times that without the norm.
+    """
 
+    _attention_backend = None  # diffusers sets these two on every processor
+    _parallel_config = None
 
-class QwenHost(BlockHost):
-    """Qwen-Image. Its forward looks for no projection: a hook makes the tokens before it, inside the same call."""
+    def __init__(self, stock: Any, token_width: int, inner: int) -> None:
+        super().__init__()
+        self.to_k_ip = nn.Linear(token_width, inner, bias=False)
+        self.to_v_ip = nn.Linear(token_width, inner, bias=False)
+        nn.init.zeros_(self.to_v_ip.weight)
+        self.scale = 1.0
+        self.value_norm = False
+        self._stock = (stock,)  # in a tuple, so that it is no submodule
 
-    processor = QwenIpProcessor
+    @property
+    def stock(self) -> Any:
+        stock = self._stock[0]
+        stock._attention_backend, stock._parallel_config = self._attention_backend, self._parallel_config
+        return stock
 
-    def place(self, shape: AdapterShape) -> None:
-        super().place(shape)
-        self._hook = self.network.register_forward_pre_hook(_project_reference, with_kwargs=True)
+    def attend(self, query: Tensor, reference: Reference) -> Tensor:
+        """Scaled output of the second attention for queries [B, S, H, d] -> [B, S, H · d]; 0 for samples not kept."""
+        tokens, keep = reference
+        tokens = tokens.to(self.to_k_ip.weight.dtype).expand(len(query), -1, -1)  # one reference may serve all samples
+        key, value = (
+            project(tokens).to(query.dtype).unflatten(-1, query.shape[2:]) for project in (self.to_k_ip, self.to_v_ip)
+        )
+        key = nn.functional.rms_norm(key, key.shape[-1:], eps=EPS)
+        if self.value_norm:
+            value = nn.functional.rms_norm(value, value.shape[-1:], eps=EPS)
+        out = self.scale * self.attention(query, key, value).flatten(2, 3).to(query.dtype)
+        return out if keep is None else out.masked_fill(keep.to(out.device)[:, None, None] == 0, 0.0)
 
-    def remove(self) -> None:
-        self._hook.remove()
-        super().remove()
-
-    def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
-        return {"attention_kwargs": {"ip_adapter_image_embeds": vectors}}
-
-
-def _project_reference(network: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """`ip_adapter_image_embeds` among the attention's arguments becomes `ip_hidden_states`, as diffusers does it in
-    FLUX."""
-    given = kwargs.get("attention_kwargs") or {}
-    if "ip_adapter_image_embeds" not in given:
-        return args, kwargs
-    rest = {name: value for name, value in given.items() if name != "ip_adapter_image_embeds"}
-    tokens = network.encoder_hid_proj(given["ip_adapter_image_embeds"])
-    return args, {**kwargs, "attention_kwargs": {**rest, "ip_hidden_states": tokens}}
-
-
-class UnetHost:
-    """The U-Net of Stable Diffusion: diffusers' own modules at every cross-attention, in Tencent's layout."""
-
-    heads: tuple[Head, ...] = ("linear",)
-
-    def __init__(self, network: Any) -> None:
-        self.network = network
-        self._stock: dict[str, Any] = {}
-
-    def _blocks(self) -> list[str]:
-        names = [name.removesuffix(".processor") for name in self.network.attn_processors]
-        return [name for name in names if name.endswith(".attn2")]
-
-    def inner(self) -> tuple[int, ...]:
-        return tuple(self.network.get_submodule(block).to_k.out_features for block in self._blocks())
-
-    def token_width(self) -> int:
-        return self.network.config.cross_attention_dim
-
-    def place(self, shape: AdapterShape) -> None:
-        network = self.network
-        projection = MultiIPAdapterImageProjection([ImageProjection(shape.width, shape.token_width, shape.tokens)])
-        network.encoder_hid_proj = projection.to(network.device)
-        network.register_to_config(encoder_hid_dim_type="ip_image_proj")
-        for block, inner in zip(self._blocks(), shape.inner, strict=True):
-            attention = network.get_submodule(block)
-            self._stock[block] = attention.processor
-            made = IPAdapterAttnProcessor2_0(inner, shape.token_width, num_tokens=(shape.tokens,))
-            made.to_k_ip[0], made.to_v_ip[0] = (
-                CastLinear(shape.token_width, inner, bias=False, out_dtype=network.dtype) for _ in "kv"
-            )
-            nn.init.zeros_(made.to_v_ip[0].weight)  # type: ignore[arg-type]
-            attention.set_processor(made.to(network.device))
-
-    def remove(self) -> None:
-        del self.network.encoder_hid_proj
-        self.network.encoder_hid_proj = None
-        self.network.register_to_config(encoder_hid_dim_type=None)
-        for block, stock in self._stock.items():
-            self.network.get_submodule(block).set_processor(stock)
-
-    def set_scales(self, scales: Sequence[float]) -> None:
-        for block, scale in zip(self._blocks(), scales, strict=True):
-            self.network.get_submodule(block).processor.scale = [scale]
-
-    def set_value_norm(self, on: bool) -> None:
-        if on:
-            raise ConfigError("value_norm: given true; the attention of a U-Net is diffusers' own, which has no norm")
-
-    def names(self, shape: AdapterShape) -> dict[str, str]:
-        inside = "encoder_hid_proj.image_projection_layers.0"
-        parts = {"proj": f"{inside}.image_embeds", "norm": f"{inside}.norm"}
-        blocks = dict(zip(shape.numbers(), self._blocks(), strict=True))
-        found: dict[str, str] = {}
-        for key in shape.tensors():
-            section, first, *rest = key.split(".")
-            if section == "image_proj":
-                found[key] = f"{parts[first]}.{rest[0]}"
-            else:
-                found[key] = f"{blocks[int(first)]}.processor.{rest[0]}.0.weight"
-        return found
-
-    def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
-        rows = vectors[:, None]
-        return {"ip_adapter_image_embeds": [torch.cat([torch.zeros_like(rows), rows]) if guided else rows]}
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return dispatch_attention_fn(
+            query, key, value, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
 
 
-class CastLinear(nn.Linear):
-    """A layer in its own precision among others: diffusers' processor mixes its output with the network's."""
-
-    def __init__(self, *sizes: int, bias: bool, out_dtype: torch.dtype) -> None:
-        super().__init__(*sizes, bias=bias)
-        self.out_dtype = out_dtype
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype)).to(self.out_dtype)
-
-
-HOSTS: dict[str, Callable[[Any], Host]] = {
-    "FluxTransformer2DModel": FluxHost,
-    "UNet2DConditionModel": UnetHost,
-    "QwenImageTransformer2DModel": QwenHost,
-}
-"""Class of a network -> its host."""
+def adapter_hosts() -> dict[str, AdapterFacts]:
+    """Class of a network -> facts of the adapter that it takes."""
+    specs = [section.spec for section in FAMILIES.available().values()]
+    return {spec.adapter.network: spec.adapter for spec in specs if spec.adapter is not None}
 
 
 def host_of(network: Any) -> Host:
@@ -254,9 +197,9 @@ def host_of(network: Any) -> Host:
     Raises:
         ConfigError: a network that no adapter is made for, or that has one already.
     """
-    name = type(network).__name__
-    if name not in HOSTS:
-        raise ConfigError(f"a style adapter cannot be put into a {name}; it can into: {', '.join(HOSTS)}")
+    name, hosts = type(network).__name__, adapter_hosts()
+    if name not in hosts:
+        raise ConfigError(f"a style adapter cannot be put into a {name}; it can into: {', '.join(hosts)}")
     if isinstance(getattr(network, "encoder_hid_proj", None), nn.Module):
         raise ConfigError(f"the {name} has an adapter already; detach that first")
-    return HOSTS[name](network)
+    return load_attribute(hosts[name].host)(network, hosts[name])

@@ -95,17 +95,22 @@ class IpAdapter:
         scales = [float(s) for s in scale] if isinstance(scale, Sequence) else [float(scale)] * blocks
         if len(scales) != blocks:
             raise ConfigError(f"scale: given {len(scales)} factors; the network has {blocks} blocks: give one for each")
-        self.host.set_scales(scales)
         self.scale = scales
+        self.host.set_strength(self.scale, value_norm=self.value_norm)
 
     def set_value_norm(self, on: bool) -> None:
         """Whether the values are normalized, as the keys are.
 
         Raises:
-            ConfigError: `on`, in a U-Net.
+            ConfigError: `on`, in a network whose attention cannot.
         """
-        self.host.set_value_norm(on)
+        if on and not self.host.facts.normalizes_values:
+            raise ConfigError(
+                f"value_norm: given true; the attention of a {type(self.host.network).__name__} is diffusers' own, "
+                "which has no norm of the values"
+            )
         self.value_norm = on
+        self.host.set_strength(self.scale, value_norm=self.value_norm)
 
     def detach(self) -> None:
         """Leave the network as it was before."""

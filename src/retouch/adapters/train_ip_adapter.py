@@ -32,20 +32,15 @@ from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
-from retouch.families.facts import ADAPTERS
 
 if TYPE_CHECKING:
-    from retouch.families.sections import (
-        Train,
-        TrainIpAdapter,
-    )
-    from retouch.types import ModelSpec
+    from retouch.families.base import FamilySpec, Train, TrainIpAdapter
 
 FACTORS = f"{NAME}-lora.safetensors"
 """Factors of `weights: kv_lora`, by parameter name."""
 
 
-def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed: int) -> IpAdapterWeights:
+def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: FamilySpec, seed: int) -> IpAdapterWeights:
     """Put a new or given adapter into a frozen network, and set which of its weights require a gradient.
 
     Trained weights are fp32, frozen ones of the adapter have the network's precision.
@@ -53,9 +48,9 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
     Raises:
         ConfigError: an initial adapter that is not whole, or of other sizes than the run file says.
     """
-    assert spec.reference_width is not None, "the family loads the image encoder of model.train"
+    assert spec.adapter is not None and spec.reference_width is not None, "`check` refuses other families"
     given = initial_adapter(train, spec.family)
-    wanted = wanted_shape(network, train, spec.family, spec.reference_width)
+    wanted = wanted_shape(network, train, spec, spec.reference_width)
     if given is not None:
         require_shape(given, wanted, train.initial_adapter or "")
     network.requires_grad_(False)
@@ -75,7 +70,7 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: ModelSpec, seed:
         factor = train.alpha / train.rank
     about = {
         "family": spec.family,
-        "image_encoder": train.image_encoder or ADAPTERS[spec.family].image_encoder,
+        "image_encoder": train.image_encoder or spec.adapter.image_encoder,
         "scale": adapter.scale,
         "value_norm": adapter.value_norm,
     }
@@ -115,13 +110,14 @@ def value_norm_of(train: TrainIpAdapter, given: AdapterFile | None) -> bool:
     return bool(train.value_norm)
 
 
-def wanted_shape(network: Any, train: TrainIpAdapter, family: str, width: int) -> AdapterShape:
+def wanted_shape(network: Any, train: TrainIpAdapter, spec: FamilySpec, width: int) -> AdapterShape:
     """Of the adapter that `model.train` asks for in a network, which may be on the meta device.
 
     Args:
         width: of the vectors that the image encoder makes.
     """
-    facts, host = ADAPTERS[family], host_of(network)
+    facts, host = spec.adapter, host_of(network)
+    assert facts is not None, "`check` refuses other families"
     head: Head = "mlp+query_former" if train.query_former else facts.head
     return AdapterShape(head, width, train.tokens or facts.tokens, host.token_width(), host.inner())
 

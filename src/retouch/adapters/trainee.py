@@ -16,8 +16,7 @@ from retouch.adapters.lora import FILE, add_lora, load_lora, lora_shape, save_lo
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 
 if TYPE_CHECKING:
-    from retouch.families.sections import Train
-    from retouch.types import ModelSpec
+    from retouch.families.base import FamilySpec, Train
 
 
 class Trainee(Protocol):
@@ -35,7 +34,7 @@ class Trainee(Protocol):
         ...
 
 
-def make_trainable(network: nn.Module, train: Train, spec: ModelSpec, seed: int = 0) -> Trainee:
+def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int = 0) -> Trainee:
     """Set what requires a gradient, adding adapters where the run file asks for them.
 
     Args:

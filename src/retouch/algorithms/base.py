@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from retouch.config.base import Positive, Section, Unit
-from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
     from retouch.config.derived import Derived, Numbers
@@ -136,7 +135,7 @@ class Objective(AlgorithmSection):
                 f"rollout.preset: given {run.rollout.preset!r}, but {self.name} has no presets; leave preset out, and "
                 "set rollout.num_steps and guidance_scale"
             )
-        facts = FACTS[run.model.family]
+        facts = run.model.spec
         if run.rollout.solver == "dpm2" and facts.prediction != "flow":
             raise ValueError(
                 f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; "

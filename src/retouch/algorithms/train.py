@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retouch.algorithms import ALGORITHMS
 from retouch.registry import load_attribute
 from retouch.training.files import require_files
 
 if TYPE_CHECKING:
     from retouch.config import RunConfig
+    from retouch.training.build import Run
 
 
 def train(config: RunConfig) -> Path:
     """Check that the run's files are there, then train -> the run directory."""
     require_files(config)
     return load_attribute(config.algorithm.trainer)(config)
+
+
+def recipe(name: str) -> Callable[[Run], None]:
+    """The training function of an algorithm that trains a built run."""
+    return load_attribute(ALGORITHMS[name].recipe)

@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING
 
 from retouch.config.data_rules import check_data
 from retouch.config.needs import data_sections
-from retouch.config.reward_rules import check_entries
-from retouch.families.facts import ADAPTERS, FACTS
-from retouch.families.sections import TrainIpAdapter
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -20,69 +17,17 @@ def check(run: RunConfig) -> None:
     Raises:
         ValueError: "key: given ...; expected ...; set ...".
     """
-    _model(run)
     run.model.check(run, "model")
-    check_entries(run)
     for name, entry in run.rewards.items():
         entry.check(run, f"rewards.{name}")
     _rewards(run)
     _logging(run)
     run.algorithm.check(run, "algorithm")
-    _adapter(run)
     check_data(run)
     for key, section in data_sections(run).items():
         section.check(run, key)
     _weights(run)
     _sharding(run)
-
-
-def _model(run: RunConfig) -> None:
-    if not run.model.path:
-        raise ValueError("model.path: empty; set a hub id or a folder in the diffusers layout")
-    if FACTS[run.model.family].edits and run.model.free_text_encoders:
-        raise ValueError(
-            f"model.free_text_encoders: given true, but what the text encoder of {run.model.family} reads depends on "
-            "the picture, so that it is needed all along; set offload_text_encoders=true"
-        )
-    if FACTS[run.model.family].edits and run.model.embeddings is not None:
-        raise ValueError(
-            f"model.embeddings: given {run.model.embeddings!r}, but what the text encoder of {run.model.family} reads "
-            "depends on the picture, and embeddings are kept by the prompt; leave it out"
-        )
-
-
-def _adapter(run: RunConfig) -> None:
-    train = run.model.train
-    if not isinstance(train, TrainIpAdapter):
-        return
-    if run.model.family not in ADAPTERS:
-        raise ValueError(
-            f"model.train.kind: given 'ip_adapter', which is for {', '.join(ADAPTERS)}; set kind=lora for "
-            f"{run.model.family}"
-        )
-    if ADAPTERS[run.model.family].head == "linear":
-        for key, value in (("query_former", train.query_former), ("weights", train.weights == "no_last_layer")):
-            if value:
-                raise ValueError(
-                    f"model.train.{key}: given {getattr(train, key)!r}, but the projection of {run.model.family} is "
-                    f"one layer; leave {key} out"
-                )
-        if train.value_norm:
-            raise ValueError(
-                f"model.train.value_norm: given true, but {run.model.family} uses the attention of diffusers, which "
-                "does not normalize values; leave value_norm out"
-            )
-    defaults = TrainIpAdapter()
-    if train.weights != "kv_lora" and (train.rank, train.alpha) != (defaults.rank, defaults.alpha):
-        raise ValueError(
-            f"model.train.rank: rank and alpha are of weights=kv_lora, but weights is {train.weights!r}; leave them "
-            "out, or set weights=kv_lora"
-        )
-    if train.reference_dropout and not run.algorithm.supervised_steps(run):
-        raise ValueError(
-            f"model.train.reference_dropout: given {train.reference_dropout}, but the run has no supervised steps; "
-            "leave it out, or set algorithm.sft_steps"
-        )
 
 
 def _logging(run: RunConfig) -> None:

@@ -6,7 +6,6 @@ from retouch.config.needs import (
     data_sections,
     needed_pictures,
     reference_strip,
-    seen_tokens,
     takes_references,
 )
 from retouch.config.run import RunConfig
@@ -20,12 +19,6 @@ from retouch.data.sections import (
     ProtocolData,
     chosen,
 )
-from retouch.families.facts import (
-    EDIT_CHAT_TOKENS,
-    FACTS,
-    TINY_SIZE_MULTIPLE,
-)
-from retouch.families.sections import QwenImageEditModel
 
 
 def check_data(run: RunConfig) -> None:
@@ -84,7 +77,7 @@ def _supervises_alone(run: RunConfig, section: str) -> bool:
 
 
 def _sizes(run: RunConfig) -> None:
-    multiple = TINY_SIZE_MULTIPLE if run.model.path == "tiny" else FACTS[run.model.family].size_multiple
+    multiple = run.model.size_multiple
     for name, data in data_sections(run).items():
         strip = data.reference_strip if isinstance(data, PictureSection) else None
         if strip is not None and strip % multiple:
@@ -98,18 +91,7 @@ def _sizes(run: RunConfig) -> None:
                 f"{name}.resolution: given {data.resolution}; {run.model.family} needs multiples of {multiple}; "
                 f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
             )
-        if isinstance(run.model, QwenImageEditModel):
-            _shows_the_picture(run.model, name, data.size)
-
-
-def _shows_the_picture(model: QwenImageEditModel, name: str, size: tuple[int, int]) -> None:
-    taken = seen_tokens(model, size) + EDIT_CHAT_TOKENS
-    if taken >= model.max_sequence_length:
-        raise ValueError(
-            f"model.max_sequence_length: given {model.max_sequence_length}, but a picture of {name}.resolution "
-            f"{size[0]} x {size[1]} takes {taken} tokens of it with the chat around it, which leaves none for a "
-            f"prompt; set {taken + 256} or more, or a smaller model.vision_pixels"
-        )
+        run.model.check_size(name, data.size)
 
 
 def _held_out(run: RunConfig) -> None:

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from retouch.algorithms.base import Objective, RlConfig
 from retouch.config.errors import ConfigError
-from retouch.config.needs import seen_tokens
-from retouch.families.facts import FACTS
-from retouch.families.sections import QwenImageEditModel
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -138,7 +135,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         trained_steps=algorithm.trained_steps(run),
         forwards_per_image=forwards_per_image(run, per_epoch),
         state_bytes_per_weight=4 * (2 + len(snapshots(run))) + moment_bytes(run),
-        vision_tokens=seen_tokens(run.model, run.data.size) if isinstance(run.model, QwenImageEditModel) else 0,
+        vision_tokens=run.model.vision_tokens(run.data.size),
     )
 
 
@@ -153,7 +150,7 @@ def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
     Args:
         optimizer_steps: of an epoch; with a single one no log-probability is computed again.
     """
-    rollout, facts = run.rollout, FACTS[run.model.family]
+    rollout, facts = run.rollout, run.model.spec
     assert isinstance(run.algorithm, Objective)
     scale = facts.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     guided = 2 if facts.doubles_for_guidance and scale > 1 else 1

@@ -1,40 +1,41 @@
-"""Config errors as people read them: what you gave, what is allowed, what to set."""
+"""Messages for errors of a run file: what was given, what is expected, what to set."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from retouch.errors import ConfigError as ConfigError
 from retouch.registry import Chosen
 
 
-class ConfigError(ValueError):
-    """A run file, an override or a combination that cannot work. Exit code 2; the message is all there is to say."""
+def nearest(word: str, known: Iterable[str], former: Mapping[str, str] | None = None) -> str:
+    """The end of a message about an unknown name: the closest known one, or all of them.
 
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the closest known one, or all of them."""
-    options = sorted(known)
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
+    Args:
+        former: former name -> name.
+    """
+    options, former = sorted(known), former or {}
+    close = difflib.get_close_matches(word, [*options, *former], n=1, cutoff=0.6)
+    return f"did you mean {former.get(close[0], close[0])!r}?" if close else f"known: {', '.join(options)}"
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """One line a problem, dotted key first."""
+    """One line for each problem, with the dotted key first."""
     return [_line(problem["type"], problem, root) for problem in error.errors() if problem["type"] not in _FOLLOWS]
 
 
 _FOLLOWS = {"default_factory_not_called"}
-"""pydantic's error types that only follow from another: a default that is computed from a key that was refused."""
+"""pydantic's error types that follow from another error: the default of a key that is computed from an invalid one."""
 
 
 _NOT_A_SECTION = {"model_attributes_type", "model_type", "dict_type"}
-"""pydantic's error types where a mapping of keys was expected."""
+"""pydantic's error types for a value in place of a section."""
 
 
 def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
@@ -43,9 +44,10 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
     key = ".".join(path)
     if kind == "extra_forbidden":
         _, model = walk(root, loc[:-1])
-        return f"{key}: unknown key; {nearest(str(loc[-1]), model.model_fields if model else ())}"
+        former = {old: new for c in model.__mro__ for old, new in getattr(c, "ALIASES", {}).items()} if model else {}
+        return f"{key}: unknown key; {nearest(str(loc[-1]), model.model_fields if model else (), former)}"
     if kind in _NOT_A_SECTION:
-        return f"{key}: given {problem['input']!r}; this is a section: write its keys as {{key: value}}"
+        return f"{key}: given {problem['input']!r}; expected a section; write its keys as {{key: value}}"
     if kind == "union_tag_not_found":
         return f"{key}: say which kind it is: set {key}.{problem['ctx']['discriminator'].strip(chr(39))}"
     if kind == "union_tag_invalid":
@@ -63,10 +65,9 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
 
 
 def walk(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:
-    """Follow the location that pydantic gives -> the keys as they stand in the file, and the class found there.
+    """Resolve pydantic's location of an error -> the keys in the file, and the class there.
 
-    pydantic adds the tag of a discriminated union to the location ("model", "train", "lora", "rank"); the file has no
-    such key.
+    pydantic adds the tag of a discriminated union ("model", "train", "lora", "rank"), which is no key of the file.
     """
     keys: list[str] = []
     annotation: Any = root
@@ -88,14 +89,14 @@ def walk(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], ty
 
 
 def field_annotation(model: type[BaseModel], name: str) -> Any:
-    """The annotation of a field as it stands in the class: pydantic keeps what `Annotated` adds beside the type."""
+    """The annotation of a field in the class: pydantic separates the type from the metadata of `Annotated`."""
     info = model.model_fields[name]
     chosen = [extra for extra in info.metadata if isinstance(extra, Chosen)]
     return Annotated[info.annotation, chosen[0]] if chosen else info.annotation
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes that an annotation allows, through unions, `Annotated` and registries."""
+    """The config classes in an annotation, also in unions, `Annotated` and registries."""
     chosen = [extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, Chosen)]
     if chosen:
         return chosen[0].classes
@@ -107,7 +108,7 @@ def models_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tags(model: type[BaseModel]) -> set[str]:
-    """Values of the literal fields: what can stand for the class as a tag."""
+    """Values of the literal fields, which can be the tag of the class."""
     tags: set[str] = set()
     for info in model.model_fields.values():
         if typing.get_origin(info.annotation) is typing.Literal:

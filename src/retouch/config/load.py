@@ -18,7 +18,7 @@ from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of
 from retouch.config.run import RunConfig
-from retouch.families.facts import DEFAULT_FAMILY
+from retouch.families import DEFAULT_FAMILY
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from pydantic import BaseModel
 
 from retouch.algorithms import ALGORITHMS
-from retouch.families.facts import DEFAULT_FAMILY, FACTS
+from retouch.families import DEFAULT_FAMILY, FAMILIES
 
 if TYPE_CHECKING:
     from retouch.algorithms.base import AlgorithmSection
@@ -40,7 +40,7 @@ def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
     rollout, algorithm = _section(completed, "rollout"), kind.renamed(_section(completed, "algorithm"))
     family = _section(completed, "model").get("family", DEFAULT_FAMILY)
     preset: Any = rollout.get("preset")
-    if preset not in get_args(Preset) or not kind.presets or family not in FACTS:
+    if preset not in get_args(Preset) or not kind.presets or family not in FAMILIES:
         return completed
     keys = kind.preset_keys(preset, family, rollout, algorithm)
     return {

@@ -25,13 +25,11 @@ from retouch.config.errors import nearest
 from retouch.config.presets import Preset, fill_in
 from retouch.core.rules import STEP_RULES
 from retouch.data.sections import Data
-from retouch.families.facts import DEFAULT_FAMILY
-from retouch.families.sections import Model
+from retouch.families import DEFAULT_FAMILY
+from retouch.families.base import Model
 from retouch.registry import Chosen
-from retouch.rewards.sections import (
-    Reward,
-    RewardClientConfig,
-)
+from retouch.rewards.base import Reward
+from retouch.rewards.client.config import RewardClientConfig
 
 
 class Window(Section):

@@ -24,6 +24,7 @@ from retouch.data.sections import (
     ProtocolData,
     SelfBenchData,
 )
+from retouch.errors import DataError
 from retouch.imaging import (
     Box,
     ImageProblem,
@@ -53,10 +54,6 @@ KEPT_SHARE = 0.98
 """Of the masked area that must lie inside the crop: rounding may cost a row of pixels, but never a part of a letter."""
 
 TargetRole = Literal["auto", "source", "none", "file"]
-
-
-class DataError(ValueError):
-    """A data set that cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""What this machine can run, and what keeps it from running a given file: `retouch doctor`.
+"""`retouch doctor`: check the environment, and whether it can run a given file.
 
-Nothing is trained, and networks are built without their weights; what a check needs and cannot import is said once, by
-the line about the extra that brings it.
+Nothing is trained, and networks are built without weights. A missing package is reported once, by its extra's line.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from retouch.config.run import RunConfig
 from retouch.doctor.adapter import adapter_lines, distillation_lines
 from retouch.doctor.data import data_lines, login_lines, needs_no_t5, start_lines
+from retouch.doctor.launch import launch_extras
 from retouch.doctor.line import Line
 from retouch.doctor.machine import disk_here, extra_lines, find_gpus, gpu_lines, machine_line
 from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
@@ -22,9 +22,9 @@ __all__ = ["Line", "diagnose", "table"]
 
 
 def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
-    """Every check in order: of the machine, and of what `run` needs on `world_size` processes."""
+    """Every check of the machine, and of a run on `world_size` processes."""
     gpus = find_gpus()
-    lines = [machine_line(), *extra_lines(needed_extras(run) if run else None)]
+    lines = [machine_line(), *extra_lines(needed_extras(run) if run else None, launch_extras(run))]
     if run is None:
         return [*lines, *gpu_lines(gpus, world_size), disk_here()]
     found = find_model(run.model, embedded=needs_no_t5(run))
@@ -45,7 +45,7 @@ def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A line each, and a verdict."""
+    """The lines, and the number of them to fix."""
     rows = [f"{line.status:8} {line.what:22} {line.says}" for line in lines]
     broken = sum(line.status == "fix" for line in lines)
     verdict = f"{broken} to fix" if broken else "nothing to fix"

@@ -9,17 +9,13 @@ from pathlib import Path
 from retouch.config.errors import ConfigError
 from retouch.doctor.line import Line
 from retouch.doctor.model import STEMS, Damaged, weights_of
-from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, encoder_name, meta_encoder
-from retouch.families.sections import (
-    Model,
-    QwenImageEditModel,
-    QwenImageModel,
-)
+from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, meta_encoder
+from retouch.families.base import Model
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
     """Nothing without a style adapter, or without torch."""
-    name = encoder_name(model)
+    name = model.reference_encoder
     if name is None:
         return
     try:
@@ -33,7 +29,7 @@ def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
 
 def distillation_lines(model: Model) -> Iterator[Line]:
     """Whether the file of `model.distillation_lora` is here; nothing without one."""
-    lora = model.distillation_lora if isinstance(model, QwenImageModel | QwenImageEditModel) else None
+    lora = model.merged_lora
     if lora is None:
         return
     what, path = "distillation LoRA", Path(lora.path).expanduser()

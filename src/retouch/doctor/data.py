@@ -12,7 +12,6 @@ from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.dataset import DataError, Dataset, ItemFiles, all_embedded, list_items, load_dataset
 from retouch.data.sections import Data
 from retouch.doctor.line import Line
-from retouch.families.facts import FACTS
 from retouch.texts import has_text, reading_rewards, require_texts, scored_sections
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
 
 def needs_no_t5(run: RunConfig) -> bool:
     """Whether every example of the run brings its text embeddings, as far as its lists can be read."""
-    if not FACTS[run.model.family].reads_embeddings:
+    if run.model.spec.embedded_encoder is None:
         return False
     try:
         listed = [item for section in data_sections(run).values() for item in list_items(section)]
@@ -145,7 +144,7 @@ def login_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def _beginning(run: RunConfig, directory: RunDir) -> str:
-    from retouch.engine.checkpoint import complete_checkpoints
+    from retouch.engine.saved import complete_checkpoints
 
     if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
         return "holds no checkpoint; the run begins anew" if directory.holds_run() else "new"

@@ -1,4 +1,4 @@
-"""How accelerate is told to share out what TRL trains: `accelerate launch --config_file FILE`."""
+"""The accelerate configuration that a vlm_grpo run is launched with: `accelerate launch --config_file FILE`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any, cast
 
 import yaml
 
-from retouch.config.errors import ConfigError
+from retouch.config.run import RunConfig
+from retouch.errors import ConfigError
 
 _STAGES = ("0", "1", "2", "3")
-_OFF_THE_GPU = ("cpu", "nvme")
+_OFFLOADED = ("cpu", "nvme")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Processes and DeepSpeed of a run of vlm_grpo.
+    """Processes and DeepSpeed's sharding of a vlm_grpo run.
 
     Attributes:
-        stage: of ZeRO; 0: none, every process holds everything.
-        optimizer_waits: its state is off the GPU, on the CPU or on NVMe, which is counted as the CPU.
-        weights_wait: under stage 3, pieces of weights are, too.
-        processes: how many.
+        stage: ZeRO stage; 0: no sharding.
+        optimizer_waits: the optimizer state is offloaded, to the CPU or to NVMe (counted as the CPU).
+        weights_wait: under stage 3, weight shards are offloaded too.
+        processes: number of processes.
     """
 
     stage: int = 0
@@ -32,11 +33,18 @@ class Launch:
     processes: int = 1
 
 
+def launch_extras(run: RunConfig | None) -> dict[str, str]:
+    """Extras that a run may need because of its accelerate configuration, which the run file does not name -> why."""
+    if run is None or not run.algorithm.trains_text_encoder:
+        return {}
+    return {"deepspeed": "needed to launch on several GPUs with configs/accelerate/zero2.yaml or zero3.yaml"}
+
+
 def read_launch(file: Path) -> Launch:
-    """Of accelerate's configuration.
+    """Read accelerate's configuration.
 
     Raises:
-        ConfigError: no such file, one of another engine, or one that leaves open what is counted.
+        ConfigError: no such file, another engine, or no number of processes or ZeRO stage.
     """
     try:
         given: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -61,7 +69,7 @@ def read_launch(file: Path) -> Launch:
         )
     return Launch(
         stage=int(stage),
-        optimizer_waits=options.get("offload_optimizer_device") in _OFF_THE_GPU,
-        weights_wait=options.get("offload_param_device") in _OFF_THE_GPU,
+        optimizer_waits=options.get("offload_optimizer_device") in _OFFLOADED,
+        weights_wait=options.get("offload_param_device") in _OFFLOADED,
         processes=int(processes),
     )

@@ -1,4 +1,4 @@
-"""One line of a diagnosis."""
+"""A line of a diagnosis."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Line:
-    """What was looked at, and what it means.
+    """A check and its result.
 
     Attributes:
-        status: "fix" keeps a run from working; "warning" is worth knowing; "ok" is neither.
-        says: for "warning" and "fix", with what to do.
+        status: "fix": the run cannot work; "warning": it may not; "ok".
+        says: the result; for "warning" and "fix" also the remedy.
     """
 
     status: Literal["ok", "warning", "fix"]
@@ -23,5 +23,5 @@ class Line:
 
 
 def size(count: float) -> str:
-    """Bytes for people: "3.2 GiB", "12 MiB"."""
+    """Bytes as text: "3.2 GiB", "12 MiB"."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"

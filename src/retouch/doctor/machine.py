@@ -1,4 +1,4 @@
-"""Versions, extras, GPUs, disk. torch is imported to ask for GPUs, and only where it is installed."""
+"""Versions, extras, GPUs and disk. torch is imported only if it is installed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
 
 EXTRAS = ("train", "serve", "ocr", "vlm", "deepspeed", "wandb", "trackio", "ui")
-"""Extras that something imports."""
+"""Extras that the package imports from."""
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(?:>=([0-9.]+))?[^;]*(?:;.*extra == ['\"](\w+)['\"])?")
 
 _LOW_DISK = 10 * GIB
-"""Below this a machine that is to download models is warned of."""
+"""Free space below which there is a warning: models are downloaded."""
 
 _TINY = 20_000_000
-"""Weights that a CPU trains; the tiny bases have one or two million."""
+"""Number of weights that a CPU can train; the tiny bases have one or two million."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Memory in bytes; `free` is what no process holds."""
+    """Memory in bytes, and the part of it that is free."""
 
     name: str
     memory: int
@@ -38,11 +38,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Devices that torch can use.
+    """GPUs that torch can use.
 
     Attributes:
-        installed: names that `nvidia-smi` lists, whatever torch says.
-        problem: why torch could not be asked.
+        installed: names that `nvidia-smi` lists.
+        problem: why torch could not be imported.
     """
 
     usable: list[Gpu]
@@ -56,11 +56,12 @@ def machine_line() -> Line:
     return Line("ok", "retouch", f"{version}, Python {sys.version.split()[0]}, {platform.platform()}")
 
 
-def extra_lines(needed: Collection[str] | None) -> Iterator[Line]:
-    """The base and each extra: all there, and new enough.
+def extra_lines(needed: Collection[str] | None, optional: Mapping[str, str]) -> Iterator[Line]:
+    """Whether the packages of the base and of each extra are installed and recent enough.
 
     Args:
-        needed: extras without which the run fails; None: no run is looked at, and any may be missing.
+        needed: extras that the run needs; None without a run.
+        optional: extras that it may need -> what for.
     """
     for extra in ("", *EXTRAS):
         problems = [problem for name, least in _required(extra) if (problem := _problem(name, least))]
@@ -72,12 +73,14 @@ def extra_lines(needed: Collection[str] | None) -> Iterator[Line]:
             yield Line("fix", what, f"{'; '.join(problems)}: {remedy}")
         elif needed is None:
             yield Line("warning", what, f"{'; '.join(problems)}; for that part: {remedy}")
+        elif extra in optional:
+            yield Line("warning", what, f"{'; '.join(problems)}; {optional[extra]}: {remedy}")
         else:
-            yield Line("ok", what, f"{'; '.join(problems)}, but the run does without")
+            yield Line("ok", what, f"{'; '.join(problems)}, but the run does not need it")
 
 
 def _required(extra: str) -> list[tuple[str, str]]:
-    """(name, least version or "") of what an extra, or "" the base, asks for."""
+    """(name, minimum version or "") of the packages of an extra, or of the base for ""."""
     matches = [_REQUIREMENT.match(text) for text in importlib.metadata.requires("retouch") or []]
     return [(match[1], match[2] or "") for match in matches if match and (match[3] or "") == extra]
 
@@ -99,13 +102,13 @@ def _numbers(version: str) -> list[int]:
 
 
 def find_gpus() -> Gpus:
-    """Ask torch, and `nvidia-smi` where there is one."""
+    """The GPUs by torch and by `nvidia-smi`."""
     installed = _nvidia_smi()
     if importlib.util.find_spec("torch") is None:
         return Gpus([], installed, None)
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library of another version, or of another machine
+    except (ImportError, OSError) as error:  # a library of another version or machine
         return Gpus([], installed, None, f"torch is installed but cannot be imported: {str(error).splitlines()[0]}")
     usable: list[Gpu] = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -126,20 +129,20 @@ def _nvidia_smi() -> list[str]:
 
 
 def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterator[Line]:
-    """What torch can use, and whether there is one for each process.
+    """The GPUs, and whether there is one for each process.
 
     Args:
-        weights: of the network that is to be trained, where they are known.
+        weights: number of weights of the trained network, if known.
     """
     if gpus.problem:
-        yield Line("fix", "torch", f"{gpus.problem}; install it anew")
+        yield Line("fix", "torch", f"{gpus.problem}; reinstall it")
     for i, gpu in enumerate(gpus.usable):
         yield Line("ok", f"GPU {i}", f"{gpu.name}, {size(gpu.memory)}, {size(gpu.free)} of it free")
     if gpus.usable and world_size > len(gpus.usable):
         yield Line(
             "fix",
             "GPUs",
-            f"{len(gpus.usable)} for {world_size} processes; lower --num_processes (here --world-size), or look at "
+            f"{len(gpus.usable)} for {world_size} processes; lower --num_processes (here --world-size), or check "
             "CUDA_VISIBLE_DEVICES",
         )
     if gpus.usable or gpus.problem:
@@ -149,19 +152,19 @@ def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterat
             "fix",
             "GPUs",
             f"nvidia-smi lists {', '.join(gpus.installed)}, but torch {gpus.torch} can use none; install a torch built "
-            "for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES",
+            "for the driver's CUDA version, and check CUDA_VISIBLE_DEVICES",
         )
     elif gpus.installed:
-        yield Line("ok", "GPUs", f"nvidia-smi lists {', '.join(gpus.installed)}; torch is not there to use them")
+        yield Line("ok", "GPUs", f"nvidia-smi lists {', '.join(gpus.installed)}; torch is not installed")
     elif weights is not None and weights <= _TINY:
         yield Line("ok", "GPUs", f"none; a network of {weights:,} weights does not need one")
     else:
-        yield Line("warning", "GPUs", "none: everything runs on the CPU, which is for tiny bases")
+        yield Line("warning", "GPUs", "none: everything runs on the CPU, which is fast enough for tiny bases only")
 
 
 def disk_here() -> Line:
     """Free space of the working directory."""
     free = shutil.disk_usage(Path.cwd()).free
     if free < _LOW_DISK:
-        return Line("warning", "disk", f"{size(free)} free in {Path.cwd()}; models and checkpoints take more")
+        return Line("warning", "disk", f"{size(free)} free in {Path.cwd()}; models and checkpoints need more")
     return Line("ok", "disk", f"{size(free)} free in {Path.cwd()}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import shutil
@@ -18,14 +17,9 @@ from retouch.doctor.data import needs_no_t5
 from retouch.doctor.launch import Launch
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
-from retouch.doctor.model import PIPELINES, Found, Shapes, find_model
-from retouch.doctor.networks import Networks, asked_adapter, build_networks, encoder_name
-from retouch.families.sections import (
-    Model,
-    TrainFull,
-    TrainIpAdapter,
-    TrainLora,
-)
+from retouch.doctor.model import Found, Shapes, find_model
+from retouch.doctor.networks import Networks, asked_adapter, build_networks
+from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
@@ -85,7 +79,7 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
     Raises:
         ConfigError: options of a style adapter that do not fit the network.
     """
-    name, *_ = PIPELINES[run.model.family][1]
+    name = run.model.spec.network_name
     if name not in networks.parts or run.algorithm.trains_text_encoder:
         return None
     shapes = shapes_of(networks.parts[name])
@@ -122,7 +116,7 @@ def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int
 
 def network_weights(run: RunConfig, networks: Networks) -> int | None:
     """Weights of the network, where they can be counted."""
-    network, *_ = PIPELINES[run.model.family][1]
+    network = run.model.spec.network_name
     return number(shapes_of(networks.parts[network])) if network in networks.parts else None
 
 
@@ -140,19 +134,13 @@ def lora_weights(run: RunConfig, shapes: Shapes) -> int:
     """Weights of the adapters: rank times the two sides of every adapted matrix."""
     train = run.model.train
     assert isinstance(train, TrainLora)
-    targets = tuple(train.targets or _family_targets(run.model.family))
+    targets = tuple(train.targets or run.model.spec.lora_targets)
     adapted = [
         shape
         for name, shape in shapes.items()
         if len(shape) > 1 and any(f".{name}".endswith(f".{target}.weight") for target in targets)
     ]
     return train.rank * sum(shape[0] + math.prod(shape[1:]) for shape in adapted)
-
-
-def _family_targets(family: str) -> Sequence[str]:
-    from retouch.families.registry import FAMILIES
-
-    return importlib.import_module(FAMILIES[family].partition(":")[0]).LORA_TARGETS
 
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
@@ -251,13 +239,10 @@ def dropped_tokens(model: Model, found: Found) -> int:
     from transformers import AutoTokenizer
 
     from retouch.families.loading import load_component
-    from retouch.families.qwen.text import (
-        PREFIX,
-        Task,
-        prefix_length,
-    )
+    from retouch.families.qwen.text import PREFIX, prefix_length
 
-    task: Task = getattr(model, "variant", "draw")
+    task = model.chat_task
+    assert task is not None, "`check` refuses other families"
     if found.folder is None or not (found.folder / "tokenizer/tokenizer_config.json").is_file():
         return PREFIX[task]
     return prefix_length(load_component(AutoTokenizer, str(found.folder), "tokenizer", None), task)
@@ -284,7 +269,7 @@ def _unknown(run: RunConfig, networks: Networks) -> str:
     if run.algorithm.trains_text_encoder:
         return "retouch check --memory counts what TRL trains, with --accelerate FILE as DeepSpeed shards it"
     if run.model.train.kind == "ip_adapter" and networks.reference_width is None:
-        return f"the config of the image encoder {encoder_name(run.model)} is not known"
+        return f"the config of the image encoder {run.model.reference_encoder} is not known"
     return "the shapes of the network's weights are not known"
 
 

@@ -9,51 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.doctor.line import Line
-from retouch.families.facts import EDIT_PIPELINES
-from retouch.families.sections import (
-    Model,
-    QwenImageEditModel,
-)
-
-PIPELINES: dict[str, tuple[str, dict[str, str]]] = {
-    "flux_fill": (
-        "FluxFillPipeline",
-        {
-            "transformer": "FluxTransformer2DModel",
-            "vae": "AutoencoderKL",
-            "text_encoder": "CLIPTextModel",
-            "text_encoder_2": "T5EncoderModel",
-        },
-    ),
-    "qwen_image": (
-        "QwenImagePipeline",
-        {
-            "transformer": "QwenImageTransformer2DModel",
-            "vae": "AutoencoderKLQwenImage",
-            "text_encoder": "Qwen2_5_VLForConditionalGeneration",
-        },
-    ),
-    "qwen_image_edit": (
-        EDIT_PIPELINES["edit"],
-        {
-            "transformer": "QwenImageTransformer2DModel",
-            "vae": "AutoencoderKLQwenImage",
-            "text_encoder": "Qwen2_5_VLForConditionalGeneration",
-        },
-    ),
-    "sd_inpaint": (
-        "StableDiffusionInpaintPipeline",
-        {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"},
-    ),
-}
-"""Family -> pipeline class, and the networks that it loads with their classes, the trained one first. Each text encoder
-has a tokenizer of its number, and there is a scheduler."""
-
-T5 = "text_encoder_2"
-"""Of FLUX.1-Fill; examples can bring what it makes of their prompts (t5_embedding_path)."""
-
-PROCESSORS = frozenset({"qwen_image_edit"})
-"""Families with a processor/ of pictures for the text encoder."""
+from retouch.families.base import Model
 
 Shapes = dict[str, tuple[int, ...]]
 """Weight name -> shape."""
@@ -68,7 +24,7 @@ class Found:
         weights: network -> shapes; a network whose weights are not in safetensors files is left out.
         problems: what is wrong with the folder.
         missing: why there is no folder, where that is no mistake: a hub id that has not been downloaded.
-        embedded: whether examples bring their text embeddings, so that T5 is not loaded.
+        embedded: whether examples bring their text embeddings, so that `spec.embedded_encoder` is not loaded.
     """
 
     folder: Path | None = None
@@ -96,16 +52,14 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
         )
     except ImportError:
         return Found(missing="not looked at: that needs the train extra")
-    kind, networks = PIPELINES[model.family][0], loaded(model, embedded=embedded)
-    if isinstance(model, QwenImageEditModel):
-        kind = EDIT_PIPELINES[model.variant]
+    networks = loaded(model, embedded=embedded)
     try:
         path = component_path(model.path, model.family)
         folder = Path(path) if Path(path).is_dir() else _downloaded(path)
         if folder is None:
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
             return Found(missing=away, embedded=embedded)
-        require_pipeline(str(folder), kind)
+        require_pipeline(str(folder), model.pipeline)
     except ModelFilesError as error:
         return Found(problems=[str(error)])
     weights: dict[str, Shapes] = {}
@@ -118,19 +72,21 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
         else:
             weights |= {name: shapes} if shapes else {}
     problems += [problem for name in networks if name.startswith("text_") for problem in _tokenizer(folder, name)]
-    if model.family in PROCESSORS:
+    if model.spec.has_processor:
         problems += _processor(folder / "processor")
     problems += [] if (folder / "scheduler/scheduler_config.json").is_file() else ["no scheduler/scheduler_config.json"]
     return Found(folder, weights, problems, embedded=embedded)
 
 
 def loaded(model: Model, *, embedded: bool) -> dict[str, str]:
-    """Component -> class of what training loads: no text encoder where `model.embeddings` stands for it, and no T5
-    where examples bring what it makes."""
-    networks = PIPELINES[model.family][1]
-    encoders = {name for name in networks if name.startswith("text_")} if model.embeddings is not None else set[str]()
-    spared = encoders | {T5} if embedded else encoders
-    return {name: kind for name, kind in networks.items() if name not in spared}
+    """Component -> class of the networks that training loads, the trained one first: no text encoder if
+    `model.embeddings` replaces it, and not the one whose output comes with the examples."""
+    spared = {model.spec.embedded_encoder} if embedded else set[str | None]()
+    return {
+        name: kind
+        for name, kind in model.spec.networks.items()
+        if name not in spared and not (name.startswith("text_") and model.embeddings is not None)
+    }
 
 
 def _downloaded(hub_id: str) -> Path | None:

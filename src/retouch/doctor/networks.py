@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config.errors import ConfigError
-from retouch.doctor.model import PIPELINES, Found, loaded
-from retouch.families.facts import ADAPTERS
-from retouch.families.sections import (
-    RELEASED_EDIT,
-    Model,
-    TrainIpAdapter,
-)
+from retouch.doctor.model import Found, loaded
+from retouch.families.base import Model, TrainIpAdapter
 from retouch.hub import hub_problem
 
 if TYPE_CHECKING:
@@ -52,11 +47,7 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
     """
     try:
         from retouch.families.loading import ModelFilesError
-        from retouch.families.meta import (
-            component_on_meta,
-            on_meta,
-        )
-        from retouch.families.registry import family_class
+        from retouch.families.meta import component_on_meta, released_networks
     except ImportError:  # no torch: the extra's line says so
         return Networks()
     if found.problems and found.folder is None:
@@ -72,12 +63,8 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         except ModelFilesError:  # the model's line says so
             if download:
                 raise
-    network = next(iter(kinds))
     if folder is None and found.missing:
-        family = family_class(model.family)
-        parts[network] = on_meta(family.released_network)
-        beside = on_meta(getattr(family, "released_beside", dict))
-        parts |= {name: made for name, made in beside.items() if name in kinds}
+        parts = {name: made for name, made in released_networks(model.spec).items() if name in kinds}
     # where one cannot be had, waiting for the other is in vain
     encoder, width = _encoder(model, download=download and folder is not None)
     encoder = None if model.embeddings is not None else encoder  # its vectors are there already
@@ -94,22 +81,16 @@ def asked_adapter(model: Model, networks: Networks) -> AdapterShape | None:
     from retouch.adapters.train_ip_adapter import wanted_shape
 
     train = model.train
-    network = networks.parts.get(next(iter(PIPELINES[model.family][1])))
+    network = networks.parts.get(model.spec.network_name)
     if not isinstance(train, TrainIpAdapter) or network is None or networks.reference_width is None:
         return None
-    shape = wanted_shape(network, train, model.family, networks.reference_width)
+    shape = wanted_shape(network, train, model.spec, networks.reference_width)
     if isinstance(train.scale, list) and len(train.scale) != len(shape.inner):
         raise ConfigError(
             f"model.train.scale: given {len(train.scale)} factors; the network has {len(shape.inner)} blocks: give one "
             "for each, or one number for all"
         )
     return shape
-
-
-def encoder_name(model: Model) -> str | None:
-    """What `model.train.image_encoder` means; None without a style adapter."""
-    train = model.train
-    return (train.image_encoder or ADAPTERS[model.family].image_encoder) if train.kind == "ip_adapter" else None
 
 
 def encoder_folder(name: str) -> Path | None:
@@ -157,21 +138,17 @@ def meta_encoder(folder: Path) -> tuple[Any, int]:
 
 
 def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
-    name = encoder_name(model)
-    if name is None:
+    name, facts = model.reference_encoder, model.spec.adapter
+    if name is None or facts is None:
         return None, None
+    known = facts.width if name == facts.image_encoder else None
     folder = encoder_folder(name)
     if folder is None and download:
-        folder = _fetched(name, "config.json", name == ADAPTERS[model.family].image_encoder)
+        folder = _fetched(name, "config.json", known is not None)
     try:
-        return meta_encoder(folder) if folder else (None, _known_width(model, name))
-    except ConfigError:  # a line of its own says what is wrong with it
-        return None, _known_width(model, name)
-
-
-def _known_width(model: Model, name: str) -> int | None:
-    facts = ADAPTERS[model.family]
-    return facts.width if name == facts.image_encoder else None
+        return meta_encoder(folder) if folder else (None, known)
+    except ConfigError:  # reported in a line of its own
+        return None, known
 
 
 def _fetch(model: Model, names: Sequence[str]) -> Path | None:
@@ -180,10 +157,9 @@ def _fetch(model: Model, names: Sequence[str]) -> Path | None:
     Raises:
         ConfigError: they cannot be had.
     """
-    known = model.path in {type(model).model_fields["path"].default, *RELEASED_EDIT.values()}
     top = None
     for name in names:
-        top = _fetched(model.path, f"{name}/config.json", known)
+        top = _fetched(model.path, f"{name}/config.json", model.path in model.spec.hub_ids)
         if top is None:
             return None
     return top

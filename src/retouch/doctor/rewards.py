@@ -6,23 +6,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from retouch.config import ConfigError, RunConfig
 from retouch.doctor.line import Line
+from retouch.rewards.addresses import start_servers
+from retouch.rewards.base import RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
-from retouch.rewards.protocol import RewardItem
-from retouch.rewards.remedy import start_servers
-from retouch.rewards.sections import (
-    OcrReward,
-    RewardClientConfig,
-    RewardEntry,
-    StyleReward,
-)
-from retouch.rewards.table import (
-    EVERYTHING,
-    RewardTable,
-)
+from retouch.rewards.golden import golden_items
+from retouch.rewards.table import RewardTable
 from retouch.types import Score
 
 _LOADING_S = 120.0
@@ -34,19 +25,12 @@ _SERVER_S = 5.0
 
 def needed_extras(run: RunConfig) -> set[str]:
     """Extras that training it takes here."""
-    here = [entry for entry in run.rewards.values() if entry.url in (None, "auto")]
-    extras = {"train"} | ({"ocr"} if any(_reads(entry) for entry in here) else set())
+    here = [entry for entry in run.rewards.values() if entry.is_made_here]
+    extras = {"train"}.union(*(entry.extras() for entry in here))
     extras |= {"vlm"} if run.algorithm.trains_text_encoder else set()
     extras |= {"deepspeed"} if run.training.sharding.startswith("zero") else set()
     extras |= {"wandb", "trackio"} & {*run.logging.sinks}
     return extras | ({"serve"} if any(entry.url == "auto" for entry in here) else set())
-
-
-def _reads(entry: RewardEntry) -> bool:
-    """Whether its scorer reads the text of a picture with what the extra brings."""
-    if isinstance(entry, OcrReward):
-        return entry.engine == "rapidocr"
-    return isinstance(entry, StyleReward) and entry.gate > 0
 
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:
@@ -71,10 +55,10 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str |
             return str(error)
         try:
             table.start()
-            problems = table.wait_ready(_LOADING_S if entry.url in (None, "auto") else _SERVER_S)
+            problems = table.wait_ready(_LOADING_S if entry.is_made_here else _SERVER_S)
             if problems:
                 return f"{'; '.join(problems)}; {_remedy(name, entry)}"
-            outcome = table.submit([probe()]).result().outcomes[name][0]
+            outcome = table.submit(golden_items()[:1]).result().outcomes[name][0]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # loading a scorer may raise whatever its library does
@@ -87,22 +71,6 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str |
 
 
 def _remedy(name: str, entry: RewardEntry) -> str:
-    if entry.url is None or entry.url == "auto":
+    if entry.is_made_here:
         return f"see the line of the extra, and try `retouch reward serve {entry.scorer}`"
     return start_servers([name])
-
-
-def probe() -> RewardItem:
-    """A grey picture with a hole, and everything that a scorer may ask for."""
-    image = np.full((64, 128, 3), 128, dtype=np.uint8)
-    mask = np.zeros((64, 128), dtype=np.uint8)
-    mask[16:48, 32:96] = 255
-    return RewardItem(
-        id=0,
-        prompt="The text is 'A'.",
-        image=image,
-        mask=mask,
-        source=image,
-        reference=image,
-        metadata={**EVERYTHING, "text": "A"},
-    )

@@ -22,11 +22,10 @@ from retouch.config.needs import data_sections
 from retouch.config.run import RunConfig
 from retouch.doctor.launch import Launch
 from retouch.doctor.memory import BYTES, Part
-from retouch.families.facts import FACTS
 from retouch.families.loading import DTYPES
 from retouch.families.meta import on_meta, to_run_without_data, without_data
 from retouch.families.qwen.text import evaluating
-from retouch.families.vae import frame_by_frame, save_memory
+from retouch.families.vae import frame_by_frame, limit_batch
 from retouch.observe.live_bytes import LiveBytes
 
 BUCKET = 500_000_000
@@ -191,7 +190,7 @@ def vlm_phases(
         to_run_without_data(network, mode, lambda weight: DTYPES[run.model.dtype])
     vae = others["vae"]
     frame_by_frame(vae)
-    save_memory(vae, run.model.model_copy(update={"offload_vae": False}), vae.device)
+    limit_batch(vae, run.model.vae_batch)
     whole = encoder.bytes if launch.stage == 3 else 0
     moved = sum(BYTES[run.model.dtype] * _weights(others[name]) for name in _waiting(run))
     states = completions * limit * others["transformer"].config.joint_attention_dim * encoder.frozen_bytes
@@ -199,7 +198,7 @@ def vlm_phases(
     buffer = encoder.trained_bytes * BUCKET if launch.stage in (1, 2) else 0
     size = max((data.size for data in data_sections(run).values()), key=math.prod)
     count = min(at_once, images) * (2 if derived.forwards_per_image > run.rollout.num_steps else 1)
-    sources = int(FACTS[run.model.family].edits)
+    sources = int(run.model.spec.edits)
     with mode:
         found = {
             "generates completions": whole + generating(model, completions, tokens - new, new, generation),

@@ -1,23 +1,17 @@
-"""Checkpoints: a directory that appears by one rename and is complete or does not count.
+"""Checkpoints: weights, optimizer, random state and counters of a run, written and restored.
 
-    checkpoints/step-000040/
-        weights/      in the file formats of the adapter or of diffusers, ready for use
-        ema/          the same, averaged
-        snapshots/    NAME.safetensors: reference, old
-        optimizer.pt  rng.pt  state.json  [rollouts.safetensors]
-        complete.json written last: size and SHA-256 of every other file
-
-Pickles are read by `saved_tensors.load_saved` alone.
+checkpoints/step-000040/
+    weights/      in the file formats of the adapter or of diffusers, ready for use
+    ema/          the EMA weights, the same way
+    snapshots/    NAME.safetensors: reference, old
+    optimizer.pt  rng.pt  state.json  [rollouts.safetensors]
+    complete.json written last; see `saved`
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import random
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,24 +24,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retouch.engine.engine import Engine
-from retouch.engine.integrity import (
-    COMPLETE,
-    REMEDY,
-    CheckpointError,
-    read_complete,
-    record_files,
-    require_finite,
-    tensors_of,
+from retouch.engine.policy import Policy
+from retouch.engine.saved import (
+    damaged,
+    declare_complete,
+    drop_unfinished,
+    prune,
+    put_in_place,
+    read_state,
+    reason_of,
     verify_files,
 )
-from retouch.engine.policy import Policy
-from retouch.saved_tensors import DamagedFile, load_saved
+from retouch.errors import CheckpointError, DamagedFile
+from retouch.saved_tensors import load_saved
 from retouch.types import Processes
-
-logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"(\.replaced-)?step-(\d{6,})")
-
 
 SaveWeights = Callable[[Mapping[str, Tensor], Path], None]
 """(weights by parameter name, folder) -> files in a published format."""
@@ -61,7 +51,7 @@ class Checkpoints:
 
     Args:
         root: the run's `checkpoints` directory.
-        keep: how many of the newest stay; None keeps all. Pinned ones always stay.
+        keep: number of the newest to keep besides pinned ones; None keeps all.
     """
 
     def __init__(
@@ -82,21 +72,21 @@ class Checkpoints:
         *,
         pinned: bool = False,
     ) -> Path:
-        """Write checkpoint `step`; an existing complete one of that step is replaced. Every process must ask; the first
-        one writes, whole weights where they are sharded, so that any number of processes can go on from it.
+        """Write checkpoint `step` -> its folder. A collective: every process calls it, the first one writes. Weights
+        are gathered, so that any number of processes can resume from them.
 
         Args:
-            state: JSON values the recipe goes on from.
-            tensors: rollouts not trained on yet, when the checkpoint lies inside an epoch.
+            state: JSON values that the recipe resumes from.
+            tensors: of a mid-epoch checkpoint, the rollouts not trained on yet.
         """
         folder = self.root / f"step-{step:06d}"
-        everyones = None if tensors is None else engine.gather_list([dict(tensors)])  # each rank has rows of its own
+        everyones = None if tensors is None else engine.gather_list([dict(tensors)])  # each rank has its own
         writing = self.root / f".writing-{folder.name}"
         if engine.is_main:
             self.root.mkdir(parents=True, exist_ok=True)
             drop_unfinished(self.root)
             writing.mkdir()
-        for name in (None, *policy.snapshots):  # one after the other: whole weights may fill the memory of a process
+        for name in (None, *policy.snapshots):  # one at a time: whole weights may fill the memory of a process
             self._save_policy(policy.whole(name, keep=engine.is_main), name, writing, engine)
         optimizer = engine.state_dict()
         if engine.is_main:
@@ -130,7 +120,7 @@ class Checkpoints:
         verify_once(folder, engine)
         with _readable(folder):
             state = read_state(folder)
-            # mapped where moments go to a GPU: read whole, all of them would stand in the memory of every process
+            # memory-mapped where moments go to a GPU, or every process would hold all of them on the CPU
             mapped = engine.device.type != "cpu"
             optimizer = cast("dict[str, Any]", load_saved(folder / "optimizer.pt", mmap=mapped))
             rng = cast("dict[str, Any]", load_saved(folder / "rng.pt"))
@@ -156,14 +146,6 @@ class Checkpoints:
         return state, tensors
 
 
-def declare_complete(writing: Path, step: int, *, pinned: bool) -> None:
-    """Record every file in `complete.json`, after they are on the disk."""
-    flush(writing)
-    complete = {"step": step, "pinned": pinned, "files": record_files(writing)}
-    (writing / COMPLETE).write_text(json.dumps(complete, indent=2) + "\n", encoding="utf-8")
-    flush(writing)
-
-
 def verify_once(folder: Path, processes: Processes) -> None:
     """`verify_files` by the first process, for all of them.
 
@@ -180,114 +162,59 @@ def verify_once(folder: Path, processes: Processes) -> None:
         raise CheckpointError(found)
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, lowest step first; one that was moved aside counts until another of its step is there."""
-    named = [(match, folder) for folder in root.glob("*step-*") if (match := _NAME.fullmatch(folder.name))]
-    found = [(match, folder) for match, folder in named if (folder / "complete.json").is_file()]
-    aside_first = sorted(found, key=lambda pair: pair[0][1] is None)
-    of_step = {int(match[2]): folder for match, folder in aside_first}
-    return [of_step[step] for step in sorted(of_step)]
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """What the recipe saved.
-
-    Raises:
-        CheckpointError: not there, or damaged.
-    """
-    with _readable(folder):
-        return cast("dict[str, Any]", json.loads((folder / "state.json").read_text(encoding="utf-8")))
-
-
-def is_pinned(folder: Path) -> bool:
-    """Whether pruning leaves it: the ends of warm-up and run."""
-    try:
-        return bool(read_complete(folder).get("pinned"))
-    except CheckpointError as error:
-        logger.warning("%s: kept, because %s cannot be read (%s)", folder, COMPLETE, error)
-        return True
-
-
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Files of a checkpoint that are missing or damaged, whatever torch, safetensors or json call it, as one error."""
+    """Raise CheckpointError for files that torch or safetensors cannot read."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError, DamagedFile, json.JSONDecodeError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-        raise CheckpointError(f"{folder}: damaged ({reason}); {REMEDY}") from None
+    except (OSError, RuntimeError, SafetensorError, DamagedFile) as error:
+        raise damaged(folder, reason_of(error)) from None
 
 
 def _rows_of_rank(tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -> dict[str, Tensor]:
-    """This rank's rollouts of those of all ranks.
+    """This rank's rollouts.
 
     Raises:
-        CheckpointError: written by another number of processes.
+        CheckpointError: a mid-epoch checkpoint of another number of processes.
     """
     ranks = len({key.partition("/")[0] for key in tensors})
     if ranks != engine.world_size:
         raise CheckpointError(
-            f"{folder}: lies inside an epoch of {ranks} process{'es' if ranks > 1 else ''}, but there are "
-            f"{engine.world_size}; resume on as many, or from a checkpoint without rollouts.safetensors"
+            f"{folder}: a mid-epoch checkpoint of {ranks} process{'es' if ranks > 1 else ''}; this run has "
+            f"{engine.world_size}; resume on {ranks}, or from a checkpoint without rollouts.safetensors"
         )
     prefix = f"{engine.rank}/"
     return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # safetensors refuses tensors that share storage; clones never do
+    # safetensors rejects tensors that share storage
     save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
 
 
-def prune(root: Path, keep: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints, those that are pinned aside; None keeps all."""
-    if keep is None:
-        return
-    loose = [folder for folder in complete_checkpoints(root) if not is_pinned(folder)]
-    for folder in loose[:-keep]:
-        discard(folder)
+def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Reject weights or moments that contain NaN or Inf.
+
+    Raises:
+        CheckpointError: with the first such tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{where}: {name} contains NaN or Inf; set resume to an earlier checkpoint")
 
 
-def put_in_place(written: Path, folder: Path) -> None:
-    """By one rename. A checkpoint of the same step is moved aside before, where it still counts, and deleted when the
-    new one is there."""
-    aside = folder.with_name(f".replaced-{folder.name}")
-    if folder.exists():
-        if aside.exists():
-            discard(aside)
-        folder.rename(aside)
-    written.rename(folder)
-    if aside.exists():
-        discard(aside)
-
-
-def discard(folder: Path) -> None:
-    """Delete a checkpoint; under another name first, so that no rest of it is taken for a complete one."""
-    leaving = folder.with_name(f".writing-gone-{folder.name}")
-    shutil.rmtree(leaving, ignore_errors=True)
-    folder.rename(leaving)
-    shutil.rmtree(leaving)
-
-
-def drop_unfinished(root: Path) -> None:
-    """Delete what a run that was killed while it wrote left behind, and what its successor has replaced."""
-    for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover)
-    for aside in root.glob(".replaced-*"):
-        if (root / aside.name.removeprefix(".replaced-") / "complete.json").is_file():
-            discard(aside)
-
-
-def flush(folder: Path) -> None:
-    """Push files to the disk before the rename that declares them complete."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
+def tensors_of(value: object, name: str = "") -> dict[str, Tensor]:
+    """Every tensor in nested dicts and lists, by its path."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    items: Any = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    )
+    return {key: tensor for k, inside in items for key, tensor in tensors_of(inside, f"{name}.{k}".lstrip(".")).items()}
 
 
 def rng_state() -> dict[str, Any]:
-    """Global generators; the run's own draws need none (they derive from seeds), libraries may."""
+    """State of the global random generators. The run's own seeds are derived; libraries may use these."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {

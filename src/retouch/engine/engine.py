@@ -1,4 +1,4 @@
-"""One optimizer step on however many processes there are."""
+"""Devices, precision, optimizer steps and collectives on any number of processes."""
 
 from __future__ import annotations
 
@@ -23,48 +23,45 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
-from retouch.engine.parallel import Fsdp2, Parallel, Replicated
+from retouch.engine.parallel import Fsdp2, Replicated
 from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
 from retouch.engine.zero import Zero
-from retouch.rewards.sections import COLLECTIVE_S
+from retouch.rewards.client.config import COLLECTIVE_S
 from retouch.types import Diverged
 
 if TYPE_CHECKING:
-    from retouch.config.run import (
-        OptimizerConfig,
-        TrainingConfig,
-    )
+    from retouch.config.run import OptimizerConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 PLUGINS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
-"""What accelerate would wrap the network in by itself, and save in files of its own."""
+"""Wrappers that accelerate would apply itself, with its own checkpoint files."""
 
 OVERFLOWS = 20
-"""Steps in a row without a finite gradient under fp16 that end a run. Each halves the scale of the loss, which begins
-at 65536: after 16 of them it is not the scale."""
+"""Consecutive fp16 steps with an Inf or NaN gradient that end a run. Each halves the loss scale, which starts at 65536:
+after 16 the scale is not the cause."""
 
 
 class Engine:
     """Precision, gradients, collectives.
 
-    Collectives run once an optimizer step (`sum`, `step`), never inside the loop over micro-batches; where weights are
-    sharded, they are gathered for each forward and backward besides, so that every process must take as many.
+    Collectives run once per optimizer step (`sum`, `step`), never in the loop over micro-batches. Sharded weights are
+    also gathered for each forward and backward, so that every process must run equally many.
     """
 
     def __init__(
         self, training: TrainingConfig, optimizer: OptimizerConfig, seed: int, collective_s: float = COLLECTIVE_S
     ) -> None:
         """Args:
-        collective_s: how long processes wait for each other.
+        collective_s: timeout of collectives in seconds.
         """
-        # accelerate keeps precision in a process-wide state; a second engine in one process starts from its own
+        # accelerate keeps the precision in a process-wide state, which a second engine in one process must not inherit
         AcceleratorState._reset_state()
         try:
             self.accelerator = Accelerator(
                 mixed_precision=training.mixed_precision,
                 step_scheduler_with_optimizer=False,
-                # a weight is used once a forward; of full weights the lowered copies would all be kept until its end
+                # no cache: each weight is used once per forward, and lowered copies would be kept until its end
                 kwargs_handlers=[
                     AutocastKwargs(cache_enabled=False),
                     InitProcessGroupKwargs(timeout=timedelta(seconds=collective_s)),
@@ -78,14 +75,14 @@ class Engine:
                 "MULTI_GPU (configs/accelerate), and in the run file training.sharding=fsdp2, zero2 or zero3"
             )
         if training.mixed_precision == "fp16" and self.device.type == "cpu":
-            # accelerate would run in fp32 without a word
+            # accelerate would silently run in fp32
             raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
         choose_kernels(self.device, training)
-        set_seed(seed)  # what draws from global generators (weight initialisation) is the same on every rank
+        set_seed(seed)  # for global generators: initial weights are equal on every rank
         self.training = training
         self.config = optimizer
         self._overflows = 0
-        self._parallel: Parallel
+        self._parallel: Replicated | Zero
 
     # --- where and who ---
 
@@ -110,12 +107,12 @@ class Engine:
     def prepare(
         self, network: nn.Module, *, gradient_checkpointing: bool, some_without_gradient: bool = False
     ) -> nn.Module:
-        """Place and wrap the network; what it returns is what `predict` must be given, in rollout and training alike.
+        """Place and wrap the network -> the network for `predict`, in rollout and training.
 
-        It stays in eval mode: dropout in one of the two would break ratio = 1.
+        It stays in eval mode: dropout would break ratio = 1.
 
         Args:
-            some_without_gradient: some of what is trained never gets one; DDP would wait for it.
+            some_without_gradient: some trained weights never get a gradient; DDP would wait for it.
         """
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -126,7 +123,7 @@ class Engine:
         network.eval()
         sharding, accelerator, c = self.training.sharding, self.accelerator, self.config
         if sharding != "none" and self.world_size == 1:
-            logger.info("training.sharding=%s on one process: there is nothing to share out", sharding)
+            logger.info("training.sharding=%s has no effect on one process", sharding)
             sharding = "none"
         unused = DistributedDataParallelKwargs(find_unused_parameters=some_without_gradient)
         accelerator.ddp_handler = unused  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,28 +137,28 @@ class Engine:
 
     @property
     def network(self) -> nn.Module:
-        """What `prepare` returned."""
+        """The network that `prepare` returned."""
         return self._parallel.network
 
     @property
     def own_memory(self) -> bool:
-        """Whether every weight is whole here and has its memory to itself: no piece, no part of a flat buffer."""
+        """Whether every weight is whole here and has its own memory: no shard, no part of a flat buffer."""
         return self._parallel.own_memory
 
     @property
     def optimizer(self) -> Any:
-        """AdamW over what this process holds."""
+        """AdamW over this process's trained weights or shards."""
         return self._parallel.optimizer
 
     def new_optimizer(self) -> None:
-        """A fresh AdamW over the trained weights: each phase starts with empty moments."""
+        """Start a phase with empty moments."""
         self._parallel.new_optimizer()
 
     # --- one step ---
 
     def micro_step(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; gradients are exchanged in the last one only, or in each
-        where they are kept sharded."""
+        """Context of forward and backward of one micro-batch. Gradients are reduced in the last one, or in each if they
+        are sharded."""
         return self._parallel.micro_step(last=last)
 
     def backward(self, loss: Tensor) -> None:
@@ -169,24 +166,24 @@ class Engine:
         self._parallel.backward(loss)
 
     def step(self, lr: float) -> dict[str, float]:
-        """Clip, check, step, zero -> `grad_norm` before clipping, and `overflow` (fp16: 1 where the scaler skipped).
+        """Clip, check, step, zero -> `grad_norm` before clipping, and `overflow` (fp16: 1 if the step was skipped).
 
         Raises:
-            Diverged: a gradient norm that is not finite; under fp16, in OVERFLOWS steps in a row.
+            Diverged: the gradient norm is NaN or Inf; under fp16, in OVERFLOWS consecutive steps.
         """
         norm, skipped = self._parallel.step(lr)
         self._overflows = self._overflows + 1 if skipped else 0
         if not math.isfinite(norm) and self.accelerator.scaler is None:
-            raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or look at the rewards of the last batch")
+            raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or check the rewards of the last batch")
         if self._overflows >= OVERFLOWS:
             raise Diverged(
-                f"no finite gradient in {OVERFLOWS} steps in a row under fp16, whatever the loss was scaled by; set "
+                f"the gradient is NaN or Inf in {OVERFLOWS} consecutive fp16 steps at every loss scale; set "
                 "training.mixed_precision=bf16, or lower optimizer.lr"
             )
         return {"grad_norm": norm, "overflow": float(skipped)}
 
     def drop_gradients(self) -> None:
-        """Forget what was accumulated since the last step, and give its memory back."""
+        """Discard the gradients accumulated since the last step, and free their memory."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -198,7 +195,7 @@ class Engine:
         return self.accelerator.reduce(value.to(self.device), reduction="sum")  # type: ignore[return-value]
 
     def gather(self, value: Tensor) -> Tensor:
-        """Rows of every rank, in rank order."""
+        """Concatenate tensors of all ranks, in rank order."""
         return self.accelerator.gather(value.to(self.device).contiguous())  # type: ignore[return-value]
 
     def gather_list(self, values: Sequence[Any]) -> list[Any]:
@@ -206,7 +203,7 @@ class Engine:
         return gather_list(values)
 
     def any(self, flag: bool) -> bool:
-        """True where any rank says so: how ranks agree to stop."""
+        """Whether the flag is set on any rank."""
         return bool(self.sum(torch.tensor(float(flag))) > 0)
 
     def barrier(self) -> None:
@@ -218,7 +215,7 @@ class Engine:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, whole where it is sharded, and loss scaler. Every process must ask; the first one's counts."""
+        """Gathered optimizer state and loss scaler. A collective; the first process gets the tensors."""
         scaler = self.accelerator.scaler
         moments = self._parallel.state_dict(keep=self.is_main)
         return {"optimizer": moments, "scaler": scaler.state_dict() if scaler else None}
@@ -230,7 +227,7 @@ class Engine:
 
 
 class Launched:
-    """The processes of a run, whoever set them up."""
+    """The processes of a run that another library has started."""
 
     @property
     def rank(self) -> int:
@@ -245,5 +242,5 @@ class Launched:
 
 
 def gather_list(values: Sequence[Any]) -> list[Any]:
-    """Python objects of every process, in rank order, whoever set the processes up."""
+    """Python objects of every process, in rank order."""
     return gather_object(list(values)) if PartialState().num_processes > 1 else list(values)

@@ -1,13 +1,13 @@
-"""How processes share a network: whole on each (DDP), in pieces by torch (FSDP2), or by DeepSpeed (`zero.py`).
+"""Data parallelism: the whole network on each process (DDP), or sharded by torch (FSDP2); `zero.py` has DeepSpeed.
 
-Each is given a loss whose normalizer already counts all ranks and micro-batches, and trains the same numbers.
+All take a loss whose normalizer already counts all ranks and micro-batches, and give equal results.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -19,53 +19,17 @@ from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
-    from retouch.config.run import (
-        OptimizerConfig,
-        TrainingConfig,
-    )
-
-
-class Parallel(Protocol):
-    """A network, its gradients and its optimizer on all processes.
-
-    Attributes:
-        network: what is called.
-        optimizer: AdamW over what this process holds.
-        own_memory: every weight is whole here, and has its memory to itself.
-    """
-
-    network: nn.Module
-    optimizer: Any
-    own_memory: bool
-
-    def new_optimizer(self) -> None:
-        """Empty moments."""
-        ...
-
-    def micro_step(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient."""
-        ...
-
-    def step(self, lr: float) -> tuple[float, bool]:
-        """Clip, step, zero -> (gradient norm before clipping, whether a loss scaler skipped the step). Where the norm
-        is not finite the weights stay as they are."""
-        ...
-
-    def state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """The optimizer's, as AdamW without sharding has it. Every process must ask; keep=False gets no tensors."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
-        ...
+    from retouch.config.run import OptimizerConfig, TrainingConfig
 
 
 class Replicated:
-    """One process, or the whole network on each; gradients are exchanged once an optimizer step."""
+    """One process, or the whole network on each; gradients are reduced once per optimizer step.
+
+    Attributes:
+        network: the wrapped network, to call.
+        optimizer: AdamW over this process's trained weights or shards.
+        own_memory: every weight is whole here and has its own memory.
+    """
 
     optimizer: Any
     own_memory = True
@@ -80,12 +44,14 @@ class Replicated:
         return self.accelerator.prepare_model(network)
 
     def new_optimizer(self) -> None:
-        self.accelerator._optimizers.clear()  # the accelerator keeps every optimizer it prepared
+        """Start with empty moments."""
+        self.accelerator._optimizers.clear()  # accelerate keeps every optimizer that it prepared
         optimizer = make_optimizer(self.config, self.parameters, self.accelerator.device)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
 
     @contextlib.contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Context of forward and backward of one micro-batch."""
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.network):
             yield
 
@@ -93,6 +59,8 @@ class Replicated:
         self.accelerator.backward(loss * self.accelerator.num_processes)  # data-parallel wrappers average over ranks
 
     def step(self, lr: float) -> tuple[float, bool]:
+        """Clip, step, zero -> (gradient norm before clipping, whether the loss scaler skipped the step). If the norm is
+        NaN or Inf, the weights do not change."""
         total = self.accelerator.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         total = total.full_tensor() if isinstance(total, DTensor) else torch.as_tensor(total)
         scaled = self.accelerator.scaler is not None
@@ -106,6 +74,7 @@ class Replicated:
         return float(total), skipped
 
     def state_dict(self, *, keep: bool) -> dict[str, Any]:
+        """The state of an AdamW without sharding. A collective; without `keep` tensors are None."""
         return whole_optimizer(self.optimizer.state_dict(), keep=keep)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,7 +82,7 @@ class Replicated:
 
 
 class Fsdp2(Replicated):
-    """1/N of every weight, gradient and moment on each process."""
+    """Each process holds 1/N of every weight, gradient and moment."""
 
     own_memory = False
 
@@ -124,14 +93,13 @@ class Fsdp2(Replicated):
         super().__init__(network, accelerator, config)
 
     def wrapped(self, network: nn.Module) -> nn.Module:
-        # accelerate only autocasts
+        # accelerate only adds autocast
         network = self.accelerator.prepare_model(network, device_placement=False, evaluation_mode=True)
         shard(network, self.accelerator.device, self.accelerator.num_processes, self.training.mixed_precision)
         return network
 
     @contextlib.contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Gradients are exchanged in the last one only, or in each where they are kept sharded."""
         assert isinstance(self.network, FSDPModule)
         self.network.set_requires_gradient_sync(last or self.training.shard_gradients)
         yield

@@ -1,7 +1,4 @@
-"""The trained weights and their named snapshots.
-
-Where weights are sharded, everything here is about this process's pieces: a snapshot is as small as they are.
-"""
+"""The trained weights and their named snapshots. Of sharded weights, a process keeps snapshots of its shards."""
 
 from __future__ import annotations
 
@@ -12,28 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from retouch.engine.sharding import piece, piece_of, shape_of, whole_of
-
-
-class OutOfMemory(RuntimeError):
-    """What does not fit on the device, and where halving is no help: the last checkpoint is what to go on from."""
+from retouch.errors import OutOfMemory
 
 
 class Policy:
-    """Everything that is trained, by parameter name, and copies of it: "ema", "reference", "old".
+    """The trained weights by parameter name, and their snapshots "ema", "reference" and "old".
 
-    Only trained weights are copied: under LoRA a snapshot is as small as the adapter, and no second network exists.
-    The reference is a snapshot from the start of RL, not "adapter off": after a warm-up these differ.
+    A LoRA snapshot is as small as the adapter, and there is no second network. The reference is a snapshot from the
+    start of RL, not "adapter off": after a supervised warm-up these differ.
 
     Args:
-        network: with gradients required of what is trained.
-        exchange: a snapshot comes into use by trading memory with the weights, which takes no time and none on top.
-            Only where each weight has its memory to itself (`Engine.own_memory`); else values are copied.
+        network: its trained parameters require gradients.
+        exchange: swap storages to use a snapshot, instead of copying values; requires `Engine.own_memory`.
     """
 
     def __init__(self, network: nn.Module, exchange: bool = False) -> None:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in network.named_parameters() if p.requires_grad}
         if not self.parameters:
-            raise ValueError("nothing is trained: no parameter of the network requires a gradient")
+            raise ValueError("no parameter of the network requires a gradient")
         self.snapshots: dict[str, dict[str, Tensor]] = {}
         self._exchange = exchange
 
@@ -43,7 +36,7 @@ class Policy:
         return sum(shape_of(p).numel() for p in self.parameters.values())
 
     def snapshot(self, name: str) -> None:
-        """Copy the current weights under a name, replacing what stood there."""
+        """Copy the current weights to a snapshot, new or replaced."""
         self.snapshots[name] = {n: piece(p).clone() for n, p in self.parameters.items()}
 
     def blend(self, name: str, decay: float) -> None:
@@ -54,9 +47,9 @@ class Policy:
 
     @contextmanager
     def use(self, name: str | None) -> Iterator[None]:
-        """Run the block without gradients on a snapshot's weights (None: the current ones), then put the active back.
+        """Run the block without gradients on a snapshot's weights (None: the current ones), then restore them.
 
-        Never between a forward of the policy and its backward: the graph saved the weights that are swapped.
+        Not between a forward of the policy and its backward: the graph saved the weights that are swapped.
         """
         if name is not None and name not in self.snapshots:
             raise KeyError(f"no snapshot {name!r}; there are: {', '.join(self.snapshots) or 'none'}")
@@ -70,29 +63,29 @@ class Policy:
                     self._swap(name)
 
     def state(self, name: str | None = None) -> dict[str, Tensor]:
-        """Weights by parameter name: the current ones, or a snapshot. Pieces where they are sharded."""
+        """The current weights or a snapshot, by parameter name; shards if they are sharded."""
         if name is None:
             return {n: piece(p) for n, p in self.parameters.items()}
         return self.snapshots[name]
 
     def whole(self, name: str | None = None, *, keep: bool = True) -> dict[str, Tensor]:
-        """`state`, gathered where it is sharded. Every process must ask.
+        """`state` with whole tensors. A collective.
 
         Args:
-            keep: False on processes that only take part: they drop what they gather, and get nothing.
+            keep: False on processes that discard the gathered tensors and return nothing.
         """
         kept: dict[str, Tensor] = {}
-        for n, part in self.state(name).items():  # one at a time: no device holds all of it
+        for n, part in self.state(name).items():  # one at a time: no device holds the whole network
             tensor = whole_of(part, self.parameters[n])
             if keep:
                 kept[n] = alone(tensor) if tensor is part else tensor.cpu()
         return kept
 
     def load(self, state: Mapping[str, Tensor], name: str | None = None) -> None:
-        """Fill the current weights or a snapshot from whole tensors.
+        """Set the current weights or a snapshot from whole tensors.
 
         Raises:
-            ValueError: names or shapes that do not match exactly.
+            ValueError: names or shapes do not match exactly.
         """
         check_state(state, self.parameters)
         if name is not None:
@@ -109,7 +102,7 @@ class Policy:
             for n, other in self.snapshots[name].items():
                 parameter = self.parameters[n]
                 parameter.data, other.data = other.data, parameter.data
-                torch.autograd.graph.increment_version(parameter)  # a graph that saved it refuses its backward
+                torch.autograd.graph.increment_version(parameter)  # a graph that saved it raises in its backward
             return
         try:
             for n, other in self.snapshots[name].items():
@@ -117,24 +110,20 @@ class Policy:
                 mine = active.clone()
                 active.copy_(other)
                 other.copy_(mine)
-        except torch.OutOfMemoryError as error:  # half swapped: nothing may be trained or saved from here on
+        except torch.OutOfMemoryError as error:  # half swapped: neither train nor save from here on
             raise OutOfMemory(
-                f"out of memory while weights were swapped with {name!r}; resume from the last checkpoint with a "
-                "smaller optimizer.batch_size_per_device"
+                f"out of memory while swapping the weights with the snapshot {name!r}; resume from the last checkpoint "
+                "with a smaller optimizer.batch_size_per_device"
             ) from error
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Not a view into the buffer of many weights (ZeRO-2), which file formats refuse."""
+    """A clone if the tensor is a view into a larger buffer (ZeRO-2), which file formats reject."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Names and shapes must match exactly.
-
-    Raises:
-        ValueError: with the first names that are missing, unexpected or of another shape.
-    """
+    """Raises ValueError with the first names that are missing, unexpected or of another shape."""
     missing = sorted(expected.keys() - state.keys())
     extra = sorted(state.keys() - expected.keys())
     shapes = [n for n in expected.keys() & state.keys() if shape_of(expected[n]) != state[n].shape]

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO on accelerate's processes: stage 2 shares out gradients and moments, stage 3 weights as well.
+"""DeepSpeed's ZeRO on accelerate's processes: stage 2 shards gradients and moments, stage 3 weights as well.
 
-What is left to DeepSpeed is the exchange of gradients and weights and the step of torch's AdamW on flat pieces.
-Precision is autocast over fp32 weights, as without it; files are those of every run.
+DeepSpeed communicates gradients and weights, and steps torch's AdamW on flat shards. Precision is autocast over fp32
+weights, and checkpoints are the same as without it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from retouch.engine.sharding import piece_of, whole_of
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
-    from retouch.config.run import (
-        OptimizerConfig,
-        TrainingConfig,
-    )
+    from retouch.config.run import OptimizerConfig, TrainingConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Zero:
-    """Parallel by DeepSpeed's engine.
+    """The interface of `Replicated`, by DeepSpeed's engine.
 
     Raises:
         ConfigError: DeepSpeed is not installed.
@@ -44,8 +41,8 @@ class Zero:
             import deepspeed  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(
-                f"training.sharding: given {training.sharding!r}, but DeepSpeed is not installed; install "
-                "retouch[deepspeed], or set sharding=fsdp2"
+                f"training.sharding: given {training.sharding!r}, which needs DeepSpeed: "
+                'pip install "retouch[deepspeed]", or set training.sharding=fsdp2'
             ) from None
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed's calls
         self.whole_weights = training.sharding == "zero2"
@@ -55,7 +52,7 @@ class Zero:
         self._access: Any = deepspeed.utils
         deepspeed.init_distributed(torch.distributed.get_backend())
         settings = options(training, config.max_grad_norm)
-        if not self.whole_weights:  # one by one, so that no device ever holds the whole network
+        if not self.whole_weights:  # weight by weight, so that no device ever holds the whole network
             deepspeed.zero.Init(module=network, config_dict_or_path=settings)
             for module in network.modules():
                 module._buffers.update({n: b.to(accelerator.device) for n, b in module.named_buffers(recurse=False)})
@@ -67,7 +64,7 @@ class Zero:
             moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
             self.optimizer.state[flat] = {"step": step, **moments}
         if self.whole_weights:
-            self._zero._lazy_init_hp_params_optimizer_state()  # or moments could not be read before the first step
+            self._zero._lazy_init_hp_params_optimizer_state()  # otherwise moments cannot be read before the first step
 
     def new_optimizer(self) -> None:
         """In place: DeepSpeed keeps views of the moments."""
@@ -86,8 +83,8 @@ class Zero:
     def step(self, lr: float) -> tuple[float, bool]:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._zero.refresh_fp32_params()  # snapshots and checkpoints write to the weights, not to DeepSpeed's copies
-        self.network.step()  # of a norm that is not finite it makes none
+        self._zero.refresh_fp32_params()  # snapshots and checkpoints write to the weights, not to its copies
+        self.network.step()  # skipped if the norm is NaN or Inf
         return float("inf" if self._zero.overflow else self.network.get_global_grad_norm()), False
 
     def state_dict(self, *, keep: bool) -> dict[str, Any]:
@@ -114,7 +111,7 @@ class Zero:
                 flat["step"].fill_(entry["step"])
 
     def _flat_pieces(self) -> list[Tensor]:
-        """What AdamW steps on."""
+        """The flat shards that AdamW steps."""
         return (
             self._zero.single_partition_of_fp32_groups
             if self.whole_weights
@@ -134,18 +131,18 @@ class Zero:
 
 
 def options(training: TrainingConfig, max_grad_norm: float) -> dict[str, Any]:
-    """DeepSpeed's configuration. Stage 1 is stage 2 with whole gradients, which are exchanged once."""
+    """DeepSpeed's configuration. Stage 1 is stage 2 with whole gradients, which are reduced once."""
     stage = 3 if training.sharding == "zero3" else 2 if training.shard_gradients else 1
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": 50_000_000,
-        # of stage 3: no weight stays whole behind its use, where it would be stale when pieces are swapped or averaged
+        # stage 3: no weight stays whole after its use, or it would be stale when shards are swapped or averaged
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
     }
     return {
-        "train_micro_batch_size_per_gpu": 1,  # of DeepSpeed's own statistics alone
+        "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own statistics
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
         "zero_allow_untested_optimizer": True,
@@ -153,6 +150,6 @@ def options(training: TrainingConfig, max_grad_norm: float) -> dict[str, Any]:
         "torch_autocast": {
             "enabled": training.mixed_precision == "bf16",
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # of those it would exchange gradients in bf16, too
+            "lower_precision_safe_modules": [],  # their gradients would be reduced in bf16
         },
     }

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retouch.registry import Registry
 
-FAMILIES: Registry[type] = Registry(
+if TYPE_CHECKING:
+    from retouch.families.base import ModelSection
+
+FAMILIES: Registry[type[ModelSection]] = Registry(
     "model family",
     "retouch.families",
     {
-        "flux_fill": "retouch.families.sections:FluxFillModel",
-        "sd_inpaint": "retouch.families.sections:SdInpaintModel",
-        "qwen_image": "retouch.families.sections:QwenImageModel",
-        "qwen_image_edit": "retouch.families.sections:QwenImageEditModel",
+        "flux_fill": "retouch.families.flux_fill.spec:FluxFillModel",
+        "sd_inpaint": "retouch.families.sd_inpaint.spec:SdInpaintModel",
+        "qwen_image": "retouch.families.qwen_image.spec:QwenImageModel",
+        "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",
     },
 )
-"""`model.family` -> its section of the run file."""
+"""`model.family` -> its section of the run file, with the facts of the family as `spec`."""
+
+DEFAULT_FAMILY = "flux_fill"
+"""Family of a model section that names none."""

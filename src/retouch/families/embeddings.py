@@ -1,12 +1,12 @@
-"""Embeddings on disk: what frozen encoders make of prompts, references and pictures, so that training loads none of
-the text and reference encoders.
+"""Embeddings on disk: outputs of the frozen encoders for prompts, references and images, so that training loads neither
+text encoders nor the encoder of references.
 
-    FOLDER/cache.json         which model they are of
-    FOLDER/text/KEY.safetensors    by the name that each tensor has in the condition
+    FOLDER/cache.json         the model that made them
+    FOLDER/text/KEY.safetensors    by the name of each tensor in the condition
     FOLDER/reference/KEY.safetensors   FOLDER/image/KEY.safetensors
 
-A KEY is the hash of the model (its files, precision and prompt length) and of the content: prompts or pixels. So an
-entry can only be found by what made it, and files that changed since are noticed.
+A KEY is the hash of the model (its files, precision and prompt length) and of the content: prompts or pixels. An entry
+can therefore be found only for the same model and content, and files that have changed are detected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retouch.config.errors import ConfigError
-from retouch.families.facts import ADAPTERS
 from retouch.families.loading import component_path
 from retouch.image_encoder import TINY, ImageEncoder, picture_key
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retouch.families.sections import Model
+    from retouch.families.base import Model
 
 SAMPLE = 1 << 20
 """Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
@@ -43,7 +42,10 @@ class EmbeddingCache:
 
     Args:
         model: of a run file.
-        create: begin the folder where it is not there yet; else it must be.
+        create: fill the cache, and make the folder if there is none; else it must exist.
+
+    Attributes:
+        added: new entries by kind: "prompts", "references", "pictures".
 
     Raises:
         ConfigError: no such cache, or one of another model: stale.
@@ -51,6 +53,8 @@ class EmbeddingCache:
 
     def __init__(self, folder: Path, model: Model, *, create: bool = False) -> None:
         self.folder = folder
+        self.fills = create
+        self.added = {"prompts": 0, "references": 0, "pictures": 0}
         now, file = identity(model), folder / "cache.json"
         if create and not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,21 +70,28 @@ class EmbeddingCache:
                 )
 
     def text(self, prompt: str) -> dict[str, Tensor] | None:
-        """By name, as the encoders made them; None where they never saw the prompt."""
+        """Tensors by name, as the encoders made them; None for a prompt that is not stored."""
         return self._read(self._path("text", prompt.encode()))
 
     def has_text(self, prompt: str) -> bool:
         return self._path("text", prompt.encode()).is_file()
 
-    def put_text(self, prompt: str, tensors: Mapping[str, Tensor]) -> None:
-        self._write(self._path("text", prompt.encode()), tensors)
+    def add_text(self, prompt: str, encode: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Store the tensors of a prompt that is not stored yet."""
+        if not self.has_text(prompt):
+            self._write(self._path("text", prompt.encode()), encode(prompt))
+            self.added["prompts"] += 1
 
     def reference(self, picture: Image) -> Tensor | None:
         found = self._read(self._path("reference", picture_key(picture).encode()))
         return None if found is None else found["vector"]
 
-    def put_reference(self, picture: Image, vector: Tensor) -> None:
-        self._write(self._path("reference", picture_key(picture).encode()), {"vector": vector})
+    def add_reference(self, picture: Image, encode: Callable[[Sequence[Image]], Tensor]) -> None:
+        """Store the vector of a reference that is not stored yet."""
+        path = self._path("reference", picture_key(picture).encode())
+        if not path.is_file():
+            self._write(path, {"vector": encode([picture])[0]})
+            self.added["references"] += 1
 
     def vector_width(self) -> int:
         """D of the vectors.
@@ -102,8 +113,13 @@ class EmbeddingCache:
         found = self._read(self._path("image", _bytes(pixels)))
         return None if found is None else found["latents"]
 
-    def put_image(self, pixels: Tensor, latents: Tensor) -> None:
-        self._write(self._path("image", _bytes(pixels)), {"latents": latents})
+    def add_images(self, images: Tensor, latents: Tensor) -> None:
+        """Store the latents [B, C, h, w] of images [B, 3, H, W], if this cache is being filled."""
+        for pixels, made in zip(images, latents, strict=True):
+            path = self._path("image", _bytes(pixels))
+            if self.fills and not path.is_file():
+                self._write(path, {"latents": made})
+                self.added["pictures"] += 1
 
     def _path(self, kind: str, content: bytes) -> Path:
         of = ("image_encoder",) if kind == "reference" else ("vae_files",) if kind == "image" else ("text_files",)
@@ -180,21 +196,6 @@ def require_prompts(model: Model, prompts: Iterable[str]) -> None:
         )
 
 
-def through_cache(
-    cache: EmbeddingCache, encode: Callable[[Tensor], Tensor], device: torch.device
-) -> Callable[[Tensor], Tensor]:
-    """`encode_images` that looks each picture up, and encodes all of a batch where one is not there."""
-
-    def encode_images(images: Tensor) -> Tensor:
-        rows = [cache.image(row) for row in images]
-        known = [row for row in rows if row is not None]
-        if len(known) < len(rows):
-            return encode(images)
-        return torch.stack(known).to(device)
-
-    return encode_images
-
-
 def identity(model: Model) -> dict[str, Any]:
     """What embeddings depend on. Of files a sample; None where they are not here."""
     path = component_path(model.path, model.family)
@@ -205,8 +206,8 @@ def identity(model: Model) -> dict[str, Any]:
         "text_files": fingerprint(_folders(path, ("text_encoder", "tokenizer"))),
         "vae_files": fingerprint(_folders(path, ("vae",))),
     }
-    if model.train.kind == "ip_adapter":
-        encoder = model.train.image_encoder or ADAPTERS[model.family].image_encoder
+    encoder = model.reference_encoder
+    if encoder is not None:
         made["image_encoder"] = encoder
         folder = TINY if encoder == "tiny" else _local(encoder, "config.json")
         made["image_encoder_files"] = fingerprint([folder] if folder is not None and folder.is_dir() else [])

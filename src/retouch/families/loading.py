@@ -1,4 +1,5 @@
-"""Loading components from a hub id or a folder in the diffusers layout, with errors that say what is missing."""
+"""Loading models and their components from a hub id or a folder in the diffusers layout, with errors that name what is
+missing."""
 
 from __future__ import annotations
 
@@ -11,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from retouch.families import FAMILIES
 from retouch.hub import require_hub
 from retouch.model_files import ModelFilesError, component_path, require_pipeline, tiny_path
+from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
-    from retouch.families.sections import Model
+    from retouch.families.base import Model
+    from retouch.types import DiffusionModel
 
 __all__ = [
     "DTYPES",
     "ModelFilesError",
     "component_path",
+    "family_class",
     "load_component",
-    "open_pipeline",
+    "load_model",
     "require_pipeline",
     "tiny_path",
 ]
@@ -32,24 +37,29 @@ disable_progress_bar()  # one bar a component, terminal or not
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def open_pipeline(config: Model, pipeline: str) -> tuple[str, torch.dtype, torch.dtype]:
-    """Where the model of a run file is, the dtype of the network that is trained (fp32 where all of it is), and that of
-    what is frozen.
+def family_class(family: str) -> Any:
+    """The model class of a family (`FamilySpec.model`)."""
+    return load_attribute(FAMILIES[family].spec.model)
+
+
+def load_model(config: Model, device: Any = "cpu", **options: Any) -> DiffusionModel:
+    """Load the model of a run file; the network stays on the CPU until the engine places it.
+
+    Args:
+        options: of `retouch.families.diffusion.FamilyModel.from_config`.
 
     Raises:
-        ModelFilesError: no such folder, or one of another pipeline class.
+        ModelFilesError: a component is missing or of another class.
+        ConfigError: no such image encoder, or embeddings of another model.
     """
-    path = component_path(config.path, config.family)
-    require_pipeline(path, pipeline)
-    frozen = DTYPES[config.dtype]
-    return path, torch.float32 if config.train.kind == "full" else frozen, frozen
+    return load_attribute(config.spec.model).from_config(config, device, **options)
 
 
 def load_component(kind: Any, path: str, subfolder: str, dtype: torch.dtype | None) -> Any:
     """`kind.from_pretrained` on one subfolder.
 
     Raises:
-        ConfigError: a hub id that is not on this machine, without a hub.
+        ConfigError: a hub id that is not on this machine, and the hub cannot be reached.
         ModelFilesError: missing, unreadable or incomplete files, naming the subfolder.
     """
     require_hub("model.path", path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from retouch.families.base import FamilySpec
 from retouch.families.loading import ModelFilesError
 
 
@@ -42,6 +43,18 @@ def to_run_without_data(network: nn.Module, mode: FakeTensorMode, dtype: Callabl
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def released_networks(spec: FamilySpec) -> dict[str, Any]:
+    """Component -> network of its released size on the meta device, as far as the family knows its config."""
+    return {name: _from_config(spec.networks[name], config) for name, config in spec.released.items()}
+
+
+def _from_config(kind: str, config: Mapping[str, Any]) -> Any:
+    if hasattr(diffusers, kind):
+        return on_meta(lambda: getattr(diffusers, kind)(**config))
+    made = getattr(transformers, kind)
+    return on_meta(lambda: made(made.config_class(**config)))
 
 
 def component_on_meta(folder: Path, kind: str) -> Any:

@@ -1,12 +1,11 @@
-"""Text encoders behind a cache: what of them a family reads, and no more than that.
+"""Text encoders behind a cache.
 
-A prompt is encoded once. The encoders sit on the CPU between uses (`offload`), or are dropped after every prompt of
-the run is cached (`release`): a T5-XXL beside the network would cost 9.5 GB for nothing.
+A prompt is encoded once. The encoders are on the CPU between uses (`offload`), or are dropped after every prompt of the
+run is cached: a T5-XXL beside the network would take 9.5 GB for nothing.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,14 +17,15 @@ from transformers import AutoTokenizer
 from retouch.config.errors import ConfigError
 from retouch.families.embeddings import EmbeddingCache
 from retouch.families.loading import load_component
+from retouch.lru import LruCache
 
 CACHE_SIZE = 2048
-"""Prompts kept when nothing asked for more; 4 MiB each at the sizes of FLUX in bf16."""
+"""Prompts kept by default; 4 MiB each at the sizes of FLUX in bf16."""
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """An encoder, its tokenizer, and which of its outputs is used.
+    """An encoder, its tokenizer, and the output that is used.
 
     Attributes:
         length: tokens a prompt is padded or cut to.
@@ -65,10 +65,14 @@ class TextEncoder:
 
 
 class TextEncoders:
-    """prompts -> one tensor [B, ...] of each encoder, by the name that it has in the condition.
+    """prompts -> one tensor [B, ...] of each encoder, by its name in the condition.
 
-    A prompt is a string, or whatever else the encoders of a family take; equal ones are encoded once. `capacity` of
-    them are kept.
+    A prompt is a string, or any hashable value that the encoders of a family take; equal ones are encoded once.
+
+    Args:
+        offload: whether the encoders are on the CPU between uses.
+        capacity: prompts whose tensors are kept.
+        stored: tensors on disk that replace the encoders.
     """
 
     def __init__(
@@ -77,15 +81,14 @@ class TextEncoders:
         device: torch.device | str = "cpu",
         offload: bool = True,
         capacity: int = CACHE_SIZE,
-        stored: EmbeddingCache | None = None,  # where prompts are looked up instead
+        stored: EmbeddingCache | None = None,
     ) -> None:
         self.encoders = dict(encoders)
         self.stored = stored
         self.offload = offload
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
-        self._cache: OrderedDict[Hashable, dict[str, Tensor]] = OrderedDict()
-        self._capacity = capacity
+        self._cache: LruCache[Hashable, dict[str, Tensor]] = LruCache(capacity)
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
@@ -97,56 +100,43 @@ class TextEncoders:
         """Look up or encode.
 
         Raises:
-            RuntimeError: a prompt that is not cached after `release`.
+            RuntimeError: a prompt that is not cached after `cache_and_release`.
         """
         rows = self._rows(prompts)
         return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
 
     def of(self, prompt: str) -> dict[str, Tensor]:
-        """What is kept of a prompt, by name, on the CPU: tensors without a batch.
+        """Tensors of a prompt by name, on the CPU and without a batch dimension.
 
         Raises:
             RuntimeError: as `encode`.
         """
         return self._rows([prompt])[0]
 
-    def cache(self, prompts: Sequence[str]) -> None:
-        """Encode now and keep."""
-        self._capacity = max(self._capacity, len(set(prompts) | set(self._cache)))
-        self._fill(prompts)
-
-    def release(self) -> None:
-        """Drop the encoders; only cached prompts can be encoded from now on."""
+    def cache_and_release(self, prompts: Sequence[str]) -> None:
+        """Encode these prompts now and keep them, then drop the encoders: only cached prompts can be encoded from now
+        on."""
+        self._cache.capacity = max(self._cache.capacity, len(set(prompts)) + len(self._cache))
+        self._rows(prompts)
         self.encoders.clear()
 
     def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
-        """What is kept of each; those used longest ago are dropped."""
-        self._fill(prompts)
-        rows = [self._cache[prompt] for prompt in prompts]
-        for prompt in prompts:
-            self._cache.move_to_end(prompt)
-        while len(self._cache) > self._capacity:
-            self._cache.popitem(last=False)
-        return rows
+        return self._cache.get_all(prompts, lambda missing: self._encode([prompts[i] for i in missing]))
 
     @torch.no_grad()
-    def _fill(self, prompts: Sequence[Any]) -> None:
-        missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
-        if not missing:
-            return
+    def _encode(self, prompts: Sequence[Any]) -> list[dict[str, Tensor]]:
         if self.stored is not None:
-            for prompt in missing:
-                self._cache[prompt] = self._look_up(self.stored, prompt)
-            return
+            return [self._look_up(self.stored, prompt) for prompt in prompts]
         if not self.encoders:
             raise RuntimeError(
-                f"the text encoders were released and {missing[0]!r} is not cached; set model.free_text_encoders=false"
+                f"the text encoders were released and {prompts[0]!r} is not cached; set model.free_text_encoders=false"
             )
         self._place(self.device)
-        for prompt in missing:  # one by one: an embedding must not depend on what it was batched with
-            self._cache[prompt] = {name: encoder([prompt])[0].cpu() for name, encoder in self.encoders.items()}
+        # one by one: an embedding must not depend on what it was batched with
+        made = [{name: encoder([p])[0].cpu() for name, encoder in self.encoders.items()} for p in prompts]
         if self.offload:
             self._place(torch.device("cpu"))
+        return made
 
     @staticmethod
     def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:

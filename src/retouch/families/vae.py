@@ -1,43 +1,168 @@
-"""Autoencoders that take less: less memory (a picture at a time, in tiles, or on the CPU between its uses), and less
-time where one made for video is given pictures."""
+"""Frozen autoencoders: images to latents and back, with less memory (a few images at a time, in tiles, or on the CPU
+between uses) and, where one made for video encodes single frames, in less time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch import Tensor
 from torch.nn import functional
 
+from retouch.lru import LruCache
+
 if TYPE_CHECKING:
-    from retouch.families.sections import Model
+    from retouch.families.embeddings import EmbeddingCache
+
+KEPT = 512
+"""Images whose latents are kept; 256 KiB each for FLUX at 512 x 512."""
 
 
-def save_memory(vae: Any, config: Model, device: torch.device) -> None:
-    """Apply `model.vae_batch` and `model.offload_vae` in place.
+class Autoencoder:
+    """An `AutoencoderKL` of diffusers: images [B, 3, H, W] in [-1, 1] <-> latents [B, C, h, w] fp32.
+
+    Images are encoded by the mode of the posterior, so that latents are a function of their image.
 
     Args:
-        vae: an autoencoder of diffusers.
-        device: that it computes on.
+        vae: of diffusers, in the pipeline's layout.
+        device: where it computes.
+        batch: images at a time (`model.vae_batch`).
+        offload: whether it is on the CPU between uses.
+        stored: latents on disk that are looked up first.
     """
-    if config.vae_batch in ("one", "tiles"):
+
+    def __init__(
+        self,
+        vae: Any,
+        device: torch.device | str = "cpu",
+        batch: Literal["all", "one", "tiles"] = "all",
+        *,
+        offload: bool = False,
+        stored: EmbeddingCache | None = None,
+    ) -> None:
+        self.vae = vae
+        self.offload = offload
+        self.stored = stored
+        self._kept: LruCache[str, Tensor] = LruCache(KEPT)
+        limit_batch(vae, batch)
+        self.to(device)
+
+    def to(self, device: torch.device | str) -> None:
+        """Set the device to compute on."""
+        self.device = torch.device(device)
+        self.vae.to("cpu" if self.offload else self.device)
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels per side of a latent cell."""
+        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    @property
+    def channels(self) -> int:
+        """C of the latents."""
+        return self.vae.config.latent_channels
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, C, h, w]; a batch whose images are all stored is looked up."""
+        if self.stored is not None:
+            rows = [self.stored.image(row) for row in images]
+            known = [row for row in rows if row is not None]
+            if len(known) == len(rows):
+                return torch.stack(known).to(self.device)
+        with self._in_use():
+            latents = self._encode(images)
+        if self.stored is not None:
+            self.stored.add_images(images, latents)
+        return latents
+
+    def encode_once(self, images: Tensor) -> Tensor:
+        """As `encode`, each image alone and only the first time; latents are kept on the CPU, and returned on the
+        device of the images. They depend neither on the prompt nor on the guidance scale."""
+        pixels = [image.cpu().contiguous() for image in images]
+        keys = [hashlib.sha256(str(tuple(p.shape)).encode() + p.numpy().tobytes()).hexdigest() for p in pixels]
+        latents = self._kept.get_all(keys, lambda rows: [self.encode(images[i][None])[0].cpu() for i in rows])
+        return torch.stack(latents).to(images.device)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, 3, H, W] fp32 in [-1, 1]."""
+        with self._in_use():
+            return self._decode(latents.float()).float().clamp(-1, 1)
+
+    def _encode(self, images: Tensor) -> Tensor:
+        """-> fp32 latents, shifted and scaled."""
+        config = self.vae.config
+        latents = self.vae.encode(images.to(self.device, self.vae.dtype)).latent_dist.mode().float()
+        if config.shift_factor is not None:
+            latents = latents - config.shift_factor
+        return latents * config.scaling_factor
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        config = self.vae.config
+        latents = latents / config.scaling_factor
+        if config.shift_factor is not None:
+            latents = latents + config.shift_factor
+        return self.vae.decode(latents.to(self.device, self.vae.dtype)).sample
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """With the weights on the device."""
+        if not self.offload:
+            yield
+            return
+        self.vae.to(self.device)
+        try:
+            yield
+        finally:
+            self.vae.to("cpu")
+
+
+class QwenAutoencoder(Autoencoder):
+    """The autoencoder of Qwen-Image, which was made for video, on single frames."""
+
+    def __init__(self, vae: Any, *args: Any, **options: Any) -> None:
+        frame_by_frame(vae)
+        self._mean, self._std = (
+            torch.tensor(list(values)).view(1, -1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        super().__init__(vae, *args, **options)
+
+    @property
+    def downsampling(self) -> int:
+        return 2 ** len(self.vae.temperal_downsample)  # diffusers' spelling
+
+    @property
+    def channels(self) -> int:
+        return self.vae.config.z_dim
+
+    def _encode(self, images: Tensor) -> Tensor:
+        frames = images.to(self.device, self.vae.dtype)[:, :, None]
+        latents = self.vae.encode(frames).latent_dist.mode()[:, :, 0].float()
+        return (latents - self._mean.to(latents)) / self._std.to(latents)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        latents = latents * self._std.to(latents.device) + self._mean.to(latents.device)
+        return self.vae.decode(latents.to(self.device, self.vae.dtype)[:, :, None]).sample[:, :, 0]
+
+
+def limit_batch(vae: Any, batch: Literal["all", "one", "tiles"]) -> None:
+    """Apply `model.vae_batch` to an autoencoder of diffusers."""
+    if batch != "all":
         vae.enable_slicing()
-    if config.vae_batch == "tiles":
+    if batch == "tiles":
         vae.enable_tiling()
-    if config.offload_vae:
-        for name in ("encode", "decode"):
-            setattr(vae, name, _on_device(vae, getattr(vae, name), device))
-        vae.to("cpu")
 
 
 class FrameConv3d(QwenImageCausalConv3d):
-    """A convolution over frames and those before them that does not compute with frames that are not there.
+    """A causal convolution over frames that does not compute with the zeros before the first frame.
 
-    Before the first frame there are only zeros, so that a single frame becomes its two-dimensional convolution with the
-    last of the kernel's slices; for a kernel of three frames that is a third of the work.
+    A single frame becomes its two-dimensional convolution with the last slice of the kernel; for a kernel of three
+    frames that is a third of the work.
     """
 
     def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
@@ -50,21 +175,7 @@ class FrameConv3d(QwenImageCausalConv3d):
 
 
 def frame_by_frame(vae: Any) -> None:
-    """Let the autoencoder of Qwen-Image, which was made for video, take pictures as pictures; in place."""
+    """Make every causal convolution of Qwen-Image's autoencoder a `FrameConv3d`, in place: weights and names stay."""
     for module in vae.modules():
         if type(module) is QwenImageCausalConv3d and hasattr(module, "_padding"):
             module.__class__ = FrameConv3d
-
-
-def _on_device(vae: Any, method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The method with the weights on the device for as long as it runs."""
-
-    @wraps(method)
-    def moved(*args: Any, **options: Any) -> Any:
-        vae.to(device)
-        try:
-            return method(*args, **options)
-        finally:
-            vae.to("cpu")
-
-    return moved

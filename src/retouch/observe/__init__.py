@@ -1,4 +1,4 @@
-"""What a run tells: metrics, time, pictures, a report."""
+"""Metrics, timings, images, logs and reports of a run."""
 
 from retouch.observe.metrics import Metrics
 from retouch.observe.run_dir import RunDir

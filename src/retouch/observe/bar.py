@@ -1,9 +1,9 @@
-"""How training goes, on a terminal: steps, phase and time left in a bar, and below it loss, reward and pace.
+"""The progress bar of training: phase, steps and time left; below it loss, reward and seconds per step.
 
     flux_fill_grpo  RL · sampling  ━━━━━━━━━━╸━━━━━━━━━━━━━━  34/80  0:04:10 left
     loss 0.1408 · reward 0.547 · trend ▲ 0.034 · 4.14 s a step
 
-It reads the records of metrics.jsonl as they are written, and what happens now from the clock of the run.
+It follows the records of metrics.jsonl, and reads the current activity from the run's stopwatch.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _ACTIVITIES = {
     "optimizer": "training",
     "checkpoint": "saving",
 }
-"""Part of a step (`timing.PARTS`) -> what it is called beside the phase."""
+"""Part of a step (`timing.PARTS`) -> the activity shown after the phase."""
 
 _TREND = 10
-"""The trend of the reward is the mean of the last so many, less the mean of as many before; of fewer, of each half."""
+"""The reward trend is the mean of the last N rewards minus the mean of the N before; of fewer, of each half."""
 
 _RECENT = 50
-"""Steps whose mean duration is the pace."""
+"""Number of steps that the mean step time is over."""
 
 
 class Pace:
-    """Seconds left in the phase under way, from the records of a run.
+    """Estimates the seconds left in the current phase from the records of a run.
 
     Args:
         ends: last step of each phase.
@@ -66,7 +66,7 @@ class Pace:
         return sum(self._steps) / len(self._steps) if self._steps else None
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """One more record, of whatever kind."""
+        """Add a record of any kind."""
         if record["kind"] == "eval" and "time" in record:
             self._evaluation = record["time"]["step"]
         elif record["kind"] == "train" and "time" in record:
@@ -76,7 +76,7 @@ class Pace:
             self._steps.append(record["time"]["step"])
 
     def left(self, phase: str, step: int) -> float | None:
-        """Seconds from after `step` to the end of its phase, with the evaluations in it; None before they are known."""
+        """Seconds from `step` to the end of its phase, evaluations included; None before its first step."""
         if self.step is None or phase != self._phase:
             return None
         end = self._ends[phase]
@@ -85,20 +85,20 @@ class Pace:
 
 
 class TrainingBar:
-    """The bar of a run; as a context manager it is shown from entry to exit.
+    """The bar of a run, shown inside its context.
 
     Attributes:
-        shown: whether there is a terminal (or a notebook) to show it on.
+        shown: there is a terminal or a notebook to show it on.
     """
 
     def __init__(
         self, config: RunConfig, clock: Stopwatch, phase: Callable[[], str], step: int, *, main: bool = True
     ) -> None:
         """Args:
-        clock: tells what the run does now.
-        phase: of the next step: sft, warmup or rl.
-        step: steps taken before.
-        main: whether this is the process that reports.
+        clock: stopwatch of the run.
+        phase: returns the phase of the next step: sft, warmup or rl.
+        step: number of steps taken.
+        main: this is the first process.
         """
         console = _console()
         self.shown = main and (console.is_terminal or console.is_jupyter)
@@ -124,7 +124,7 @@ class TrainingBar:
         self._bar.stop()
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """One more record of the run, of whatever kind."""
+        """Add a record of any kind."""
         self.pace.see(record)
         reward = record.get("combined_score" if record["kind"] == "rollout" else "reward")
         if record["kind"] in ("rollout", "train") and isinstance(reward, float):
@@ -136,7 +136,7 @@ class TrainingBar:
         self._bar.update(self._task, completed=self._done)
 
     def trend(self) -> float | None:
-        """Mean of the later half of the last rewards, less that of the earlier half; None of fewer than four."""
+        """Mean of the later half of the last rewards minus that of the earlier half; None for fewer than four."""
         values = list(self._rewards)
         half = len(values) // 2
         return (sum(values[-half:]) - sum(values[-2 * half : -half])) / half if half > 1 else None
@@ -177,7 +177,7 @@ class _TwoLines(Progress):
 
 
 class _Live(ProgressColumn):
-    """A text that is read whenever the bar is drawn."""
+    """A text that is computed on every refresh."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -188,6 +188,6 @@ class _Live(ProgressColumn):
 
 
 def _console() -> Console:
-    """The one that log lines go to, so that they appear above the bar and not in it."""
+    """The console of the log lines, so that they appear above the bar."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, RichHandler)]
     return handlers[0].console if handlers else Console(stderr=True)

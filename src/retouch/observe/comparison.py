@@ -1,34 +1,39 @@
-"""compare.html: several runs in one file that needs no network.
+"""compare.html: several runs in one offline file.
 
-Evaluations come from the run directories, or were made for the comparison (`Sampled`). Differences are paired by
-example and index, against the first run; they are left out where the runs evaluate on different examples, and of a
-reward that the runs define differently.
+Evaluations come from the run directories, or were made for the comparison (`Sampled`). Differences from the first run
+are paired by example and index; they are omitted for runs with different evaluation examples, and for a reward that the
+runs define differently.
 """
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from retouch.config import ConfigError, load_run
+from retouch.config import load_run
+from retouch.errors import ConfigError
 from retouch.observe.grids import grid
-from retouch.observe.report import (
+from retouch.observe.html import (
     LINE_COLOURS,
+    document,
+    escape,
+    image_tag,
+    marked,
+    section,
+    table,
+    verdict,
+)
+from retouch.observe.report import (
     Record,
     change_of,
     curves,
-    document,
-    image_tag,
-    interval,
+    evaluation_table,
     judgement,
-    measures_of,
-    number,
     records_by_kind,
     rows_of,
     subtitle,
@@ -47,22 +52,22 @@ _HOW_READ = (
     "max_bad_items",
     "curriculum",
 )
-"""Keys of a data section that leave its examples the same ones."""
+"""Keys of a data section that do not change which examples it has."""
 
 _UNSCORED = (
-    "weight", "role", "transform", "noise", "url", "device", "threads", "images_per_forward", "concurrency",
-    "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens", "budget_dollars",
-    "price_in", "price_out",
+    "weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads", "images_per_forward",
+    "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens",
+    "budget_dollars", "price_in", "price_out",
 )  # fmt: skip
-"""Keys of a reward that do not change its score: how training uses it, where it runs, and at what pace."""
+"""Keys of a reward that do not change its score."""
 
 _OF_ITS_OWN = ("name", "resume", "logging")
-"""Keys that say nothing about how runs differ."""
+"""Keys that the table of differences leaves out."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the directory of a run holds."""
+    """The content of a run directory."""
 
     name: str
     path: Path
@@ -81,7 +86,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Column:
-    """An evaluation: its title, means by measure, and a row for each image."""
+    """An evaluation: its title, means by measure, and the measures of each image."""
 
     title: str
     means: Record
@@ -90,10 +95,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Evaluations of the runs' weights on common examples, made for the comparison.
+    """Evaluations of several runs on common examples.
 
     Attributes:
-        columns: by name; those that are no run (the base) come first.
+        columns: by name; the base, if it is one of them, comes first.
         grid: examples side by side.
     """
 
@@ -103,7 +108,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The file that was written, one sentence on each run after the first, and what could not be compared."""
+    """The file, one sentence on each run after the first, and sentences on what could not be compared."""
 
     path: Path
     verdicts: list[str]
@@ -115,13 +120,13 @@ BASE = "base"
 
 
 def run_names(paths: Sequence[Path]) -> dict[str, Path]:
-    """Runs by the name of their directory, or by their path where two have one name.
+    """Runs by the name of their directory, or by their path if two have the same name.
 
     Raises:
-        ConfigError: fewer than two runs, one of them twice, or what is no run directory.
+        ConfigError: fewer than two runs, a run given twice, or no run directory.
     """
     if len(paths) < 2:
-        raise ConfigError(f"RUN: given {len(paths)}; a comparison needs two run directories or more")
+        raise ConfigError(f"RUN: given {len(paths)}; a comparison needs two or more run directories")
     for path in paths:
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not a run directory (no config.yaml)")
@@ -144,35 +149,32 @@ def write_comparison(runs: Mapping[str, Path], out: Path, sampled: Sampled | Non
     conflicts = {} if sampled else example_conflicts(records)
     paired = [record for record in records if record.name in columns and record.name not in conflicts]
     paired = paired if records[0] in paired else []
-    problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *_unevaluated(records)]
+    unevaluated = [f"{record.name} has no evaluation yet" for record in records if not record.by_kind["eval"]]
+    problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
     left_out = {run.name: set() if sampled else set(_scored_differently(records[0], run)) for run in records}
     verdicts = _verdicts(paired, columns, left_out)
-    body = "".join(
-        (
-            f"<h1>{html.escape(' · '.join(runs))}</h1>",
-            _legend(records),
-            *(f"<p class=verdict>{html.escape(problem)}</p>" for problem in problems),
-            *(f"<p class=verdict>{html.escape(verdict)}</p>" for verdict in verdicts),
-            _table(paired, columns, left_out),
-            _images(paired, sampled),
-            curves([record.by_kind for record in records]),
-            _differences(records),
-        )
+    body = (
+        _legend(records),
+        *(verdict(text) for text in (*problems, *verdicts)),
+        _table(paired, columns, left_out),
+        _images(paired, sampled),
+        curves([record.by_kind for record in records]),
+        _differences(records),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(document(", ".join(runs), body), encoding="utf-8")
+    out.write_text(document(" · ".join(runs), body), encoding="utf-8")
     return Comparison(out, verdicts, problems)
 
 
 def example_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Runs that evaluate on other examples than the first, each with a sentence that says which."""
+    """Runs with other evaluation examples than the first, each with a sentence."""
     first = runs[0]
     found: dict[str, str] = {}
     for run in runs[1:]:
         keys = [k for k in differing(first.evaluation_data, run.evaluation_data) if k.split(".")[0] not in _HOW_READ]
         shown = ", ".join(f"{k} {_at(first.evaluation_data, k)} and {_at(run.evaluation_data, k)}" for k in keys)
         if not keys and _texts_differ(first, run):
-            shown = "the same data section, but other texts; the data have changed between the runs"
+            shown = "the same data section, but other texts: the data have changed between the runs"
         if shown:
             found[run.name] = (
                 f"evaluation.data: {first.name} and {run.name} evaluate on different examples ({shown}), so that their "
@@ -194,7 +196,7 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def scoring_differences(one: Record, other: Record) -> list[str]:
-    """Keys that make two rewards of one name score differently."""
+    """Keys by which two rewards of one name score differently."""
     return [key for key in differing(one, other) if key.split(".")[0] not in _UNSCORED]
 
 
@@ -205,9 +207,7 @@ def differing(one: Record, other: Record) -> list[str]:
 
 
 def _read(name: str, path: Path) -> RunRecord:
-    config = load_run(path / "config.yaml").model_dump(
-        mode="json"
-    )  # keys that older versions lacked get their defaults
+    config = load_run(path / "config.yaml").model_dump(mode="json")  # with defaults for keys of newer versions
     return RunRecord(name, path, config, records_by_kind(read_metrics(path / "metrics.jsonl")))
 
 
@@ -215,10 +215,6 @@ def _last_evaluation(run: RunRecord) -> Column:
     last = run.by_kind["eval"][-1]
     title = f"{run.name} (step {last['step']}, {last['images']} images)"
     return Column(title, last, rows_of(run.path, last))
-
-
-def _unevaluated(runs: Sequence[RunRecord]) -> list[str]:
-    return [f"{run.name} has no evaluation yet" for run in runs if not run.by_kind["eval"]]
 
 
 def _texts_differ(one: RunRecord, other: RunRecord) -> bool:
@@ -237,8 +233,8 @@ def _scored_differently(one: RunRecord, other: RunRecord) -> dict[str, list[str]
 
 def _legend(runs: Sequence[RunRecord]) -> str:
     return "".join(
-        f"<p><span style='color:{LINE_COLOURS[i % len(LINE_COLOURS)]}'>■</span> <b>{html.escape(run.name)}</b> "
-        f"<span class=dim>{html.escape(subtitle(run.config, run.by_kind))}</span></p>"
+        f"<p>{marked(LINE_COLOURS[i % len(LINE_COLOURS)], '')}<b>{escape(run.name)}</b> "
+        f"<span class=dim>{escape(subtitle(run.config, run.by_kind))}</span></p>"
         for i, run in enumerate(runs)
     )
 
@@ -246,7 +242,7 @@ def _legend(runs: Sequence[RunRecord]) -> str:
 def _verdicts(
     paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out: Mapping[str, set[str]]
 ) -> list[str]:
-    """Of every paired run after the first, whether it is better than that."""
+    """Whether each paired run is better than the first."""
     rewards = list(dict.fromkeys(name for run in paired for name in run.rewards))
     verdicts: list[str] = []
     for run in paired[1:]:
@@ -259,40 +255,30 @@ def _verdicts(
 
 def _table(paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out: Mapping[str, set[str]]) -> str:
     """Means of all evaluations, and differences of the paired runs."""
-    if not columns:
-        return ""
-    head = "".join(f"<th>{html.escape(column.title)}</th>" for column in columns.values())
-    head += "".join(f"<th>{html.escape(f'{run.name} − {paired[0].name}')} [95 %]</th>" for run in paired[1:])
-    lines: list[str] = []
-    for m in measures_of([column.means for column in columns.values()]):
-        cells = "".join(f"<td>{number(column.means.get(m))}</td>" for column in columns.values())
-        for run in paired[1:]:
-            before = [] if m.partition(".")[0] in left_out[run.name] else columns[paired[0].name].rows
-            cells += f"<td>{interval(change_of(before, columns[run.name].rows, m)) or '–'}</td>"
-        lines.append(f"<tr><td>{html.escape(m)}</td>{cells}</tr>")
-    return (
-        "<h2>Evaluation</h2><p class=dim>Fixed seeds, plain ODE; differences are paired, over the images that both "
-        "runs have.</p>"
-        f"<table><tr><th></th>{head}</tr>{''.join(lines)}</table>"
-    )
+
+    def change(measure: str, run: str) -> tuple[float, float, float] | None:
+        compared = measure.partition(".")[0] not in left_out[run]
+        return change_of(columns[paired[0].name].rows, columns[run].rows, measure) if compared else None
+
+    changes = {f"{run.name} − {paired[0].name}": partial(change, run=run.name) for run in paired[1:]}
+    means = {column.title: column.means for column in columns.values()}
+    return evaluation_table(means, changes, "differences are paired, over the images that both runs have.")
 
 
 def _images(paired: Sequence[RunRecord], sampled: Sampled | None) -> str:
     if sampled:
-        return "<h2>Samples</h2>" + _tag("samples", sampled.grid)
+        return section("Samples", image_tag("samples", sampled.grid))
     kept = {run.name: _kept_images(run) for run in paired}
     common = [key for key in next(iter(kept.values()), {}) if all(key in images for images in kept.values())]
     if not common:
         return ""
     rows = [[images[key] for images in kept.values()] for key in common[:_GRID_EXAMPLES]]
-    return (
-        "<h2>Samples</h2><p class=dim>Last evaluations, the same examples and seeds. Under each image: the target text "
-        "and what OCR read.</p>" + _tag("samples", grid(rows, list(kept)))
-    )
+    note = "Last evaluations, the same examples and seeds. Under each image: the target text and the text OCR read."
+    return section("Samples", image_tag("samples", grid(rows, list(kept))), note)
 
 
 def _kept_images(run: RunRecord) -> dict[tuple[int, int], tuple[Image.Image, str]]:
-    """Images of the last evaluation that the run kept, by example and index, with the target text and the OCR text."""
+    """Kept images of the last evaluation by example and index, with the target text and the OCR text."""
     last = run.by_kind["eval"][-1]
     files = sorted((run.path / "evaluations" / f"step-{last['step']:06d}").glob("*.png"))
     found: dict[tuple[int, int], tuple[Image.Image, str]] = {}
@@ -304,25 +290,13 @@ def _kept_images(run: RunRecord) -> dict[tuple[int, int], tuple[Image.Image, str
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
-    """Keys of the run files that are not the same in all of them."""
+    """Keys whose values differ between the run files."""
     configs = [{k: v for k, v in run.config.items() if k not in _OF_ITS_OWN} for run in runs]
     keys = dict.fromkeys(key for config in configs[1:] for key in differing(configs[0], config))
     if not keys:
-        return "<h2>Run files</h2><p>They are the same.</p>"
-    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    lines = [
-        f"<tr><td>{html.escape(key)}</td>"
-        + "".join(f"<td>{html.escape(str(_at(config, key)))}</td>" for config in configs)
-        + "</tr>"
-        for key in keys
-    ]
-    return f"<h2>Run files: keys that differ</h2><table><tr><th></th>{head}</tr>{''.join(lines)}</table>"
-
-
-def _tag(name: str, image: Image.Image) -> str:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return image_tag(name, stream.getvalue())
+        return section("Run files", "<p>They are the same.</p>")
+    lines = ([key, *(_at(config, key) for config in configs)] for key in keys)
+    return section("Run files: keys that differ", table(["", *(run.name for run in runs)], lines))
 
 
 def _flat(node: Any, key: str = "") -> Record:

@@ -1,8 +1,8 @@
-"""What a step computes: forwards of the network, images, FLOPs, memory. Counted where it happens, not derived.
+"""The computation of a step: network forwards, images, FLOPs and memory, counted by a hook on the network.
 
-A forward-equivalent is one row through the network once. A backward counts as two where every weight is trained and as
-one where the network is frozen (LoRA, adapters), whose weights get no gradient; recomputation (gradient checkpointing)
-as one more. Classifier-free guidance shows as the rows that it doubles.
+A forward-equivalent is one sample through the network once. A backward counts as two if every weight is trained, as one
+if the network is frozen (LoRA, adapters), plus one for recomputation (gradient checkpointing). Classifier-free guidance
+doubles the samples.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ COUNTED = ("rollout", "train_forward", "train_backward", "eval")
 """Parts of a step in which the network computes."""
 
 PEAKS: Mapping[str, float] = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense bf16 FLOP/s on paper, by what the name of a GPU contains (data sheets of the maker; SXM variants)."""
+"""Dense bf16 FLOP/s by a part of the GPU's name, from NVIDIA's data sheets (SXM variants)."""
 
 
 class Costs:
-    """Counts the forwards of one network by the part of a step that asked for them.
+    """Counts the forwards of a network by part of the step.
 
     Args:
-        clock: says which part that is.
-        frozen: whether only adapters are trained.
-        recomputes: whether a backward repeats the forward.
+        clock: stopwatch with the current part.
+        frozen: only adapters are trained.
+        recomputes: a backward repeats the forward.
     """
 
     def __init__(self, network: nn.Module, clock: Stopwatch, *, frozen: bool, recomputes: bool) -> None:
@@ -45,11 +45,11 @@ class Costs:
         self._hook = network.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def split(self, seconds: float) -> dict[str, float]:
-        """Since the last split: `nfe_PART` of every part that computed, images and images a second, and on a GPU the
-        peak of its memory and the share of its peak FLOP/s; starts anew. Of this process.
+        """Counts of this process since the last split: `nfe_PART` of each part, images, images per second and, on a
+        GPU, peak memory, TFLOP/s and the share of the GPU's peak FLOP/s; resets them.
 
         Args:
-            seconds: since the last split.
+            seconds: time since the last split.
         """
         found = {f"nfe_{part}": float(self._rows[part]) for part in COUNTED if self._rows[part]}
         found |= {"images": float(self.images), "images_per_s": self.images / seconds} if self.images else {}
@@ -73,7 +73,7 @@ class Costs:
         self._rows[part] += rows
         if trains:
             self._rows["train_backward"] += self._backward * rows
-        if self.peak is not None:  # recomputation is no use of the model, and not counted
+        if self.peak is not None:  # model FLOPs exclude recomputation
             self._flops += rows * self._flops_once(args, kwargs) * (1 + self._model_backward * trains)
 
     def _flops_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -84,20 +84,20 @@ class Costs:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The latents of a forward of a diffusers network [B, ...]."""
+    """The latents in the arguments of a diffusers network [B, ...]."""
     return args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "sample"]
 
 
 def forward_flops(network: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """FLOPs of one row of a forward with these arguments (a multiplication and an addition are two), counted on a
-    network of the same configuration without weights or data. Adapters are left out."""
+    """FLOPs of a forward of one sample with these arguments (a multiply-add is two), counted on the meta
+    device, without adapters."""
     import torch
     from torch.utils._pytree import tree_map_only
     from torch.utils.flop_counter import FlopCounterMode
 
     kind = next(c for c in type(network).__mro__ if c.__module__.startswith("diffusers."))  # not a sharded one
     config = dict(network.config)
-    if config.get("encoder_hid_dim_type") == "ip_image_proj":  # how diffusers marks a UNet that has a style adapter
+    if config.get("encoder_hid_dim_type") == "ip_image_proj":  # diffusers sets it on a UNet with a style adapter
         config["encoder_hid_dim_type"] = None
     with torch.device("meta"):
         bare: Any = kind.from_config(config)  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def forward_flops(network: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def peak_flops(network: Any) -> float | None:
-    """Of the device that a network is on; None where it is not known."""
+    """Peak FLOP/s of the network's device; None if unknown."""
     import torch
 
     device = next(network.parameters()).device
@@ -125,7 +125,7 @@ def peak_flops(network: Any) -> float | None:
 
 
 def peak_memory() -> dict[str, float]:
-    """`peak_memory_gib` that tensors took on the GPU since it was last asked; nothing without one."""
+    """`peak_memory_gib` of tensors on the GPU since the last call; empty without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Picture grids: rows of examples, columns of what was made of them, labels in words."""
+"""Image grids: one row per example, one column per variant, with labels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from PIL import Image, ImageDraw, ImageFont
 _NO_CHARACTER = "\uffff"
 _GAP = 6
 _LABEL = 15
-_MIN_SIDE = 96  # small pictures are enlarged to this height, nearest neighbour, to be seen at all
+_MIN_SIDE = 96  # smaller images are enlarged to this height by nearest neighbour
 _MAX_SIDE = 320
 
 
 def grid(
     rows: Sequence[Sequence[tuple[NDArray[np.uint8] | Image.Image, str]]], header: Sequence[str] = ()
 ) -> Image.Image:
-    """A picture of `rows` of (image, label), all images of one size after scaling to a readable one.
+    """An image of `rows` of (image, label), scaled to a readable size.
 
     Args:
         header: a title for each column.
     """
-    images = [[_picture(image) for image, _ in row] for row in rows]
+    images = [[_readable(image) for image, _ in row] for row in rows]
     if not images or not images[0]:
-        raise ValueError("a grid needs at least one picture")
+        raise ValueError("a grid needs at least one image")
     width = max(image.width for row in images for image in row)
     height = max(image.height for row in images for image in row)
     columns = max(len(row) for row in images)
@@ -45,19 +45,18 @@ def grid(
     return sheet
 
 
-def _picture(image: NDArray[np.uint8] | Image.Image) -> Image.Image:
-    picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-    picture = picture.convert("RGB")
-    if picture.height < _MIN_SIDE:
-        factor = -(-_MIN_SIDE // picture.height)
-        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    if max(picture.size) > _MAX_SIDE:
-        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
-    return picture
+def _readable(image: NDArray[np.uint8] | Image.Image) -> Image.Image:
+    shown = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert("RGB")
+    if shown.height < _MIN_SIDE:
+        factor = -(-_MIN_SIDE // shown.height)
+        return shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST)
+    if max(shown.size) > _MAX_SIDE:
+        shown.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    return shown
 
 
 def _clip(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """One line no wider than `width`; "?" for characters that the font does not have (OCR finds Chinese in noise)."""
+    """The text cut to `width` pixels, with "?" for characters that the font lacks (OCR reads Chinese in noise)."""
     unknown = _shape(_NO_CHARACTER, font)
     text = "".join("?" if _shape(c, font) == unknown else c for c in " ".join(text.split()))
     if font.getlength(text) <= width:

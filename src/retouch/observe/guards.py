@@ -1,7 +1,7 @@
-"""Is a reward learnt, or its scorer deceived? Statistics of pictures, and alarms on them.
+"""Alarms on reward hacking and training that stands still, from statistics of images, rewards and KL.
 
-An alarm is a function of numbers that says in one sentence what is wrong, or nothing. Over-optimised rewards show in
-pictures that become glaring, sharp, empty or all alike, in a KL that jumps, and in a reward that training never saw.
+An alarm is a sentence on what is wrong. Over-optimised rewards show in images that become saturated, sharp, empty or
+all alike, in a KL that jumps, and in a gold reward (one of weight 0, not trained on) that falls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 """Measures of one image of an evaluation by name."""
 
 PREFIX = "picture."
-"""Of the measures of this module."""
+"""Prefix of the image statistics in rows and records; run directories of all versions have it."""
 
 _THUMBNAIL = 16
 _JPEG_QUALITY = 90
@@ -30,23 +30,23 @@ _JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Alarm:
-    """What is wrong, in a sentence; `of_gold`: a reward that is never trained on says so."""
+    """A sentence on what is wrong; `of_gold`: a gold reward fell."""
 
     text: str
     of_gold: bool = False
 
 
 def region_of(image: Pixels, mask: Pixels | None) -> Pixels:
-    """What was generated of a picture: the box of its mask; all of it without one."""
+    """The generated part of an image: the box of its mask, or all of it without a mask."""
     if mask is None or not (mask >= MASK_THRESHOLD).any():
         return image
     left, top, right, bottom = mask_box(mask)
     return image[top:bottom, left:right]
 
 
-def picture_statistics(image: Pixels) -> dict[str, float]:
-    """Of [H, W, 3] uint8: `saturation` (mean of HSV's, in [0, 1]), `sharpness` (mean |Laplacian| of the luminance, in
-    [0, 4]) and `jpeg_bits` (a pixel, as JPEG of quality 90)."""
+def image_statistics(image: Pixels) -> dict[str, float]:
+    """Statistics of [H, W, 3] uint8: `saturation` (mean of HSV's, in [0, 1]), `sharpness` (mean |Laplacian| of the
+    luminance, in [0, 4]) and `jpeg_bits` (bits per pixel as JPEG of quality 90)."""
     values = image.astype(np.float32)
     high, low = values.max(-1), values.min(-1)
     saturation = np.where(high > 0, (high - low) / np.maximum(high, 1), 0).mean()
@@ -62,8 +62,8 @@ def picture_statistics(image: Pixels) -> dict[str, float]:
 
 
 def nearest_distances(images: Sequence[Pixels]) -> list[float]:
-    """For each of two or more pictures the mean |difference|, in [0, 1], of its thumbnail to that of the nearest other:
-    0 is a duplicate."""
+    """For each of two or more images, the mean |difference| in [0, 1] between its thumbnail and the most similar other
+    one; 0 is a duplicate."""
     small = [
         np.asarray(Image.fromarray(one).resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX), np.float32).ravel()
         / 255
@@ -79,7 +79,7 @@ def nearest_distances(images: Sequence[Pixels]) -> list[float]:
 
 
 def score_of(row: Row, weights: dict[str, float]) -> float | None:
-    """Weighted sum of an image's rewards; None where one of them failed."""
+    """Weighted sum of an image's rewards; None if one of them failed."""
     values = [row.get(name) for name in weights]
     if any(value is None for value in values):
         return None
@@ -87,11 +87,11 @@ def score_of(row: Row, weights: dict[str, float]) -> float | None:
 
 
 def gold_falls(before: Sequence[Row], now: Sequence[Row], weights: dict[str, float], gold: str) -> str | None:
-    """The alarm on a proxy that rises while gold falls, both by more than the 95 % interval of the paired difference.
+    """The alarm for trained rewards that rise while `gold` falls; both 95 % intervals of the difference exclude 0.
 
     Args:
-        before: rows of the evaluation in which gold was best; of the same images as `now`.
-        weights: of the rewards that are trained on.
+        before: the evaluation with the highest gold reward, of the same images as `now`.
+        weights: weights of the trained rewards.
     """
     pairs = [
         (score_of(b, weights), score_of(a, weights), b.get(gold), a.get(gold))
@@ -105,40 +105,40 @@ def gold_falls(before: Sequence[Row], now: Sequence[Row], weights: dict[str, flo
     fall = paired_difference([p[3] for p in sound], [p[2] for p in sound])
     if rise[1] > 0 and fall[2] < 0:
         return (
-            f"the rewards that are trained on rose by {rise[0]:.3g}, and {gold}, which is not, fell by {-fall[0]:.3g}: "
-            "the run may have learnt to please its scorers"
+            f"the trained rewards rose by {rise[0]:.3g}, but {gold}, which is not trained on, fell by {-fall[0]:.3g}: "
+            "this may be reward hacking"
         )
     return None
 
 
 def statistic_drifts(name: str, before: float, now: float, factor: float = 2.0) -> str | None:
-    """The alarm on a statistic of the pictures that is `factor` times what it was, or less than 1 / `factor`."""
+    """The alarm for an image statistic that grew or shrank by more than `factor`."""
     if before > 0 and not before / factor <= now <= before * factor:
-        return f"{name.removeprefix(PREFIX)} of the pictures was {before:.3g} and is {now:.3g}"
+        return f"{name.removeprefix(PREFIX)} of the images was {before:.3g} and is {now:.3g}"
     return None
 
 
-def pictures_collapse(before: float, now: float, factor: float = 2.0) -> str | None:
-    """The alarm on pictures that come ever nearer to each other.
+def images_collapse(before: float, now: float, factor: float = 2.0) -> str | None:
+    """The alarm for images that become alike.
 
     Args:
         before, now: means of `nearest_distances`.
     """
     if now < before / factor:
-        return f"pictures become alike: the distance to the nearest other was {before:.3g} and is {now:.3g}"
+        return f"images become alike: the mean distance to the most similar other one was {before:.3g} and is {now:.3g}"
     return None
 
 
 class KlWatch:
-    """The alarm on a KL whose newest `window` steps have over `factor` times the mean of the `window` before them; once
-    for each jump. A run that resumes shows it the steps before again, and it stands where it stood."""
+    """The alarm for a KL whose mean over the newest `window` steps exceeds `factor` times that of the `window` before;
+    once per jump. A resumed run replays the earlier steps."""
 
     def __init__(self, window: int = 5, factor: float = 10.0) -> None:
         self._window, self._factor = window, factor
         self._recent: list[float] = []
 
     def see(self, value: float | None) -> str | None:
-        """The KL of one more step -> the alarm. None and NaN (of a step that overflowed) say nothing."""
+        """Add the KL of a step -> the alarm. None and NaN (a step that overflowed) are ignored."""
         if value is None or not math.isfinite(value):
             return None
         size = self._window
@@ -153,30 +153,30 @@ class KlWatch:
 
 
 class IdleWatch:
-    """The alarm on `limit` steps in a row that had nothing to learn from; once until one has."""
+    """The alarm for `limit` consecutive skipped steps; once until a step is not skipped."""
 
     def __init__(self, limit: int = 10) -> None:
         self._limit, self._idle = limit, 0
 
     def see(self, idle: float | None) -> str | None:
-        """Whether one more step had nothing to learn from; None: it had -> the alarm."""
+        """Add whether a step was skipped (None: no) -> the alarm."""
         self._idle = self._idle + 1 if idle else 0
         if self._idle != self._limit:
             return None
         return (
-            f"{self._limit} steps in a row had nothing to learn from: within every group all rewards were the same, or "
-            "failed; look at the rewards, and at pictures that they were given to"
+            f"{self._limit} steps in a row had zero reward variance in every group, or failed rewards; check the "
+            "rewards and the sampled images"
         )
 
 
 class StepWatch:
-    """The alarms on optimizer steps."""
+    """The alarms of optimizer steps."""
 
     def __init__(self) -> None:
         self._kl, self._idle = KlWatch(), IdleWatch()
 
     def see(self, values: Mapping[str, Any]) -> list[str]:
-        """What was logged of one more step -> alarms."""
+        """Add the record of a step -> alarms."""
         found = (self._kl.see(values.get("kl")), self._idle.see(values.get("skipped")))
         return [alarm for alarm in found if alarm is not None]
 
@@ -184,7 +184,7 @@ class StepWatch:
 def score_drifts(
     name: str, before: Sequence[float | None], now: Sequence[float | None], tolerance: float
 ) -> str | None:
-    """The alarm on a scorer that gives the same pictures other scores than when the run began.
+    """The alarm for a scorer whose scores of the same images changed since the run began.
 
     Args:
         tolerance: absolute up to scores of 1, relative above.
@@ -192,17 +192,17 @@ def score_drifts(
     pairs = [(a, b) for a, b in zip(before, now, strict=True) if a is not None and b is not None]
     apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
     if apart > tolerance:
-        return f"{name} scores the same pictures by {apart:.3g} otherwise than when the run began"
+        return f"{name}: its scores of the same images changed by {apart:.3g} since the run began"
     return None
 
 
 def evaluation_alarms(
     earlier: Sequence[Sequence[Row]], now: Sequence[Row], weights: dict[str, float], gold: Sequence[str]
 ) -> list[Alarm]:
-    """Every alarm on an evaluation.
+    """The alarms of an evaluation.
 
     Args:
-        earlier: rows of the evaluations before it, oldest first; statistics are compared with the first.
+        earlier: rows of the evaluations before, oldest first; statistics are compared with the first.
     """
     if not earlier:
         return []
@@ -212,12 +212,12 @@ def evaluation_alarms(
     for name in ("saturation", "sharpness", "jpeg_bits"):
         key = PREFIX + name
         found.append(statistic_drifts(key, _mean(earlier[0], key), _mean(now, key)))
-    found.append(pictures_collapse(_mean(earlier[0], f"{PREFIX}nearest"), _mean(now, f"{PREFIX}nearest")))
+    found.append(images_collapse(_mean(earlier[0], f"{PREFIX}nearest"), _mean(now, f"{PREFIX}nearest")))
     alarms = [Alarm(text, of_gold=True) for text in of_gold if text is not None]
     return alarms + [Alarm(text) for text in found if text is not None]
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
-    """Over the images that have it; -inf, which no comparison alarms at, without one."""
+    """Mean over the images that have the measure; -inf, which raises no alarm, if none has."""
     values = [float(row[name]) for row in rows if row.get(name) is not None]
     return float(np.mean(values)) if values else -np.inf

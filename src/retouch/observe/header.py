@@ -1,4 +1,4 @@
-"""What a run amounts to, in two sentences at the top of its log; `retouch check` prints every number."""
+"""Two sentences at the top of a run's log; `retouch check` prints every number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Bytes that a computation holds while it runs: of every storage that an operation made and nobody has let go of yet.
+"""Bytes of the tensors that a computation holds while it runs.
 
-It counts tensors with data and without (torch's fake ones) alike, so that what a network of any size would take can be
-counted where it does not fit.
+Fake tensors count like real ones, so that the memory of a network that does not fit can be counted.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, what operations make is counted; what was there before is not.
+    """Counts the storages that operations create inside the context, until they are freed.
 
     Attributes:
-        now: bytes that are alive.
-        peak: the most that was alive at a time. Scratch memory inside a kernel does not show.
+        now: bytes alive.
+        peak: maximum of `now`. Scratch memory inside a kernel is not counted.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def add(self, count: int) -> None:
-        """As if `count` bytes had come and gone at this moment."""
+        """Count `count` bytes that are alive for this moment only."""
         self.peak = max(self.peak, self.now + count)
 
     def __torch_dispatch__(

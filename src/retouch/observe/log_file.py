@@ -9,9 +9,8 @@ _NAME = "retouch"
 
 
 class LogFile:
-    """Appends the records of the logger `retouch` to a file, from INFO on even where the program that imports retouch
-    has set another level. Its other output stays as it was: handlers that are attached already receive no more
-    records, and where there are none, warnings still go to standard error."""
+    """Appends the records of the logger `retouch` from INFO on to a file, at any level of the program. Other handlers
+    receive the same records as before; without any, warnings still go to standard error."""
 
     def __init__(self, path: Path) -> None:
         self._logger = logging.getLogger(_NAME)
@@ -21,7 +20,7 @@ class LogFile:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._others = _handlers(self._logger)
         self._added: list[logging.Handler] = [file]
-        if not self._others and logging.lastResort is not None:  # which Python uses only where there is no handler
+        if not self._others and logging.lastResort is not None:  # Python uses it only without other handlers
             self._others = [logging.lastResort]
             self._added += self._others
         for handler in self._added:
@@ -42,11 +41,11 @@ class LogFile:
         self._added[0].close()
 
     def _passes(self, record: logging.LogRecord) -> bool:
-        """Whether the other handlers would have received a record without the lower level."""
+        """Whether the other handlers would receive the record at the original level."""
         return record.levelno >= self._threshold or record.name.partition(".")[0] != _NAME
 
 
 def _handlers(logger: logging.Logger) -> list[logging.Handler]:
-    """Those that the records of a logger reach."""
+    """The handlers of a logger and its parents."""
     above = _handlers(logger.parent) if logger.propagate and logger.parent is not None else []
     return [*logger.handlers, *above]

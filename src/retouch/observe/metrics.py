@@ -1,8 +1,7 @@
 """Metrics with declared reductions.
 
-Losses return tensors; they are collected without waiting for the device, and reduced once an optimizer step over
-micro-batches and ranks. How a metric is reduced stands with its name here, so that one cannot be averaged that is a
-maximum.
+Losses return tensors, which are collected without a device sync and reduced once per optimizer step over micro-batches
+and ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 class Metrics:
-    """Values of one optimizer step. Means are weighted by the rows that counted."""
+    """Metrics of one optimizer step. Means are weighted by the number of samples that counted."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
 
     def add(self, values: Mapping[str, Tensor], weight: Tensor | float) -> None:
-        """Collect the metrics of a micro-batch of `weight` rows.
+        """Collect the metrics of a micro-batch of `weight` samples.
 
         Raises:
             KeyError: a metric whose reduction is not declared.
@@ -57,7 +56,7 @@ class Metrics:
             self._values[name].append((value.detach().float(), weight))
 
     def reduce(self, engine: Engine) -> dict[str, float]:
-        """One number a metric over micro-batches and ranks; empties the collection. The same names on every rank."""
+        """Reduce each metric over micro-batches and ranks to a number; resets. Every rank needs the same names."""
         import torch
 
         result: dict[str, float] = {}

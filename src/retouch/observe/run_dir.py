@@ -1,11 +1,10 @@
-"""The directory of a run and the files that are appended to while it runs.
+"""The run directory and the files that a run appends to.
 
     RUN/config.yaml  [config-000040.yaml]  [attempt-1/]  .lock
     RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  [wandb/]  [run_id]  images/step-000040/  checkpoints/
 
-metrics.jsonl has one JSON object a line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings, and
-what else a step cost the first process, stand under "time" and in no other key, so that two runs can be compared with
-them left out.
+metrics.jsonl has one JSON object per line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings and
+costs of the first process are under "time" alone, so that runs can be compared without them.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ PACKAGES = (
 
 
 _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
-"""What a run that begins anew would mix its own with; the last is what a directory is taken for a run by."""
+"""Files that are moved aside when a run starts again; the last one marks a directory as a run."""
 
 
 _ENDS = ("finished", "stopped")
-"""Events that a run ends with, unless it fails."""
+"""Events that end a run which did not fail."""
 
 
 class RunDir:
-    """Opens a run directory for writing; every method is silent on ranks other than the main one."""
+    """A run directory opened for writing. Methods do nothing except on the first process."""
 
     def __init__(self, config: RunConfig, *, main: bool = True) -> None:
         self.path = Path(config.logging.dir).expanduser() / config.name
@@ -77,15 +76,14 @@ class RunDir:
         return self.path / "checkpoints"
 
     def open(self, resume_step: int | None) -> None:
-        """Create or continue.
+        """Create the directory, or continue in it.
 
         Args:
-            resume_step: step of the checkpoint to go on from; lines of later steps are dropped from metrics.jsonl, they
-                will come again. None starts anew; what an attempt without any checkpoint left is put aside where
-                `resume` is "auto".
+            resume_step: step of the checkpoint to resume from; later records are dropped from metrics.jsonl. None
+                starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved aside.
 
         Raises:
-            ConfigError: starting where a run already is, or where another process writes.
+            ConfigError: a new run where one exists, or another process writes here.
         """
         if not self.main:
             return
@@ -103,52 +101,40 @@ class RunDir:
         self._metrics = metrics.open("a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
         if aside is not None:
-            logger.warning("no checkpoint to go on from: the run begins anew, and what there was is in %s", aside)
+            logger.warning("no checkpoint to resume from: starting again; earlier files were moved to %s", aside)
         self._sinks = open_sinks(self.config, self.path, resume_step)
 
     def _finished_at(self, step: int) -> bool:
-        """Whether the run ended at the step that it is opened at again, and has no more to take."""
+        """Whether the run finished at this step, and has no more steps."""
         finished = any(
             (r["step"], r.get("event")) == (step, "finished") for r in read_metrics(self.path / "metrics.jsonl")
         )
         return finished and step >= self.config.training.max_steps
 
     def lock(self) -> None:
-        """Let no other process write here until this run is closed, or dead; from before the choice of a checkpoint.
+        """Lock the directory until `close`, before a checkpoint is chosen.
 
         Raises:
-            ConfigError: another one does.
+            ConfigError: another process writes here.
         """
         if self.main:
             self._lock.take()
 
     def require_free(self) -> None:
-        """Refuse to go on where another process writes.
-
-        Raises:
-            ConfigError: it does.
-        """
+        """Raises ConfigError if another process writes here."""
         if self.main:
             self._lock.require_free()
 
     def require_sinks(self) -> None:
-        """Refuse services that cannot be written to.
-
-        Raises:
-            ConfigError: one cannot.
-        """
+        """Raises ConfigError if a service of `logging.sinks` cannot be used."""
         if self.main:
             require_sinks(self.config)
 
     def require_new(self) -> None:
-        """Refuse to start where a run already is.
-
-        Raises:
-            ConfigError: it is.
-        """
+        """Raises ConfigError if there is a run already."""
         if self.main and self.holds_run():
             raise ConfigError(
-                f"{self.path} already holds a run; continue it with resume=auto, choose another name=..., or delete it"
+                f"{self.path} already holds a run; continue it with resume=auto, set another name=..., or delete it"
             )
 
     def holds_run(self) -> bool:
@@ -157,8 +143,8 @@ class RunDir:
         return metrics.exists() and metrics.stat().st_size > 0
 
     def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
-        """Append one line, and send its numbers to the sinks under `kind/`. In the line NaN and infinity (the gradient
-        norm of an fp16 overflow) are null: JSON has no word for them."""
+        """Append a record, and send its numbers to the sinks as `KIND/NAME`. NaN and infinity (the gradient norm of an
+        fp16 overflow) become null, as JSON requires."""
         if not self.main:
             return
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
@@ -176,17 +162,13 @@ class RunDir:
             sink.numbers(numbers, step)
 
     def bar(self, clock: Stopwatch, phase: Callable[[], str], step: int) -> TrainingBar:
-        """The progress bar of this run, which sees every record from now on.
-
-        Args:
-            clock, phase, step: as of `TrainingBar`.
-        """
+        """The progress bar of this run, which follows the records from now on; arguments of `TrainingBar`."""
         bar = TrainingBar(self.config, clock, phase, step, main=self.main)
         self._watchers = [StepLog(self.config.training.max_steps, in_bar=bar.shown), bar]
         return bar
 
     def alarm(self, step: int, text: str) -> None:
-        """A warning that stays with the run."""
+        """Log a warning and record it."""
         logger.warning("alarm: %s", text)
         self.log("event", step, {"event": "alarm", "alarm": text})
 
@@ -198,11 +180,10 @@ class RunDir:
         folder.mkdir(parents=True, exist_ok=True)
         image.save(folder / f"{name}.png")
         for sink in self._sinks:
-            sink.picture(name, image, step)
+            sink.image(name, image, step)
 
     def close(self) -> None:
-        """End what is written to, all of it, whatever of it fails. A run that neither finished nor stopped on purpose
-        has failed."""
+        """Close files and sinks, even if one of them fails. A run without an event of `_ENDS` counts as failed."""
         metrics, self._metrics = self._metrics, None
         sinks, self._sinks = self._sinks, []
         log_file, self._log_file = self._log_file, None
@@ -217,12 +198,12 @@ class RunDir:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a line cut off by a kill is left out."""
+    """The records of a metrics.jsonl; a truncated line is skipped."""
     return list(_records(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine: what somebody needs to repeat the run."""
+    """Versions and machine, to repeat the run."""
     import torch
 
     versions: dict[str, str] = {}
@@ -259,7 +240,7 @@ def _truncate(metrics: Path, step: int) -> None:
 
 
 def _put_aside(run: Path) -> Path:
-    """Move what an attempt left to a folder of its own in the run directory."""
+    """Move the files of an attempt to a folder in the run directory."""
     places = (run / f"attempt-{number}" for number in itertools.count(1))
     aside = next(place for place in places if not place.exists())
     aside.mkdir()
@@ -270,8 +251,8 @@ def _put_aside(run: Path) -> Path:
 
 
 def _keep_config(run: Path, step: int, now: str) -> None:
-    """The run file that held up to a step, as config-000040.yaml, where the one of today differs. Of legs beyond the
-    step nothing is left, as of their metrics."""
+    """Keep the run file that was in use up to a step as config-000040.yaml if the present one differs. Run files of
+    dropped steps are deleted."""
     ends = {leg: leg.stem.partition("-")[2] for leg in sorted(run.glob("config-*.yaml"))}
     beyond = [leg for leg, end in ends.items() if end.isdecimal() and int(end) >= step]
     held = beyond[0] if beyond else run / "config.yaml"

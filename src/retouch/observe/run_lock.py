@@ -5,77 +5,62 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
-from retouch.config import ConfigError
+from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from retouch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """`flock` on RUN/.lock, which holds the number of the process that has it. The kernel lets go of it when that dies,
-    however it does."""
+    """A lock on RUN/.lock, which holds the pid of its process. The kernel releases it when that process dies."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._file: Any = None
+        self._place = run / ".lock"
+        self._lock = FileLock(self._place, blocking=False, thread_local=False, fallback_to_soft=False)
 
     def take(self) -> None:
-        """Hold it until `release`; nothing where it is held here already, or on a system without `flock`. A file system
-        without locks is warned about.
+        """Hold the lock until `release`. A file system without locks is warned about.
 
         Raises:
-            ConfigError: another process has it.
+            ConfigError: another process holds it.
         """
-        if self._file is not None or fcntl is None:
+        if self._lock.is_locked:
             return
         self._run.mkdir(parents=True, exist_ok=True)
-        file = (self._run / ".lock").open("a+", encoding="utf-8")
+        self._place.touch()  # a full or read-only disk is an error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._taken(file) from None
+            self._lock.acquire()
+        except Timeout:
+            raise self._taken() from None
         except OSError as error:
-            file.close()
-            logger.warning("%s cannot be locked (%s): see to it that no other process writes there", self._run, error)
+            logger.warning("%s cannot be locked (%s); make sure that no other process writes there", self._run, error)
             return
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        self._file = file
+        self._place.write_text(f"{os.getpid()}\n", encoding="utf-8")
 
     def require_free(self) -> None:
-        """Before minutes go into loading a model; takes nothing and makes no file.
+        """Check before a model is loaded; takes nothing and creates no file.
 
         Raises:
-            ConfigError: another process has it.
+            ConfigError: another process holds it.
         """
-        place = self._run / ".lock"
-        if self._file is not None or fcntl is None or not place.exists():
+        if self._lock.is_locked or not os.access(self._place, os.W_OK):
             return
-        with place.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._taken(file) from None
-            except OSError:
-                return
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise self._taken() from None
+        except OSError:
+            return
+        self._lock.release()
 
     def release(self) -> None:
-        if self._file is not None and fcntl is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # also of copies that a child has inherited
-            self._file.close()
-            self._file = None
+        self._lock.release()
 
-    def _taken(self, file: Any) -> ConfigError:
-        with file:
-            file.seek(0)
-            number = file.read().strip() or "unknown"
+    def _taken(self) -> ConfigError:
+        number = self._place.read_text(encoding="utf-8").strip() or "unknown"
         return ConfigError(
-            f"another process (pid {number}) is writing to {self._run}; wait for it, or choose another name=..."
+            f"another process (pid {number}) is writing to {self._run}; wait for it, or set another name=..."
         )

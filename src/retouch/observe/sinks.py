@@ -1,11 +1,11 @@
-"""Where a run's numbers and pictures go besides metrics.jsonl: TensorBoard, wandb, trackio.
+"""TensorBoard, wandb and trackio, which receive the numbers and images of a run besides metrics.jsonl.
 
-All are given the same names: `train/loss`, `eval/ocr`, `time/step`, and a grid by what it shows. TensorBoard writes
-files of the run directory. The other two are services, which may be slow or away: each is written to by a thread of its
-own, and what goes wrong there is told once and costs the run nothing but what was to be shown.
+All get the same names: `train/loss`, `eval/ocr`, `time/step`, and the names of grids. TensorBoard writes to the run
+directory. wandb and trackio are services that may be slow or unreachable: each has a thread, and a failure is logged
+once and does not affect the run.
 
-A run has one id, `RUN/run_id`, whichever process goes on with it. A resumed run goes on in the same run of the service,
-where the steps after its checkpoint are there a second time: what was sent cannot be taken back.
+A run has one id, `RUN/run_id`, also when it is resumed. A resumed run continues in the same run of the service, which
+then has the steps after the checkpoint twice: sent values cannot be withdrawn.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ logger = logging.getLogger(__name__)
 SERVICES = ("wandb", "trackio")
 
 _WAITING = 10_000
-"""Records that may wait for a service; those beyond are dropped."""
+"""Maximum number of records waiting for a service; more are dropped."""
 
 _UPLOAD_S = 60
-"""What wandb may take at the end to send the rest; afterwards `wandb sync` can."""
+"""Time for wandb to send the rest at the end, in seconds; afterwards `wandb sync` can."""
 
 _CLOSE_S = 150.0
-"""What a service may take at the end of a run: wandb gives up on a server that does not answer after 90 s."""
+"""Time for a service to end, in seconds: wandb gives up on a server that does not answer after 90 s."""
 
 
 class Sink(Protocol):
-    """Takes numbers and pictures by name."""
+    """Receives numbers and images by name."""
 
     def numbers(self, values: Mapping[str, float], step: int) -> None: ...
 
-    def picture(self, name: str, image: Image, step: int) -> None: ...
+    def image(self, name: str, image: Image, step: int) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
 
 def open_sinks(config: RunConfig, folder: Path, resume_step: int | None) -> list[Sink]:
-    """Those that the run file names, each once.
+    """The sinks of `logging.sinks`, each once.
 
     Args:
         folder: the run directory.
-        resume_step: step of the checkpoint that the run goes on from.
+        resume_step: step of the checkpoint that the run resumes from.
     """
     names = dict.fromkeys(config.logging.sinks)
     run_id = _run_id(folder) if any(name in SERVICES for name in names) else ""
@@ -67,39 +67,39 @@ def open_sinks(config: RunConfig, folder: Path, resume_step: int | None) -> list
 
 
 def require_sinks(config: RunConfig) -> None:
-    """Refuse services that cannot be written to here, before minutes go into loading a model.
+    """Check that the services can be used, before a model is loaded.
 
     Raises:
-        ConfigError: a package is missing, or wandb is to send and does not know for whom.
+        ConfigError: a package is missing, or wandb is online without a login.
     """
     for name in SERVICES:
         if name not in config.logging.sinks:
             continue
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name is none: wandb leaves them behind
+        if spec is None or spec.origin is None:  # no origin: a folder of that name, which wandb leaves behind
             raise ConfigError(
-                f'logging.sinks: {name} is not installed: pip install "retouch[{name}]", or take it out of the sinks'
+                f'logging.sinks: {name} is not installed: pip install "retouch[{name}]", or remove it from the sinks'
             )
     if "wandb" in config.logging.sinks:
         require_login()
 
 
 def require_login() -> None:
-    """Refuse wandb where it is to send, and does not know for whom: it would ask at the terminal.
+    """Check the login of wandb if it is online: it would prompt at the terminal.
 
     Raises:
-        ConfigError: no key, or one that cannot be any.
+        ConfigError: no API key, or an invalid one.
     """
     import wandb
     from wandb.errors import AuthenticationError
 
-    quiet = wandb.setup(wandb.Settings(silent=True))  # it would say, and ask its server, who is logged in
+    quiet = wandb.setup(wandb.Settings(silent=True))  # not silent, it would query its server for the user
     if quiet.settings.mode != "online":
         return
     try:
         known = wandb.login(prompt=False, verify=False)
     except AuthenticationError as error:
-        raise ConfigError(f"logging.sinks: wandb refuses the key it was given: {error}; run `wandb login`") from None
+        raise ConfigError(f"logging.sinks: wandb rejects the API key: {error}; run `wandb login`") from None
     if not known:
         raise ConfigError(
             "logging.sinks: wandb has no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
@@ -107,17 +107,17 @@ def require_login() -> None:
 
 
 def _run_id(folder: Path) -> str:
-    """The run's own, made on first use; a run that begins anew has another, as the old one was put aside."""
+    """The id of the run, created on first use."""
     file = folder / "run_id"
     if not file.exists():
         temporary = file.with_suffix(".tmp")
         temporary.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        temporary.replace(file)  # all of it or none: a run without an id of its own would share one with others
+        temporary.replace(file)  # atomic: an empty id would be shared with other runs
     return file.read_text(encoding="utf-8").strip()
 
 
 class TensorBoard:
-    """Event files, of which a resumed run cuts off the steps that come again."""
+    """Event files; a resumed run drops the steps after its checkpoint."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -129,7 +129,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def picture(self, name: str, image: Image, step: int) -> None:
+    def image(self, name: str, image: Image, step: int) -> None:
         import numpy as np
 
         self._writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
@@ -139,11 +139,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of wandb; its own settings come from its environment variables (WANDB_MODE, WANDB_ENTITY, ...).
+    """A run of wandb, configured by its environment variables (WANDB_MODE, WANDB_ENTITY, ...).
 
-    The step is a number like the others, and the axis of all of them: by wandb's own steps, which only rise, it would
-    drop those that a resumed run takes again. A server that cannot be reached leaves the run in `RUN/wandb`, for `wandb
-    sync`, which puts several parts with one id together.
+    The step is logged as a metric and set as the x axis: wandb's own steps only increase, so that it would drop the
+    steps that a resumed run repeats. If the server cannot be reached, the run is kept in `RUN/wandb` for `wandb sync`,
+    which merges parts with one id.
     """
 
     def __init__(self, config: RunConfig, folder: Path, run_id: str) -> None:
@@ -164,8 +164,8 @@ class Wandb:
         }
         try:
             self._run: Any = wandb.init(**options)
-        except Exception as error:  # whatever a server or what lies before it answers
-            wandb.teardown()  # which has the id in use
+        except Exception as error:  # any answer of a server or proxy
+            wandb.teardown()  # it has the id in use
             self._run = wandb.init(**options, mode="offline")
             logger.warning("wandb: %s; the run is kept for `wandb sync` in %s", _line(error), self._run.dir)
         self._run.define_metric("*", step_metric="step")
@@ -175,7 +175,7 @@ class Wandb:
     def numbers(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
 
-    def picture(self, name: str, image: Image, step: int) -> None:
+    def image(self, name: str, image: Image, step: int) -> None:
         self._run.log({name: self._image(image), "step": step})
 
     def close(self, *, failed: bool) -> None:
@@ -183,11 +183,8 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio, on this machine or in the Space that TRACKIO_SPACE_ID names.
-
-    It finds a run by its name, so that the name has the id in it. What it prints stands among the command's output:
-    standard output is one for all threads, and this is not the main one.
-    """
+    """A run of trackio, on this machine or in the Space of TRACKIO_SPACE_ID. Its name contains the run's id, because
+    trackio resumes runs by name."""
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         trackio: Any = importlib.import_module("trackio")
@@ -204,7 +201,7 @@ class Trackio:
     def numbers(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
-    def picture(self, name: str, image: Image, step: int) -> None:
+    def image(self, name: str, image: Image, step: int) -> None:
         self._run.log({name: self._image(image)}, step=step)
 
     def close(self, *, failed: bool) -> None:
@@ -212,11 +209,11 @@ class Trackio:
 
 
 class Beside:
-    """Writes to a service in a thread of its own, which opens it as well; no call waits, and none raises.
+    """Opens a service and writes to it in a thread; no call waits or raises.
 
     Args:
-        name: of the service, for messages.
-        opening: makes what is written to.
+        name: name of the service in messages.
+        opening: opens the service.
     """
 
     def __init__(self, name: str, opening: Callable[[], Sink]) -> None:
@@ -230,8 +227,8 @@ class Beside:
         kept = dict(values)
         self._later(lambda sink: sink.numbers(kept, step))
 
-    def picture(self, name: str, image: Image, step: int) -> None:
-        self._later(lambda sink: sink.picture(name, image, step))
+    def image(self, name: str, image: Image, step: int) -> None:
+        self._later(lambda sink: sink.image(name, image, step))
 
     def close(self, *, failed: bool) -> None:
         self._calls.put(lambda sink: sink.close(failed=failed))
@@ -246,12 +243,12 @@ class Beside:
         if self._calls.qsize() < _WAITING:
             self._calls.put(call)
         else:
-            self._warn(f"takes nothing, with {_WAITING} records waiting for it")
+            self._warn(f"does not respond, with {_WAITING} records waiting")
 
     def _work(self, opening: Callable[[], Sink]) -> None:
         try:
             sink = opening()
-        except Exception as error:  # of a service: anything
+        except Exception as error:  # a service may raise anything
             self._warn(_line(error))
             return
         while (call := self._calls.get()) is not None:
@@ -262,7 +259,7 @@ class Beside:
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
-            logger.warning("%s: %s; training goes on, and metrics.jsonl has everything", self._name, problem)
+            logger.warning("%s: %s; training continues, and metrics.jsonl has every record", self._name, problem)
         self._warned = True
 
 

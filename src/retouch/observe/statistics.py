@@ -1,4 +1,4 @@
-"""Is a difference real? Paired means with their intervals."""
+"""Paired differences with their confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
     (n - 1) of the differences. A single pair has an infinite interval.
 
     Raises:
-        ValueError: nothing to compare, or not pairs.
+        ValueError: no values, or different numbers of them.
     """
     if len(after) != len(before) or not len(after):
         raise ValueError(f"{len(after)} and {len(before)} values are no pairs")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Wall-clock time of a step by part."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ PARTS = (
     "checkpoint",
     "other",
 )
-"""Every name a run may charge time to."""
+"""Names of the parts."""
 
 
 class Stopwatch:
-    """Charges time to named parts; an inner part is not counted in the outer one, and "other" is the rest, so that the
-    parts of a step sum to the step exactly.
+    """Measures the time of named parts. An inner part is not counted in the outer one, and "other" is the rest, so that
+    the parts of a step sum to the step.
 
-    On a GPU a part ends when the device is done with it, not when the program has asked for it: the marks between parts
-    are events in the device's queue, and are read at `split` alone, which is the only place that waits for it.
+    On a GPU the marks between parts are events in the device's queue; only `split` waits for them.
 
     Args:
-        mark: makes a mark of now; None takes the time of the CPU.
-        seconds: between two marks; may wait until both have passed.
+        mark: returns a mark of the current time; None: the CPU's clock.
+        seconds: returns the time between two marks; may wait for both.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class Stopwatch:
 
     @property
     def current(self) -> str:
-        """The part that time is charged to now; other threads may ask."""
+        """The current part; thread-safe."""
         return (self._stack[-1:] or ["other"])[0]
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Charge the block to `name`."""
+        """Measure the block as part `name`."""
         if name not in PARTS:
             raise ValueError(f"no part {name!r}; there are: {', '.join(PARTS)}")
         self._charge()
@@ -63,7 +62,7 @@ class Stopwatch:
             self._stack.pop()
 
     def split(self) -> dict[str, float]:
-        """Seconds by part since the last split, with their sum as "step"; starts anew."""
+        """Seconds by part since the last split, with their sum as "step"; resets."""
         self._charge()
         spent: dict[str, float] = defaultdict(float)
         start = self._start
@@ -78,7 +77,7 @@ class Stopwatch:
 
 
 def stopwatch(device_type: str) -> Stopwatch:
-    """The one for computations on a device."""
+    """A stopwatch for computations on a device."""
     if device_type != "cuda":
         return Stopwatch()
     import torch

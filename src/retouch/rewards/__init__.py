@@ -1,31 +1,36 @@
-"""Rewards: scorers, the server that runs them, the client that asks, and how a run combines them."""
+"""Rewards: scorers, the server that runs them, the client that calls it, and how a run combines them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retouch.registry import Registry
 
-REWARDS: Registry[type] = Registry(
+if TYPE_CHECKING:
+    from retouch.rewards.base import RewardEntry
+
+REWARDS: Registry[type[RewardEntry]] = Registry(
     "reward",
     "retouch.rewards",
     {
-        "aesthetic": "retouch.rewards.sections:AestheticReward",
-        "clip": "retouch.rewards.sections:ClipReward",
-        "completion_quality": "retouch.rewards.sections:CompletionQualityReward",
-        "complex_edit": "retouch.rewards.sections:ComplexEditReward",
-        "fn": "retouch.rewards.sections:FnReward",
-        "hpsv2": "retouch.rewards.sections:HpsV2Reward",
-        "imagereward": "retouch.rewards.sections:ImageRewardReward",
-        "jpeg_size": "retouch.rewards.sections:JpegSizeReward",
-        "mask_composite": "retouch.rewards.sections:MaskCompositeReward",
-        "mmmg": "retouch.rewards.sections:MmmgReward",
-        "ocr": "retouch.rewards.sections:OcrReward",
-        "openai_judge": "retouch.rewards.sections:OpenAIJudgeReward",
-        "pickscore": "retouch.rewards.sections:PickScoreReward",
-        "preservation": "retouch.rewards.sections:PreservationReward",
-        "seam": "retouch.rewards.sections:SeamReward",
-        "style": "retouch.rewards.sections:StyleReward",
-        "think_format": "retouch.rewards.sections:ThinkFormatReward",
-        "vlm": "retouch.rewards.sections:VlmReward",
+        "aesthetic": "retouch.rewards.scorers.imscore:AestheticReward",
+        "clip": "retouch.rewards.scorers.clip:ClipReward",
+        "completion_quality": "retouch.rewards.scorers.completion:CompletionQualityReward",
+        "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditReward",
+        "fn": "retouch.rewards.scorers.fn:FnReward",
+        "hpsv2": "retouch.rewards.scorers.imscore:HpsV2Reward",
+        "imagereward": "retouch.rewards.scorers.imscore:ImageRewardReward",
+        "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeReward",
+        "mask_composite": "retouch.rewards.scorers.mask_composite:MaskCompositeReward",
+        "mmmg": "retouch.rewards.scorers.mmmg:MmmgReward",
+        "ocr": "retouch.rewards.scorers.ocr:OcrReward",
+        "openai_judge": "retouch.rewards.scorers.openai_judge:OpenAIJudgeReward",
+        "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
+        "preservation": "retouch.rewards.scorers.preservation:PreservationReward",
+        "seam": "retouch.rewards.scorers.seam:SeamReward",
+        "style": "retouch.rewards.scorers.style:StyleReward",
+        "think_format": "retouch.rewards.scorers.completion:ThinkFormatReward",
+        "vlm": "retouch.rewards.scorers.vlm:VlmReward",
     },
 )
-"""`scorer` of an entry under `rewards` -> its section of the run file."""
+"""`scorer` of an entry under `rewards` -> its class: options, needs, and the scorer that it makes."""

@@ -1,4 +1,4 @@
-"""Devices of scorers: from the names of a run file (`rewards.NAME.device`) to devices of torch and of a reward server.
+"""Devices and machines of scorers: from `rewards.NAME.device` of a run file to devices of torch and of a reward server.
 
 torch is imported only to count GPUs.
 """
@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+import socket
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retouch.rewards.sections import RewardEntry
+    from retouch.rewards.base import RewardEntry
 
 Devices = tuple[str, ...]
-"""One device for each instance: "cpu", "cuda:N", or ("cuda",) for the GPUs that the run trains on."""
+"""One device per instance: "cpu", "cuda:N", or ("cuda",) for the GPUs that the run trains on."""
 
 CPU: Devices = ("cpu",)
 
 
 def own_device() -> str:
-    """The device that a process without an engine computes on: its GPU under a launcher, else the first, else the
-    CPU."""
+    """Device of a process without an engine: its GPU under a launcher, else the first GPU, else the CPU."""
     count = gpu_count()
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}" if count else "cpu"
 
@@ -38,13 +40,13 @@ def gpu_count() -> int:
 
 
 def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
-    """The devices of an entry that is scored by this process or by a server of the run.
+    """The devices of an entry that is scored in this process or by a server of the run.
 
     Args:
         own: the device that this process trains on.
 
     Raises:
-        ConfigError: a GPU that this machine does not have.
+        ConfigError: the machine lacks the GPU.
     """
     given = [entry.device] if isinstance(entry.device, str) else list(entry.device)
     if given == ["auto"]:
@@ -59,11 +61,7 @@ def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
 
 
 def require(devices: Sequence[str], where: str) -> None:
-    """Check that this machine has the devices, "cpu" or "cuda:N"; `where` begins the message.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise ConfigError if this machine lacks one of the devices, "cpu" or "cuda:N"; `where` begins the message."""
     numbers = [device.removeprefix("cuda:") for device in devices if device != "cpu"]
     count = gpu_count() if numbers else 0
     if not all(number.isdecimal() and int(number) < count for number in numbers):
@@ -72,19 +70,49 @@ def require(devices: Sequence[str], where: str) -> None:
 
 
 def numbered(device: str) -> str:
-    """The device with its number: torch calls the first GPU "cuda", too."""
+    """The device with its number: "cuda" is torch's other name of the first GPU."""
     return "cuda:0" if device == "cuda" else device
 
 
 def instances(devices: Devices, trained_on: Iterable[str]) -> Devices:
-    """One device for each instance of a server.
-
-    Args:
-        trained_on: devices of the processes of its machine.
-    """
+    """One device per instance of a server; `trained_on` are the devices of the training processes of its machine."""
     return tuple(sorted({numbered(device) for device in trained_on})) if devices == ("cuda",) else devices
 
 
 def serve_argument(devices: Sequence[str]) -> str:
     """The devices as `retouch reward serve --devices` takes them."""
     return ",".join(device.removeprefix("cuda:") for device in devices)
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, or a container on one: the processes that share its loopback.
+
+    Cloned machines share a name, and containers share the boot id of their kernel; the pair distinguishes them.
+
+    Attributes:
+        name: name in the network.
+        boot: boot id of the kernel; "" if the system has none.
+    """
+
+    name: str
+    boot: str
+
+    def among(self, machines: Collection[Machine]) -> str:
+        """Suffix of this machine's file names among those of all machines; "" if it is the only one."""
+        if len(machines) == 1:
+            return ""
+        alone = sum(one.name == self.name for one in machines) == 1
+        return f"-{self.name}" if alone or not self.boot else f"-{self.name}-{self.boot[:8]}"
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return Machine(socket.gethostname(), boot)

@@ -1,16 +1,16 @@
-"""Rewards scored in this process, behind the interface of the client. No torch of its own."""
+"""Rewards scored in this process, behind the interface of the client."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from retouch.rewards.protocol import RewardItem, Scorer, score_checked
+from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.types import Outcome
 
 
 class LocalRewards:
-    """Scorers in one worker thread: the rollout goes on while they score."""
+    """Scorers in one worker thread: the rollout continues while they score."""
 
     def __init__(self, scorers: Mapping[str, Scorer], device: str = "cpu") -> None:
         self.scorers = dict(scorers)
@@ -19,26 +19,26 @@ class LocalRewards:
         self._loading = self._worker.submit(self._load)
 
     def submit(self, items: Sequence[RewardItem]) -> Future[dict[str, list[Outcome]]]:
-        """Queue the items -> future of name -> one outcome an item."""
+        """Queue the items -> future of name -> one outcome per item."""
         return self._worker.submit(self._score, list(items))
 
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
         """Wait for loading -> problems.
 
         Raises:
-            Exception: whatever loading a scorer raised; in one process there is nobody to wait for.
+            Exception: whatever loading a scorer raised; waiting would not help.
         """
         try:
             self._loading.result(timeout_s)
         except TimeoutError:
-            if self._loading.done():  # at the last moment; or the scorer's own, which is told
+            if self._loading.done():  # just in time, or the scorer itself raised TimeoutError
                 self._loading.result()
                 return []
             return [f"{', '.join(self.scorers)}: still loading after {timeout_s:.0f} s"]
         return []
 
     def settle(self) -> None:
-        """Wait until loading has ended, well or not."""
+        """Wait until loading has succeeded or failed."""
         wait([self._loading])
 
     def close(self) -> None:
@@ -49,4 +49,4 @@ class LocalRewards:
             scorer.load(self.device)
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
-        return {name: score_checked(scorer, items) for name, scorer in self.scorers.items()}
+        return {name: CheckedScorer(scorer).score(items) for name, scorer in self.scorers.items()}

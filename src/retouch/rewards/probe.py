@@ -1,39 +1,142 @@
-"""What a scorer is worth before a run relies on it: what `retouch reward probe` measures."""
+"""One reward on one image, or on labelled images: `retouch reward score` and `retouch reward probe`."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
-from retouch.config.errors import ConfigError
-from retouch.rewards.protocol import RewardItem
-from retouch.rewards.score_one import item_of
+from retouch.errors import ConfigError
+from retouch.imaging import open_image, read_mask, to_rgb
+from retouch.rewards.addresses import is_local, reward_token
+from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.endpoints import resolve_urls
+from retouch.rewards.devices import numbered, require
+from retouch.rewards.protocol import CheckedScorer, RewardItem
+from retouch.rewards.scorers import make_scorer
 from retouch.types import Failure, Outcome, Score
 
 Ask = Callable[[Sequence[RewardItem]], list[Outcome]]
-"""Scores items, wherever."""
+"""Scores items, in this process or on a server."""
+
+_ANSWER_S = 5.0
+"""Timeout for an address that does not even refuse a connection."""
 
 _LABELLED = {"image", "prompt", "mask", "source", "reference", "text", "label"}
 
 
-def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any]:
-    """Measure a scorer with one picture.
+def score_one(
+    reward: str,
+    image: Path,
+    prompt: str,
+    mask: Path | None,
+    source: Path | None,
+    url: str | None,
+    wait_s: float = 0.0,
+    reference: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+) -> tuple[dict[str, Any], bool]:
+    """Score in this process or on a server -> (the outcome as JSON values, whether it failed).
 
     Args:
-        repeats: times that it is scored alone.
-        batch: variants of it (moved sideways) that are scored alone and then together.
+        wait_s: seconds that a server may take to be ready.
+        options, device: of a scorer of this process.
+
+    Raises:
+        ImageProblem, ConfigError: unusable arguments, or no server.
+    """
+    item = item_of(image, prompt, mask, source, reference)
+    with asking(reward, url, wait_s, options, device) as ask:
+        (outcome,) = ask([item])
+    if isinstance(outcome, Score):
+        return {"value": outcome.value, "detail": dict(outcome.detail)}, False
+    return {"error": {"code": outcome.code, "message": outcome.message, "retryable": outcome.retryable}}, True
+
+
+def item_of(
+    image: Path, prompt: str, mask: Path | None = None, source: Path | None = None, reference: Path | None = None
+) -> RewardItem:
+    """An item from files.
+
+    Raises:
+        ImageProblem: an unusable image or mask.
+    """
+    return RewardItem(
+        id=0,
+        prompt=prompt,
+        image=np.asarray(to_rgb(open_image(image))),
+        mask=np.asarray(read_mask(open_image(mask), str(mask))[0]) if mask else None,
+        source=np.asarray(to_rgb(open_image(source))) if source else None,
+        reference=np.asarray(to_rgb(open_image(reference))) if reference else None,
+    )
+
+
+@contextmanager
+def asking(
+    reward: str, url: str | None, wait_s: float, options: Mapping[str, Any] | None = None, device: str = "cpu"
+) -> Iterator[Ask]:
+    """A function that scores items by a reward, loaded in this process or on a server.
+
+    Args:
+        options: of the scorer; `scorer` is its name if `reward` is another.
+        device: of the scorer, as torch names it.
+
+    Raises:
+        ConfigError: no such scorer, option or server.
+    """
+    if url is None:
+        given = dict(options or {})
+        scorer = make_scorer(str(given.pop("scorer", reward)), given)
+        require([numbered(device)], f"--device: given {device!r}")
+        scorer.load(device)
+        yield CheckedScorer(scorer).score
+        return
+    if options or device != "cpu":
+        given = "--options" if options else "--device"
+        raise ConfigError(f"{given}: given beside --url, but the server has its own; start it with them, or drop --url")
+    urls = resolve_urls(url, reward)
+    with RewardClient(urls, [reward], token=reward_token()) as client:
+        problems = client.wait_ready(wait_s, every_server=False) if wait_s else _silent(urls)
+        if problems:
+            raise ConfigError(
+                f"--url: {'; '.join(problems)}; start a server with `retouch reward serve {reward}`, or give --wait "
+                "SECONDS for one that is starting"
+            )
+        yield lambda items: client.score(items)[reward]
+
+
+def _silent(urls: Sequence[str]) -> list[str]:
+    """Problems of the servers if none of them answers at all; each is tried once."""
+    problems: list[str] = []
+    for url in urls:
+        try:
+            httpx.get(f"{url}/livez", timeout=_ANSWER_S, trust_env=not is_local(url))
+            return []
+        except httpx.RequestError as error:
+            problems.append(f"{url}: {type(error).__name__} {error}".strip())
+    return problems
+
+
+def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any]:
+    """Measure a scorer with one image.
+
+    Args:
+        repeats: number of times that it is scored alone.
+        batch: variants of it (shifted sideways) that are scored alone and then together.
 
     Returns:
-        `value`; `seconds` (p50 and p95 of one picture, and of one picture in a batch); `repeatability` (standard
-        deviation, n - 1, and largest difference: what `noise` of the reward is to be); `batch_difference` (the largest
-        between alone and together); `failures`.
+        `value`; `seconds` (p50 and p95 of one image, and of one image in a batch); `repeatability` (standard deviation,
+        n - 1, and largest difference: the value for `min_group_std`); `batch_difference` (the largest between
+        alone and together); `failures`.
     """
     alone, seconds = [], list[float]()
     for _ in range(repeats):
@@ -68,8 +171,8 @@ def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any
 
 
 def agreement(ask: Ask, labelled: Sequence[tuple[RewardItem, float]], batch: int) -> dict[str, Any]:
-    """How scores agree with labels: Spearman's rank correlation, and the share of the pairs with different labels that
-    the scorer puts in their order, ties half. None where there is nothing to compare."""
+    """Agreement of scores with labels: Spearman's rank correlation, and the fraction of the pairs with different labels
+    that the scorer orders correctly (a tie counts half). None without anything to compare."""
     outcomes: list[Outcome] = []
     items = [replace(item, id=i) for i, (item, _) in enumerate(labelled)]
     for start in range(0, len(items), batch):
@@ -86,10 +189,10 @@ def agreement(ask: Ask, labelled: Sequence[tuple[RewardItem, float]], batch: int
 
 def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
     """Items and labels of a JSONL file: {"image", "prompt", "label", and optionally "mask", "source", "reference",
-    "text"}; pictures lie relative to the file.
+    "text"}; paths are relative to the file.
 
     Raises:
-        ConfigError: a line that is not so.
+        ConfigError: an invalid line.
     """
     found: list[tuple[RewardItem, float]] = []
     try:
@@ -117,21 +220,21 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
         label = row["label"]
         if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
             raise ConfigError(f"{where}: label: given {label!r}; it must be a finite number")
-        pictures = {n: path.parent / row[n] if row.get(n) else None for n in ("mask", "source", "reference")}
-        item = item_of(path.parent / row["image"], row["prompt"], **pictures)
+        images = {n: path.parent / row[n] if row.get(n) else None for n in ("mask", "source", "reference")}
+        item = item_of(path.parent / row["image"], row["prompt"], **images)
         found.append((replace(item, metadata={"text": row["text"]} if "text" in row else {}), float(label)))
     if len(found) < 2:
-        raise ConfigError(f"--labels: {path} has {len(found)} pictures; agreement needs two or more")
+        raise ConfigError(f"--labels: {path} has {len(found)} images; agreement needs two or more")
     return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed."""
+    """The value that this fraction of them does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Pearson's correlation of the ranks, ties sharing theirs; None where one side is all alike."""
+    """Pearson's correlation of the ranks, ties averaged; None if one side is constant."""
     first, second = _ranks(a), _ranks(b)
     if len(a) < 2 or first.std() == 0 or second.std() == 0:
         return None
@@ -139,7 +242,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def pairs_in_order(scores: Sequence[float], labels: Sequence[float]) -> float | None:
-    """Share of the pairs of different labels whose scores are in the same order, equal scores counting half."""
+    """Fraction of the pairs of different labels whose scores are in the same order; equal scores count half."""
     points = [
         0.5 if scores[i] == scores[j] else float((scores[i] > scores[j]) == (labels[i] > labels[j]))
         for i in range(len(scores))

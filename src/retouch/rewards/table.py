@@ -1,9 +1,9 @@
-"""The table of rewards of a run: every entry wherever it is scored, one `Scores` for a batch.
+"""The table of rewards of a run: every entry, wherever it is scored, in one `Scores` per batch.
 
-Entries with one set of addresses that want the same view of the images share a client, so that images travel once;
-entries with `url: auto` and the same devices share one server on loopback, with the other processes of the machine;
-entries without a url share a thread of this process for each device. Rewards that do not count (weight 0, gold) are
-scored apart from those that do, so that they delay nothing.
+Entries with the same addresses and the same view of the images share a client, so that images are sent once; entries
+with `url: auto` and the same devices share one server on loopback with the other processes of the machine; entries
+without a url share one thread of this process per device. Rewards that do not count (weight 0, gold) are scored
+separately, so that they delay nothing.
 """
 
 from __future__ import annotations
@@ -17,56 +17,73 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
+from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.cache import ScoreCache
-from retouch.rewards.client.client import (
-    ClientOptions,
-    RewardClient,
-)
+from retouch.rewards.client.client import ClientOptions, RewardClient
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
-from retouch.rewards.gates import Gate
+from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument, this_machine
+from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.local import LocalRewards
-from retouch.rewards.machine import this_machine
 from retouch.rewards.protocol import RewardBackend, RewardItem
-from retouch.rewards.scorers import make_scorer
-from retouch.rewards.server.launch import (
-    LocalServer,
-    reward_token,
-)
+from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Outcome, Score, Scores
 
 if TYPE_CHECKING:
-    from retouch.rewards.sections import (
-        RewardClientConfig,
-        RewardEntry,
-    )
+    from retouch.rewards.base import RewardEntry
+    from retouch.rewards.client.config import RewardClientConfig
 
 logger = logging.getLogger(__name__)
-
-EVERYTHING: Mapping[str, Any] = {
-    "completion": "<think>It shall be plain.</think>A grey wall with one word on it, in gold, seen from the front.",
-    "finished": True,
-    "knowledge_graph": {"elements": ["wall", "word"], "dependencies": ["Contains(wall, word)"]},
-}
-"""Metadata that scorers of protocols and of completions ask for: of pictures that only try whether they score."""
 
 OWN_PROCESS = ("process",)
 AUTO_SERVER = ("auto",)
 
 Gather = Callable[[Sequence[Any]], list[Any]]
-"""Objects of every process in one list, the same on all of them; all must ask."""
+"""Gathers the objects of every process into one list; every process must call it."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate that another reward opens: the gated reward counts only as far as the other is reached.
+
+    Attributes:
+        reward: name of the reward whose value opens the gate.
+        threshold: the gate is open from this value on and closed below it; None opens it by the value, clamped to
+            [0, 1].
+        floor: the gated value if the gate is closed.
+    """
+
+    reward: str
+    threshold: float | None = None
+    floor: float = 0.0
+
+    def opening(self, value: float) -> float:
+        """Opening of the gate in [0, 1]."""
+        if self.threshold is None:
+            return min(1.0, max(0.0, value))
+        return 1.0 if value >= self.threshold else 0.0
+
+    def apply(self, outcome: Outcome, by: Outcome) -> Outcome:
+        """floor + opening * (value - floor), and never more than the value.
+
+        A failure of either is a failure: a text that could not be read is not an illegible one.
+        """
+        if isinstance(outcome, Failure):
+            return outcome
+        if isinstance(by, Failure):
+            return Failure(by.code, f"its gate {self.reward} failed: {by.message}", by.retryable)
+        opening = self.opening(by.value)
+        held = self.floor + opening * (outcome.value - self.floor)
+        return Score(min(outcome.value, held), {**outcome.detail, "ungated": outcome.value, "gate": opening})
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where entries are scored together, on one view of the pictures.
+    """Where entries are scored together, on one view of the images.
 
     Attributes:
-        where: addresses, or OWN_PROCESS, or AUTO_SERVER.
+        where: addresses, OWN_PROCESS or AUTO_SERVER.
         kind: "counts", "logged" (weight 0) or "gold".
         devices: of this process or of the server of `url: auto`; () for other servers.
     """
@@ -88,11 +105,11 @@ class PendingScores:
     count: int
 
     def result(self, aside_s: float | None = None) -> Scores:
-        """Wait for all of them, gates applied.
+        """Wait for all of them and apply the gates.
 
         Args:
-            aside_s: how long rewards that are only logged may take once those that count are in; what is not in then
-                is a failure. None waits for them, too.
+            aside_s: seconds that rewards which are only logged may take once those that count are in; later ones are
+                failures. None waits for them too.
         """
         finished = {place: future.result() for place, future in self.parts.items() if place.kind == "counts"}
         until = None if aside_s is None else time.monotonic() + aside_s
@@ -108,7 +125,7 @@ class PendingScores:
         try:
             return future.result(None if until is None else max(0.0, until - time.monotonic()))
         except TimeoutError:
-            if future.done():  # at the last moment; or the scorer's own, which is told
+            if future.done():  # just in time, or the scorer itself raised TimeoutError
                 return future.result()
             future.cancel()
             late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
@@ -116,7 +133,7 @@ class PendingScores:
 
 
 def gated(columns: Mapping[str, list[Outcome]], gates: Mapping[str, Gate]) -> dict[str, list[Outcome]]:
-    """Outcomes by reward with every gate applied; a gate is itself ungated."""
+    """Outcomes by reward with every gate applied; the value of a gate is not gated."""
     return {
         name: [gates[name].apply(*pair) for pair in zip(column, columns[gates[name].reward], strict=True)]
         if name in gates
@@ -139,7 +156,7 @@ class RewardTable:
             device: the device that this process trains on, as torch names it.
 
         Raises:
-            ConfigError: an endpoints file that cannot be read, or a device that this machine does not have.
+            ConfigError: an unreadable endpoints file, or a device that this machine lacks.
         """
         self.entries = dict(entries)
         self.device = device
@@ -166,11 +183,11 @@ class RewardTable:
         """Start or connect everything, without waiting for it to be ready.
 
         Args:
-            gather: for a run of several processes, which all start. Those of one machine share the server of
-                `url: auto` and the cache; each machine has its own.
+            gather: gathers from all processes of a run, which all start. Those of one machine share the server of
+                `url: auto` and the cache.
 
         Raises:
-            ConfigError: what a scorer or a server lacks; of the server of `url: auto`, on all processes.
+            ConfigError: a scorer or a server lacks something; for the server of `url: auto`, on all processes.
         """
         self._share(gather)
         for place in dict.fromkeys(self._places.values()):
@@ -178,8 +195,8 @@ class RewardTable:
             self._backends[place] = self._connect(place, members)
 
     def settle(self) -> None:
-        """Wait until the scorers of this process have loaded, or failed to: transformers and diffusers build a model
-        under settings of the whole process, so that no two may load at a time."""
+        """Wait until the scorers of this process have loaded or failed: transformers and diffusers build a model under
+        process-wide settings, so that two must not load at the same time."""
         for backend in self._backends.values():
             if isinstance(backend, LocalRewards):
                 backend.settle()
@@ -187,8 +204,7 @@ class RewardTable:
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
         """Wait until every reward can be scored, on all of its servers or on one -> problems that remain.
 
-        Where only rewards of weight 0 are scored, a problem is a warning; once the run is under way (one server is
-        enough) it is not waited for.
+        A problem of rewards of weight 0 is a warning; with `every_server` false (during a run) they are not waited for.
         """
         deadline = time.monotonic() + timeout_s
         problems: list[str] = []
@@ -205,26 +221,26 @@ class RewardTable:
         return problems
 
     def count(self, asked: int, failed: int) -> None:
-        """Images of this process that were scored, and how many of them lack a reward."""
+        """Count samples of this process that were scored, and those of them that lack a reward."""
         self.asked, self.failed = self.asked + asked, self.failed + failed
 
     def state(self) -> dict[str, Any]:
-        """What this process goes on counting, as JSON values."""
+        """Counts and golden scores of this process as JSON values."""
         return {"asked": self.asked, "failed": self.failed, "golden": self.golden}
 
     def restore(self, state: Mapping[str, Any], process: int = 0, processes: int = 1) -> None:
-        """Go on from the state of the whole run, of whose counts each process has an even share."""
+        """Continue from the state of the whole run; each process takes an even share of its counts."""
         self.asked, self.failed = ((int(state[n]) + process) // processes for n in ("asked", "failed"))
         self.golden = {name: list(values) for name, values in state["golden"].items()}
 
     def probe(self) -> dict[str, dict[str, list[float | None]]]:
-        """Scores of the golden pictures now, past every cache -> reward -> where -> values, None where they failed. The
-        first ones of a run stay in `golden`."""
+        """Score the golden images now, bypassing the cache -> reward -> where -> values, None for a failure. The first
+        values of a run stay in `golden`."""
         items = golden_items()
         found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
         for backend in self._backends.values():
-            told = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
-            for where, columns in told.items():
+            scored = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
+            for where, columns in scored.items():
                 for name, column in columns.items():
                     values = [o.value if isinstance(o, Score) else None for o in column]
                     found[name][where or "this process"] = values
@@ -233,8 +249,8 @@ class RewardTable:
         return found
 
     def statistics(self) -> dict[str, float]:
-        """What the clients counted so far; latencies of the newest requests in seconds."""
-        told: dict[str, float] = {}
+        """Counts of the clients so far; latencies of the newest requests in seconds."""
+        counts: dict[str, float] = {}
         for place, backend in self._backends.items():
             if isinstance(backend, RewardClient):
                 s, names = backend.statistics, "+".join(n for n, p in self._places.items() if p == place)
@@ -242,16 +258,16 @@ class RewardTable:
                 found |= {"revision_changes": backend.revisions.changes}
                 if s.latencies:
                     found |= {"latency_p50": s.latency(0.5), "latency_p95": s.latency(0.95)}
-                told |= {f"reward_client/{names}/{name}": float(value) for name, value in found.items()}
+                counts |= {f"reward_client/{names}/{name}": float(value) for name, value in found.items()}
                 for name, codes in s.failures.items():
-                    told |= {f"reward_failures/{name}/{code}": float(n) for code, n in codes.items()}
-        return told
+                    counts |= {f"reward_failures/{name}/{code}": float(n) for code, n in codes.items()}
+        return counts
 
     def submit(self, items: Sequence[RewardItem], *, training: bool = True) -> PendingScores:
         """Start scoring a batch.
 
         Args:
-            training: false adds the gold rewards, which are for evaluations.
+            training: False adds the gold rewards.
         """
         places = {name: place for name, place in self._places.items() if place.kind != "gold" or not training}
         views = {view: [viewed(item, view) for item in items] for view in {place.view for place in places.values()}}
@@ -271,7 +287,7 @@ class RewardTable:
             self._cache.close()
 
     def _compare_servers(self) -> None:
-        """Golden pictures to every server by itself: servers that disagree hold different models. Said, not refused."""
+        """Warn about servers that score the golden images differently: they hold different models."""
         golden = golden_items()
         for backend in self._backends.values():
             if isinstance(backend, RewardClient) and len(backend.urls) > 1:
@@ -290,9 +306,7 @@ class RewardTable:
 
     def _connect(self, place: Place, members: list[str]) -> RewardBackend:
         if place.where == OWN_PROCESS:
-            entries = {name: self.entries[name] for name in members}
-            made = {name: make_scorer(entry.scorer, scorer_options(entry)) for name, entry in entries.items()}
-            return LocalRewards(made, *place.devices)
+            return LocalRewards({name: self.entries[name].make() for name in members}, *place.devices)
         urls = self._auto_urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
         options = ClientOptions(
             self.client.timeout_s,
@@ -304,14 +318,14 @@ class RewardTable:
         return RewardClient(urls, members, token=reward_token(), options=options, cache=self._cache)
 
     def _share(self, gather: Gather) -> None:
-        """Set up what the processes of a machine share: the first of them starts the servers, one for each set of
-        devices, which end when it does; the others receive their addresses, or why there are none."""
+        """Set up what the processes of a machine share: the first of them starts the servers, one per set of devices,
+        which end when it does; the others receive their addresses, or the problem."""
         auto = dict.fromkeys(place.devices for place in self._places.values() if place.where == AUTO_SERVER)
         if not auto and not self.client.cache:
             return
         machine, me = this_machine(), uuid.uuid4().hex
         processes = gather([(machine, me, self.device)])
-        apart = machine.among({one for one, _, _ in processes})  # all of them may see the run directory
+        apart = machine.among({one for one, _, _ in processes})  # several machines may share the run directory
         if self.client.cache:
             self._cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
         if not auto:
@@ -324,19 +338,19 @@ class RewardTable:
                 for devices in auto:
                     self._servers.append(self._serve(devices, instances(devices, trained_on), apart))
                 urls = {devices: server.urls() for devices, server in zip(auto, self._servers, strict=True)}
-            except (ConfigError, OSError) as error:  # the others wait for an answer
+            except (ConfigError, OSError) as error:  # reported below: the other processes wait in gather
                 problem = error
-        told = gather([(machine, urls, problem and str(problem))])
+        everywhere = gather([(machine, urls, problem and str(problem))])
         if problem is not None:
             raise problem
-        if elsewhere := [said for _, _, said in told if said is not None]:
+        if elsewhere := [message for _, _, message in everywhere if message is not None]:
             raise ConfigError(elsewhere[0])
-        self._auto_urls = next(urls for one, urls, _ in told if one == machine and urls)
+        self._auto_urls = next(urls for one, urls, _ in everywhere if one == machine and urls)
 
     def _serve(self, devices: Devices, one_each: Devices, apart: str) -> LocalServer:
         """Start the server of the entries with `url: auto` and these devices."""
         options = {
-            name: {"scorer": self.entries[name].scorer, **scorer_options(self.entries[name])}
+            name: {"scorer": self.entries[name].scorer, **self.entries[name].scorer_options()}
             for name, place in self._places.items()
             if (place.where, place.devices) == (AUTO_SERVER, devices)
         }
@@ -345,44 +359,6 @@ class RewardTable:
 
 
 def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a run from those of its processes, of which the first alone probes."""
+    """The state of a run from those of its processes, of which only the first probes."""
     counts = {name: sum(state[name] for state in states) for name in ("asked", "failed")}
     return {**counts, "golden": states[0]["golden"]}
-
-
-def golden_items() -> list[RewardItem]:
-    """Two fixed pictures with everything that a scorer may need."""
-    items: list[RewardItem] = []
-    for number in range(2):
-        noise = np.random.default_rng(number)
-        image, source, reference = (noise.integers(0, 256, (64, 128, 3), np.uint8) for _ in range(3))
-        mask = np.zeros((64, 128), np.uint8)
-        mask[16:48, 16:112] = 255
-        prompt = "The text is 'GOLD'."
-        items.append(RewardItem(number, prompt, image, mask, source, reference, number, {**EVERYTHING, "text": "GOLD"}))
-    return items
-
-
-def disagreements(found: Mapping[str, Mapping[str, Sequence[Outcome]]], tolerance: float = 1e-3) -> list[str]:
-    """Servers whose scores of the same pictures differ by more than rounding and batching explain."""
-    problems: list[str] = []
-    (first, reference), *others = found.items()
-    for url, columns in others:
-        for name, column in columns.items():
-            pairs = [
-                (a.value, b.value)
-                for a, b in zip(reference[name], column, strict=True)
-                if isinstance(a, Score) and isinstance(b, Score)
-            ]
-            apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
-            if apart > tolerance:
-                problems.append(
-                    f"{name}: {first} and {url} differ by {apart:.3g} on the same pictures; do they hold the same "
-                    "model?"
-                )
-    return problems
-
-
-def scorer_options(entry: RewardEntry) -> dict[str, Any]:
-    """The options of an entry that are its scorer's own, not of every entry."""
-    return {name: getattr(entry, name) for name in entry.own_options()}

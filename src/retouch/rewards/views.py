@@ -1,7 +1,7 @@
-"""What of a picture a reward sees: pasted back into its source, and cropped to the box of its mask. No torch.
+"""The view of an image that a reward gets: the composite, or a crop to the mask box.
 
-Views are made before a picture travels, so that they are the same for every scorer, wherever it runs, and a crop is all
-that is sent.
+Views are made before an image is sent, so that they are the same for every scorer, wherever it runs, and only the crop
+is sent.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class View:
     """How an item is shown.
 
     Attributes:
-        paste_back: the source with only the mask repainted, in place of the raw generation.
-        crop: only the box of the mask, of every picture of the item's size; the reference stays whole.
-        margin: widens the box by this share of its sides.
-        least: pixels that each side of the box has at least, as far as the picture has them.
+        paste_back: the composite instead of the raw sample.
+        crop: only the mask box of sample, mask and source; the reference stays whole.
+        margin: widens the box by this fraction of its sides.
+        least: minimum side of the box in pixels, limited by the image size.
     """
 
     paste_back: bool = False
@@ -30,7 +30,7 @@ class View:
 
 
 def viewed(item: RewardItem, view: View) -> RewardItem:
-    """The item as the view shows it. What does not fit together is left as it is, for scorers to say what is wrong."""
+    """The item as the view shows it. An item whose images do not fit together is unchanged; its scorers report it."""
     if (view.paste_back or view.crop) and malformed(item):
         return item
     if view.paste_back:
@@ -39,7 +39,7 @@ def viewed(item: RewardItem, view: View) -> RewardItem:
 
 
 def paste(item: RewardItem) -> RewardItem:
-    """The item with only its mask repainted; as it is where it has no source or mask of its size."""
+    """The item with the composite as its image; unchanged without a source and a mask of the image's size."""
     if item.source is None or item.mask is None or malformed(item):
         return item
     if item.source.shape != item.image.shape or item.mask.shape != item.image.shape[:2]:
@@ -48,7 +48,7 @@ def paste(item: RewardItem) -> RewardItem:
 
 
 def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
-    """Image, mask and source within the box of the mask; as it is without a mask of the image's size."""
+    """Image, mask and source within the mask box; unchanged without a mask of the image's size."""
     size = item.image.shape[:2]
     if item.mask is None or item.mask.shape != size or not (item.mask >= MASK_THRESHOLD).any():
         return item
@@ -63,7 +63,7 @@ def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
 
 
 def at_least(box: Box, least: int, width: int, height: int) -> Box:
-    """The box with sides of at least `least` pixels, around its centre as far as the picture allows."""
+    """The box with sides of at least `least` pixels, around its centre as far as the image allows."""
     left, right = _side(box[0], box[2], least, width)
     top, bottom = _side(box[1], box[3], least, height)
     return left, top, right, bottom

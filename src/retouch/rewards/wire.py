@@ -1,8 +1,8 @@
-"""Requests and replies as bytes. Never pickle; pictures travel lossless.
+"""Requests and replies as bytes. Never pickle; images are sent lossless.
 
-Multipart: part "manifest" is the JSON of a `ScoreRequest` whose picture fields name further parts; a part is an
-encoded picture (PNG, WebP, JPEG) or raw pixels with the content type `image/x-raw; height=H; width=W; channels=C`.
-JSON: the same with base64 pictures in place of names.
+Multipart: part "manifest" is the JSON of a `ScoreRequest` whose image fields name further parts; a part is an encoded
+image (PNG, WebP, JPEG) or raw pixels with the content type `image/x-raw; height=H; width=W; channels=C`.
+JSON: the same with base64 images in place of names.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.imaging import as_shown, mask_levels, to_rgb
-from retouch.rewards.protocol import PICTURES, PROTOCOL_VERSION, Pixels, RewardItem, ScoreReply, ScoreRequest, WireItem
+from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
+from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 
 MAX_PIXELS = 64 * 1024 * 1024
-"""Of one picture: 8192 x 8192."""
+"""Maximum of one image: 8192 x 8192."""
 
 FORMATS = ("PNG", "WEBP", "JPEG")
-"""Of encoded pictures. Not whatever Pillow can open: EPS, for one, starts a program."""
+"""Formats of encoded images. Not everything that Pillow can open: EPS, for example, starts a program."""
 
 Mode = Literal["RGB", "L"]
 Encoding = Literal["raw", "webp"]
@@ -42,11 +43,11 @@ class BrokenMessage(ValueError):
 
 
 class NoRoom(Exception):
-    """The server holds as many decoded pixels as it may; later there is room."""
+    """The server holds its maximum of decoded pixels; retry later."""
 
 
 class Room:
-    """Pixels that a server may hold decoded, of all requests together. Used from several threads."""
+    """Decoded pixels that a server may hold, of all requests together. Thread-safe."""
 
     def __init__(self, pixels: int) -> None:
         self.pixels = pixels
@@ -54,7 +55,7 @@ class Room:
         self._lock = threading.Lock()
 
     def take(self, pixels: int) -> None:
-        """Hold room for a picture before it is decoded.
+        """Reserve room for an image before it is decoded.
 
         Raises:
             NoRoom: there is none.
@@ -70,7 +71,7 @@ class Room:
 
 
 class Share:
-    """What one request takes of the room: at most `most` pixels, given back together."""
+    """Room of one request: at most `most` pixels, released together."""
 
     def __init__(self, room: Room, most: int) -> None:
         self._room = room
@@ -78,11 +79,11 @@ class Share:
         self._held = 0
 
     def take(self, height: int, width: int) -> None:
-        """Hold room for a picture.
+        """Reserve room for an image.
 
         Raises:
-            BrokenMessage: it alone, or with the others of the request, has more pixels than may be.
-            NoRoom: other requests hold what there is.
+            BrokenMessage: it alone, or with the others of the request, has too many pixels.
+            NoRoom: other requests hold the room.
         """
         pixels = height * width
         if pixels > MAX_PIXELS:
@@ -93,7 +94,7 @@ class Share:
         self._held += pixels
 
     def give_back(self, pixels: int | None = None) -> None:
-        """Give back the room of an image that was not decoded, or (None) all of it."""
+        """Release the room of an image that was not decoded, or (None) all of it."""
         pixels = self._held if pixels is None else pixels
         self._room.give_back(pixels)
         self._held -= pixels
@@ -102,7 +103,7 @@ class Share:
 def encode_request(
     items: Sequence[RewardItem], rewards: Sequence[str], request_id: str, deadline_ms: int, encoding: Encoding = "raw"
 ) -> dict[str, Part]:
-    """Multipart parts of a request. Equal pictures (the source of a group) are sent once."""
+    """Multipart parts of a request. Equal images (the source of a group) are sent once."""
     parts: dict[str, Part] = {}
 
     def put(pixels: Pixels | None) -> str | None:
@@ -139,7 +140,7 @@ def encode_request(
 
 
 def encode_pixels(pixels: Pixels, encoding: Encoding) -> tuple[bytes, str]:
-    """Lossless bytes of a picture and their content type."""
+    """Lossless bytes of an image and their content type."""
     if encoding == "webp":
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "WEBP", lossless=True, method=0)
@@ -153,7 +154,7 @@ def parse_multipart(body: bytes, content_type: str, most: int) -> dict[str, tupl
     """Parts of a multipart/form-data body (RFC 7578) by name -> (content, content type).
 
     Args:
-        most: parts that are taken.
+        most: maximum number of parts.
 
     Raises:
         BrokenMessage: no boundary, no parts, two of one name, more than `most`, or cut off.
@@ -184,16 +185,15 @@ def parse_multipart(body: bytes, content_type: str, most: int) -> dict[str, tupl
 def decode_items(
     request: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None, share: Share
 ) -> list[RewardItem | str]:
-    """Items with their pictures, or in place of an item what is wrong with it: one bad picture fails alone.
+    """Items with their images, or in place of an item what is wrong with it: a bad image fails alone.
 
     Args:
-        parts: name -> (bytes, content type) of a multipart request; None for JSON, whose pictures are base64.
-        share: of the room for pixels; pictures beyond it are not decoded.
+        parts: name -> (bytes, content type) of a multipart request; None for JSON, whose images are base64.
+        share: room for pixels; images beyond it are not decoded.
 
     Raises:
-        NoRoom: other requests fill the server.
+        NoRoom: other requests hold the room.
     """
-
     failed: dict[tuple[str, Mode], BrokenMessage] = {}
 
     @cache  # the source of a group is one part: it is decoded once
@@ -203,8 +203,8 @@ def decode_items(
         body, content_type = (_from_base64(name), "") if parts is None else parts[name]
         return decode_pixels(body, content_type, mode, share)
 
-    def picture(name: str, mode: Mode) -> Pixels:
-        """Once as well where it is broken."""
+    def image(name: str, mode: Mode) -> Pixels:
+        """`decoded`, which tries a broken part only once too."""
         if (name, mode) in failed:
             raise failed[name, mode]
         try:
@@ -213,48 +213,40 @@ def decode_items(
             failed[name, mode] = error
             raise
 
-    return [_decode_item(item, picture) for item in request.items]
+    return [_decode_item(item, image) for item in request.items]
 
 
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode("".join(text.split()), validate=True)  # `base64` breaks its lines
-    except ValueError:  # binascii.Error, and a plain ValueError where the text is not ASCII
+        return base64.b64decode("".join(text.split()), validate=True)  # the command `base64` breaks lines
+    except ValueError:  # binascii.Error, or a plain ValueError if the text is not ASCII
         raise BrokenMessage("not valid base64") from None
 
 
-def _decode_item(item: WireItem, picture: Callable[[str, Mode], Pixels]) -> RewardItem | str:
-    pictures: dict[str, Pixels | None] = {}
+def _decode_item(item: WireItem, decode: Callable[[str, Mode], Pixels]) -> RewardItem | str:
+    images: dict[str, Pixels | None] = {}
     for field in PICTURES:
         name: str | None = getattr(item, field)
         try:
-            pictures[field] = None if name is None else picture(name, "L" if field == "mask" else "RGB")
+            images[field] = None if name is None else decode(name, "L" if field == "mask" else "RGB")
         except BrokenMessage as error:
             return f"{field}: {error}"
-    assert pictures["image"] is not None
-    return RewardItem(
-        id=item.id,
-        prompt=item.prompt,
-        image=pictures["image"],
-        mask=pictures["mask"],
-        source=pictures["source"],
-        reference=pictures["reference"],
-        group=item.group,
-        metadata=item.metadata,
-    )
+    image, mask, source, reference = (images[field] for field in PICTURES)
+    assert image is not None
+    return RewardItem(item.id, item.prompt, image, mask, source, reference, item.group, item.metadata)
 
 
 def decode_pixels(body: bytes, content_type: str, mode: Mode, share: Share) -> Pixels:
     """Pixels of a part: [H, W, 3] for "RGB", the levels of a mask [H, W] for "L". A file is read as everywhere in the
-    package: upright, 8 bits a channel, a mask from the channel it was painted in.
+    package: upright, 8 bits per channel, a mask from the channel it was painted in.
 
     Args:
-        share: of the request, taken before anything is decoded.
+        share: room of the request, reserved before anything is decoded.
 
     Raises:
-        BrokenMessage: not a picture, too large, or raw bytes of another length than their header says.
-        NoRoom: the server holds as much as it may.
-        MemoryError: it does not hold that much.
+        BrokenMessage: not an image, too large, or raw bytes of another length than their header gives.
+        NoRoom: the server holds its maximum of pixels.
+        MemoryError: the machine has not enough memory.
     """
     if content_type.startswith("image/x-raw"):
         return _decode_raw(body, content_type, mode, share)
@@ -269,7 +261,7 @@ def decode_pixels(body: bytes, content_type: str, mode: Mode, share: Share) -> P
                 raise
     except (BrokenMessage, NoRoom, MemoryError):
         raise
-    except Exception as error:  # a broken file makes Pillow's decoders raise nearly anything, and must fail alone
+    except Exception as error:  # Pillow's decoders raise many types for a broken file, which must fail alone
         raise BrokenMessage(f"cannot be decoded ({type(error).__name__}); send PNG, WebP or JPEG") from None
 
 
@@ -280,16 +272,16 @@ def _decode_raw(body: bytes, content_type: str, mode: Mode, share: Share) -> Pix
     except (KeyError, ValueError):
         raise BrokenMessage(f"content type {content_type!r} lacks height, width or channels") from None
     if min(height, width) < 1 or height * width > MAX_PIXELS or channels != (3 if mode == "RGB" else 1):
-        raise BrokenMessage(f"raw picture of {height} x {width} x {channels} where {mode} is expected")
+        raise BrokenMessage(f"raw image of {height} x {width} x {channels} where {mode} is expected")
     if len(body) != height * width * channels:
-        raise BrokenMessage(f"raw picture of {height} x {width} x {channels} has {len(body)} bytes")
+        raise BrokenMessage(f"raw image of {height} x {width} x {channels} has {len(body)} bytes")
     share.take(height, width)
     pixels = np.frombuffer(body, np.uint8)
     return pixels.reshape(height, width, 3) if channels == 3 else pixels.reshape(height, width)
 
 
 def parse_reply(body: bytes) -> ScoreReply:
-    """A reply, strictly.
+    """A reply, validated strictly.
 
     Raises:
         BrokenMessage: not JSON, NaN or infinity, or not the schema.
@@ -297,7 +289,7 @@ def parse_reply(body: bytes) -> ScoreReply:
 
     def finite(number: str) -> float:
         value = float(number)
-        if not math.isfinite(value):  # NaN and Infinity, which JSON does not know, and 1e999, which it does
+        if not math.isfinite(value):  # NaN and Infinity are not JSON; 1e999 is
             raise BrokenMessage(f"the reply holds {number}")
         return value
 
@@ -311,7 +303,7 @@ def parse_reply(body: bytes) -> ScoreReply:
 
 
 def problem_of(error: Exception) -> str:
-    """What is wrong with a message, without pydantic's addresses and repetitions."""
+    """What is wrong with a message, without pydantic's links and inputs."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = error.errors(include_url=False, include_input=False, include_context=False)

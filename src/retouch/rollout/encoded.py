@@ -6,25 +6,22 @@ the batch, and a resumed run or another number of processes would no longer give
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from retouch.data.dataset import Dataset
+from retouch.families.inputs import image_pixels
 from retouch.imaging import stack_above
+from retouch.lru import LruCache
 from retouch.observe import Stopwatch
 from retouch.types import Condition, DiffusionModel, Example
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 Role = Literal["target", "win", "lose"]
 
@@ -44,10 +41,10 @@ class EncodedData:
         self.data = data
         self.guidance_scale = guidance_scale
         self.clock = clock
-        self._examples: OrderedDict[int, Example] = OrderedDict()
+        self._examples: LruCache[int, Example] = LruCache(CAPACITY)
         self._ahead: dict[int, Future[Example]] = {}
-        self._conditions: OrderedDict[tuple[int, bool], Condition] = OrderedDict()
-        self._images: dict[str, OrderedDict[int, Tensor]] = {role: OrderedDict() for role in get_args(Role)}
+        self._conditions: LruCache[tuple[int, bool], Condition] = LruCache(CAPACITY)
+        self._images: dict[str, LruCache[int, Tensor]] = {role: LruCache(CAPACITY) for role in get_args(Role)}
 
     def guided(self, guidance_scale: float) -> EncodedData:
         """The same data under another guidance scale; itself where it is the same.
@@ -62,7 +59,7 @@ class EncodedData:
         return other
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
-        return [_recall(self._examples, p, self._read) for p in positions]
+        return [self._examples.get(p, partial(self._read, p)) for p in positions]
 
     def read_ahead(self, positions: Sequence[int]) -> None:
         """Begin to read these examples in threads that end with it, and forget what else was read ahead.
@@ -90,7 +87,7 @@ class EncodedData:
         """
         keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
         with self.clock.part("text"):
-            rows = [_recall(self._conditions, key, self._encode) for key in keys]
+            rows = [self._conditions.get(key, partial(self._encode, *key)) for key in keys]
             names = rows[0].tensors.keys()
             tensors = {name: torch.cat([row.tensors[name] for row in rows]).to(device) for name in names}
             masks = [row.mask for row in rows if row.mask is not None]
@@ -104,15 +101,14 @@ class EncodedData:
         """
         cache = self._images[role]
         with self.clock.part("vae"):
-            rows = [_recall(cache, p, partial(self._encode_image, role)) for p in positions]
+            rows = [cache.get(p, partial(self._encode_image, role, p)) for p in positions]
             return torch.cat(rows).to(device)
 
     def _read(self, position: int) -> Example:
         ahead = self._ahead.pop(position, None)
         return self.data[position] if ahead is None else ahead.result()
 
-    def _encode(self, key: tuple[int, bool]) -> Condition:
-        position, uncaptioned = key
+    def _encode(self, position: int, uncaptioned: bool) -> Condition:
         example = self.examples([position])[0]
         example = replace(example, prompt=self.model.spec.empty_prompt) if uncaptioned else example
         return self.model.encode([example], self.guidance_scale).to("cpu")
@@ -122,7 +118,7 @@ class EncodedData:
         image = getattr(example, role)
         if image is None:
             raise ValueError(f"example {example.id} has no {role} image")
-        pixels = torch.from_numpy(np.asarray(stack_above(example.strip, image), np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
+        pixels = image_pixels(stack_above(example.strip, image))[None]
         return self.model.encode_images(pixels).cpu()
 
 
@@ -136,12 +132,3 @@ def drop_references(condition: Condition, share: float, seeds: Sequence[int], un
     keep = condition.tensors["reference_keep"]
     kept = keep * ((draws >= share) & ~torch.tensor(list(uncaptioned))).to(keep)
     return replace(condition, tensors={**condition.tensors, "reference_keep": kept})
-
-
-def _recall(cache: OrderedDict[K, T], key: K, make: Callable[[K], T]) -> T:
-    if key not in cache:
-        cache[key] = make(key)
-        if len(cache) > CAPACITY:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]

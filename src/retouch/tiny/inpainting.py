@@ -30,16 +30,10 @@ from retouch.core.objectives.sft import denoising_loss
 from retouch.core.schedule import Schedule as NoiseSchedule
 from retouch.core.schedule import shift_sigma
 from retouch.data.sampler import derive_seed
-from retouch.families.registry import (
-    family_class,
-    load_model,
-)
-from retouch.families.sections import (
-    FluxFillModel,
-    Model,
-    SdInpaintModel,
-    TrainFull,
-)
+from retouch.families.base import Model, TrainFull
+from retouch.families.flux_fill.spec import FluxFillModel
+from retouch.families.loading import family_class, load_model
+from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.text import (
     TextEncoder,
     TextEncoders,
@@ -49,10 +43,8 @@ from retouch.families.tiny import (
     tiny_pipeline,
 )
 from retouch.observe import Stopwatch
-from retouch.rewards.sections import (
-    OcrReward,
-    RewardClientConfig,
-)
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.table import RewardTable
 from retouch.training.noised import denoising_error
 from retouch.tiny.signs import (

@@ -22,10 +22,9 @@ from retouch.data.dataset import (
 )
 from retouch.data.overlap import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.families.embeddings import require_prompts
-from retouch.families.facts import FACTS
-from retouch.families.registry import load_model
+from retouch.families.loading import load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
@@ -92,7 +91,7 @@ class Run:
     def denoising_guidance_scale(self) -> float:
         """Guidance of losses on noised images (SFT, DPO, NFT): that of rollouts if the network embeds it; 1 if guidance
         is two forwards, because it is the conditional prediction that learns to denoise."""
-        return 1.0 if FACTS[self.config.model.family].doubles_for_guidance else self.guidance_scale
+        return 1.0 if self.config.model.spec.doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:
         self.costs.close()
@@ -137,14 +136,15 @@ def build(config: RunConfig) -> Run:
     network = engine.prepare(
         model.network,
         gradient_checkpointing=config.training.gradient_checkpointing,
-        some_without_gradient=FACTS[config.model.family].drops_text_stream and config.model.train.kind != "ip_adapter",
+        some_without_gradient=config.model.spec.drops_text_stream and config.model.train.kind != "ip_adapter",
     )
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)
     frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
     if config.model.free_text_encoders:
-        model.cache_prompts([p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
-        model.release_text_encoders()
+        assert model.prompts is not None, "`check` refuses this for other families"
+        prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
+        model.prompts.cache_and_release([model.spec.empty_prompt, *prompts])
     return Run(
         config=config,
         derived=derived,
@@ -203,7 +203,7 @@ def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
                 "them"
             )
     first = data.items[0]
-    if first.source_path is not None and first.mask_path is None and not FACTS[config.model.family].edits:
+    if first.source_path is not None and first.mask_path is None and not config.model.spec.edits:
         raise ConfigError(
             f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
             "a mask_path, leave their pictures out, or set model.family=qwen_image_edit"
@@ -212,7 +212,7 @@ def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
 
 def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
     """A family that edits sees all of the source: with the source as its target it would learn to copy."""
-    useless = {"none", "source"} if FACTS[config.model.family].edits else {"none"}
+    useless = {"none", "source"} if config.model.spec.edits else {"none"}
     return [item.id for item in data.items if item.target in useless]
 
 

@@ -29,11 +29,12 @@ from retouch.observe.guards import (
     PREFIX,
     Alarm,
     evaluation_alarms,
+    image_statistics,
     nearest_distances,
-    picture_statistics,
     region_of,
 )
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.step_log import means_text
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -196,7 +197,7 @@ def measured(work: Work, scored: Scored) -> Evaluation:
         for (example, _), image in zip(work, images, strict=True)
     ]
     for row, region in zip(rows, generated, strict=True):
-        row.update(picture_statistics(region))
+        row.update(image_statistics(region))
     if len(generated) > 1:
         for row, distance in zip(rows, nearest_distances(generated), strict=True):
             row[f"{PREFIX}nearest"] = distance
@@ -370,8 +371,7 @@ def record_evaluation(
     """
     held_out, means = "held_out" if run.eval_is_held_out else "train", result.means()
     run.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **means}, seconds)
-    shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), shown)
+    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means_text(means))
     folder, rewards = run.dir.path / "evaluations", run.rewards
     alarms: Sequence[Alarm] = []
     if compared_from is not None:

@@ -13,21 +13,9 @@ from retouch.data.sections import (
     MmmgData,
     ProtocolData,
 )
-from retouch.families.facts import ADAPTERS
-from retouch.families.sections import (
-    Model,
-    QwenImageEditModel,
-    QwenImageModel,
-    TrainIpAdapter,
-)
+from retouch.families.base import TrainIpAdapter
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path
-from retouch.rewards.sections import (
-    ClipReward,
-    HpsV2Reward,
-    MaskCompositeReward,
-    RewardEntry,
-)
 
 
 def require_files(run: RunConfig) -> None:
@@ -41,8 +29,9 @@ def require_files(run: RunConfig) -> None:
             list_items(section)  # reports a missing list in the words of its format
     require_model(run)
     for name, entry in run.rewards.items():
-        for field in _PATHS if entry.url in (None, "auto") else ():  # servers that others start have their own models
-            require_hub(f"rewards.{name}.{field}", _model_of(entry, field))
+        if entry.is_made_here:  # a running server has its own models
+            for option, model in entry.models().items():
+                require_hub(f"rewards.{name}.{option}", model)
     for name, section in data_sections(run).items():
         if isinstance(section, ProtocolData):
             require_hub(f"{name}.path", section.path, "datasets")
@@ -55,23 +44,15 @@ def require_model(run: RunConfig) -> None:
         ModelFilesError, ConfigError: naming the key.
     """
     require_hub("model.path", component_path(run.model.path, run.model.family))
-    require_hub("model.train.image_encoder", _image_encoder(run.model) or "")
+    encoder = run.model.reference_encoder if run.model.embeddings is None else None  # stored vectors replace it
+    require_hub("model.train.image_encoder", encoder or "")
     if isinstance(run.model.train, TrainIpAdapter):
         _require_path("model.train.initial_adapter", run.model.train.initial_adapter, "an adapter file or a checkpoint")
-    lora = run.model.distillation_lora if isinstance(run.model, QwenImageModel | QwenImageEditModel) else None
+    lora = run.model.merged_lora
     if lora is not None and is_hub_id(lora.path):
         require_hub("model.distillation_lora.path", lora.path)
     elif lora is not None:
         _require_path("model.distillation_lora.path", lora.path, "a LoRA file, its folder or a hub id")
-
-
-def _model_of(entry: RewardEntry, field: str) -> str:
-    """What a field of a reward names; an empty path of mask_composite is that of its judge."""
-    found: str = getattr(entry, field, "") or ""
-    if isinstance(entry, MaskCompositeReward) and field == "path" and not found:
-        judge = {"clip": ClipReward, "hpsv2": HpsV2Reward}[entry.judge]
-        return str(judge.model_fields["path"].default)
-    return found
 
 
 def _require_path(key: str, path: str | None, expected: str) -> None:
@@ -83,14 +64,3 @@ def _is_of_the_hub(section: DataSection) -> bool:
     """Whether `path` is the id of a data set; in formats that are not read from the hub, owner/name is a local path."""
     local = not isinstance(section, ProtocolData) or (isinstance(section, MmmgData) and section.layout == "train")
     return not local and is_hub_id(section.path)
-
-
-_PATHS = ("path", "processor", "image_encoder")
-"""Fields of a scorer that may name a model of the hub."""
-
-
-def _image_encoder(model: Model) -> str | None:
-    """The encoder of references that a run loads; stored vectors replace it."""
-    if not isinstance(model.train, TrainIpAdapter) or model.embeddings is not None:
-        return None
-    return model.train.image_encoder or ADAPTERS[model.family].image_encoder

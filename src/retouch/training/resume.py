@@ -19,7 +19,7 @@ from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import complete_checkpoints
+from retouch.engine.saved import complete_checkpoints
 from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)

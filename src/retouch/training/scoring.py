@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from retouch.core.advantages import comparable_rows, group_advantages, win_rates, zero_std_rows
+from retouch.errors import FailureRateExceeded, RewardOutage
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.remedy import start_servers
+from retouch.rewards.addresses import start_servers
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.types import Example, Failure, Outcome, Scores
 
 if TYPE_CHECKING:
     from retouch.engine import Engine
-    from retouch.rewards.sections import RewardClientConfig
+    from retouch.rewards.client.config import RewardClientConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,6 @@ _PAUSE_S = 1.0
 _RUN_IMAGES = 200  # a failure rate over fewer images means little
 
 NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
-
-
-class RewardOutage(RuntimeError):
-    """Reward servers stayed away. The run can be resumed (exit 3)."""
-
-
-class FailureRateExceeded(RuntimeError):
-    """Too many rewards failed. The run can be resumed (exit 3)."""
 
 
 # --- submit and settle ---
@@ -399,7 +392,7 @@ def gather_rewards(
     entries = [table.entries[name] for name in table.trained]
     weights, noise = (
         torch.tensor(column, dtype=torch.float64)
-        for column in ([table.weights[name] for name in table.trained], [entry.noise for entry in entries])
+        for column in ([table.weights[name] for name in table.trained], [entry.min_group_std for entry in entries])
     )
     relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
     return RewardRows(table.trained, values, valid, weights, position, index, padding, noise, relative)

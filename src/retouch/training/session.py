@@ -23,7 +23,7 @@ from retouch.config import RunConfig, dump_run
 from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
-from retouch.engine.saved_state import require_sound
+from retouch.engine.saved import require_sound
 from retouch.families.embeddings import base_files
 from retouch.observe.guards import StepWatch, score_drifts
 from retouch.observe.header import header

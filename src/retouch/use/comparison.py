@@ -1,4 +1,7 @@
-"""Weights compared on the same examples and seeds: the base and what it was trained to, or several runs."""
+"""Compare weights on the same examples and seeds: a run's with its base, or those of several runs.
+
+torch is imported once the arguments are checked.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,25 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
 
-from retouch.algorithms.vlm_grpo.use import evaluate_trained
 from retouch.config import ConfigError, RunConfig
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemFiles,
-    all_embedded,
-    list_items,
-)
+from retouch.data.dataset import DataError, Dataset, ItemFiles, all_embedded, list_items
 from retouch.data.overlap import files, pictures_of, trained_on
-from retouch.observe import Stopwatch
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
-from retouch.observe.statistics import paired_difference
+from retouch.observe.report import change_of
+from retouch.rewards.base import Reward, RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
-from retouch.rewards.sections import (
-    Reward,
-    RewardClientConfig,
-    RewardEntry,
-)
-from retouch.rewards.table import RewardTable
-from retouch.training.build import fit_one_batch
-from retouch.training.evaluation import (
-    Evaluation,
-    evaluate,
-    evaluation_grid,
-)
 from retouch.types import Example
 from retouch.use.items import examples_of, like, make_folder
-from retouch.use.trained import Loaded, Trained, free_memory
+from retouch.use.trained import Trained
+
+if TYPE_CHECKING:
+    from retouch.rewards.table import RewardTable
+    from retouch.training.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +37,15 @@ logger = logging.getLogger(__name__)
 def compare(
     trained: Trained, data: Path | None, images: int | None, out: Path | None, reference: Path | Image | None = None
 ) -> dict[str, Any]:
-    """Evaluate base and weights on the same examples and seeds.
+    """Evaluate the base and the weights of a run on the same examples and seeds.
 
     Args:
-        reference: style reference of every example, instead of its own.
+        reference: style reference for every example, instead of its own.
 
     Returns:
-        {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}, gains
-        over the evaluation before it, paired, with 95 % intervals. "against": name of the weights that the last gains
-        are over. "facets" as of `Evaluation.by_facet`, by name, where the examples have any.
+        {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}: gains
+        are paired differences from the evaluation before, with 95 % intervals. "against": name of the weights that
+        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets.
 
     Raises:
         ConfigError: no evaluation data.
@@ -82,19 +71,18 @@ def compare_runs(
     out: Path | None,
     reference: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the newest weights of several runs on the same examples and seeds, by the rewards of all of them; also
-    their base, where they have one in common.
+    """Evaluate the newest weights of several runs on the same examples and seeds with the rewards of all of them, and
+    their base if they have the same.
 
     Args:
         folders: run directories by the names of `runs`.
-        out: folder for what `compare` writes there, and compare.html.
+        out: folder for the files of `compare`, and compare.html.
 
     Returns:
-        As of `compare`, with gains over the first run.
+        As `compare`, with gains over the first run.
 
     Raises:
-        ConfigError: no evaluation data, runs whose evaluation data hold different examples, or a reward that two of
-            them define differently.
+        ConfigError: no evaluation data, different evaluation examples, or a reward that two runs define differently.
     """
     entries = _common_rewards(runs)
     first, *others = runs
@@ -128,14 +116,14 @@ def compare_runs(
 
 
 def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None) -> Dataset:
-    """The examples to evaluate a run on, from `data` or its own section.
+    """The evaluation examples, from `data` or the run file.
 
     Raises:
         ConfigError: neither.
     """
     section = like(config, data) if data else config.evaluation.data
     if section is None:
-        raise ConfigError("the run names no evaluation.data; give --data")
+        raise ConfigError("evaluation.data: not set in the run file; give --data")
     dataset = examples_of(config, section, "--data" if data else "evaluation.data", reference, scored=True)
     if data:
         _warn_of_overlap(config, dataset)
@@ -143,7 +131,7 @@ def _examples(config: RunConfig, data: Path | None, reference: Path | Image | No
 
 
 def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
-    """Warn where examples of --data are trained on, or where that cannot be found out."""
+    """Warn of examples that the run trained on, and where that is unknown."""
     training: list[Dataset] = []
     for key, section in (("data", config.data), ("warmup_data", config.warmup_data)):
         if section is None:
@@ -155,7 +143,7 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
         items = [item for item in listed if all(path.is_file() for path in files(pictures_of(item)))]
         if not items:
             logger.warning(
-                "--data: whether %s trained on its examples is unknown, because %s.path holds no images here: %s",
+                "--data: it is unknown whether %s trained on these examples: %s.path has no images on this machine: %s",
                 config.name,
                 key,
                 section.path,
@@ -164,18 +152,18 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
     seen = trained_on(dataset, *training)
     if seen:
         logger.warning(
-            "--data: %d of %d examples (the first: %d) are trained on by %s: its data or warmup_data hold the same "
-            "image (or, without images, the same prompt), so that the scores are not those of held-out examples; "
-            "divide the data with `retouch data split`",
+            "--data: %s trained on %d of %d examples (the first: %d): its data or warmup_data have the same image (or, "
+            "without images, the same prompt), so that the scores are not held-out scores; split the data with "
+            "`retouch data split`",
+            config.name,
             len(seen),
             len(dataset),
             seen[0].id,
-            config.name,
         )
 
 
 def _is_here(section: Any) -> bool:
-    """Whether the path is one of this machine: ids of the hub are not fetched for a warning."""
+    """Whether the data are on this machine; nothing is downloaded for a warning."""
     return Path(section.path).expanduser().exists()
 
 
@@ -192,22 +180,17 @@ def _common_rewards(runs: Mapping[str, Trained]) -> dict[str, Reward]:
             keys = scoring_differences(before.model_dump(mode="json"), entry.model_dump(mode="json"))
             if keys:
                 raise ConfigError(
-                    f"rewards.{name}: {earlier} and {run} define it differently ({', '.join(keys)}), so that their "
-                    "scores cannot be compared; rename the reward in the config.yaml of one run, or make the "
-                    "sections equal"
+                    f"rewards.{name}: {earlier} and {run} define it differently ({', '.join(keys)}); rename the "
+                    "reward in the config.yaml of one run, or make the sections equal"
                 )
     return {name: entry for name, (_, entry) in found.items()}
 
 
 def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> None:
-    """Refuse to pair examples that are not the same.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Raises ConfigError if two runs evaluate on different examples."""
 
     def shown(item: ItemFiles) -> tuple[Any, ...]:
-        prompt = item.prompt if item.source_path is None else None  # else templates of the runs may differ
+        prompt = item.prompt if item.source_path is None else None  # the templates of runs may differ
         return item.id, item.source_path, item.mask_path, item.metadata.get("text"), prompt
 
     if list(map(shown, one.items)) != list(map(shown, other.items)):
@@ -225,11 +208,13 @@ def _one_base(configs: Sequence[RunConfig]) -> bool:
 
 @contextmanager
 def _scoring(entries: Mapping[str, Reward], client: RewardClientConfig) -> Iterator[RewardTable]:
-    """Rewards that are ready, in this process where a run would start servers for itself."""
+    """Rewards that are ready; scorers for which a run would start servers are in this process."""
+    from retouch.rewards.table import RewardTable
+
     rewards = RewardTable({name: _scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
     rewards.start()
     try:
-        rewards.settle()  # before a network is loaded beside them
+        rewards.settle()  # before a network is loaded
         yield rewards
     finally:
         rewards.close()
@@ -243,18 +228,40 @@ def _evaluated(
     data: Path | None,
     rewards: RewardTable,
 ) -> dict[str, Evaluation]:
-    """Every set of weights of one run; None stands for its base, which comes first."""
+    """The evaluation of each set of weights of one run; None is the base, which comes first."""
     if config.algorithm.trains_text_encoder:
+        from retouch.algorithms.vlm_grpo.use import evaluate_trained
+
         return evaluate_trained(config, dataset, weights, images, rewards)
+    from retouch.observe import Stopwatch
+    from retouch.training.build import fit_one_batch
+    from retouch.training.evaluation import evaluate
+    from retouch.use.loaded import Loaded, free_memory
+
     fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
-    free_memory()  # that of the run before
+    free_memory()  # of the run before
     loaded = Loaded(config, embedded=all_embedded(dataset.items))
-    examples = dataset[: config.evaluation.num_examples]
-    return {name: _evaluate(loaded, folder, examples, images, rewards) for name, folder in weights.items()}
+    found: dict[str, Evaluation] = {}
+    for name, folder in weights.items():
+        loaded.load(folder)
+        found[name] = evaluate(
+            loaded.model,
+            loaded.network,
+            dataset[: config.evaluation.num_examples],
+            images or config.evaluation.images_per_example,
+            config.evaluation.num_steps or config.rollout.num_steps,
+            loaded.guidance_scale,
+            config.rollout.batch_size_per_device,
+            rewards,
+            Stopwatch(),
+        )
+    return found
 
 
 def _write(results: Mapping[str, Evaluation], examples: list[Example], out: Path, config: RunConfig) -> Image:
-    """Rows as JSONL, and a grid -> the grid."""
+    """Write the measures of each image as JSONL, and a grid -> the grid."""
+    from retouch.training.evaluation import evaluation_grid
+
     for name, result in results.items():
         lines = "".join(json.dumps(row) + "\n" for row in result.rows)
         (out / f"{name.replace(' ', '-').replace('/', '-')}.jsonl").write_text(lines, encoding="utf-8")
@@ -279,26 +286,21 @@ def _result(
 
 
 def _scored_here(entry: RewardEntry) -> RewardEntry:
-    """The entry of an evaluation: a scorer of the run's own server runs in this process, and one that a GPU computed on
-    the GPU of this machine, if it has one, whatever its number was where the run trained."""
+    """The entry for this process: instead of on the run's own server, a scorer runs here, on this machine's GPU if it
+    ran on one."""
     if entry.url not in (None, "auto"):
         return entry
     return entry.model_copy(update={"url": None, "device": "cpu" if entry.device == "cpu" else "auto"})
 
 
 def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
-    """Paired differences of every measure with their intervals, over the images that both have (two at least)."""
-    found: dict[str, list[float]] = {}
-    for measure in after.means():
-        pairs = [(a.get(measure), b.get(measure)) for a, b in zip(after.rows, before.rows, strict=True)]
-        valid = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-        if len(valid) > 1:
-            found[measure] = list(paired_difference([a for a, _ in valid], [b for _, b in valid]))
-    return found
+    """Paired difference of every measure with its interval, over the images that both have (at least two)."""
+    changes = {measure: change_of(before.rows, after.rows, measure) for measure in after.means()}
+    return {measure: list(change) for measure, change in changes.items() if change is not None}
 
 
 def comparison_table(result: dict[str, Any]) -> str:
-    """Measures as rows, weights as columns, then the gains over `against` with their intervals."""
+    """A table of measures by weights, then the gains over `against` with their intervals."""
     means = result["means"]
     measures = dict.fromkeys(measure for values in means.values() for measure in values)
     shown = {label: of for label, of in result["gains"].items() if label.endswith(f" - {result['against']}")}
@@ -321,7 +323,7 @@ def comparison_table(result: dict[str, Any]) -> str:
 
 
 def _facet_lines(result: dict[str, Any]) -> list[str]:
-    """The rewards by facet: one line for each value of it and each reward, weights as columns."""
+    """One line for each value of a facet and each reward, weights as columns."""
     facets: dict[str, Any] = result.get("facets", {})
     rewards = [name for name in next(iter(result["means"].values())) if name in result.get("rewards", [])]
     lines: list[str] = []
@@ -332,21 +334,3 @@ def _facet_lines(result: dict[str, Any]) -> list[str]:
                 label = f"{facet} {value}" + (f" {reward}" if len(rewards) > 1 else "")
                 lines.append(f"{label:28}" + "".join(f"{'–':>12}" if v is None else f"{v:12.4f}" for v in found))
     return lines
-
-
-def _evaluate(
-    loaded: Loaded, weights: Path | None, examples: list[Example], images: int | None, rewards: RewardTable
-) -> Evaluation:
-    c = loaded.config
-    loaded.load(weights)
-    return evaluate(
-        loaded.model,
-        loaded.network,
-        examples,
-        images or c.evaluation.images_per_example,
-        c.evaluation.num_steps or c.rollout.num_steps,
-        loaded.guidance_scale,
-        c.rollout.batch_size_per_device,
-        rewards,
-        Stopwatch(),
-    )

@@ -1,4 +1,4 @@
-"""Trained weights in other programs' files."""
+"""Export trained weights to the files of other programs. torch is imported once the arguments are checked."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import logging
 from pathlib import Path
 
 import yaml
-from safetensors import SafetensorError
 
-from retouch.adapters.export import FORMATS, Base, export
-from retouch.config import ConfigError, parse_run
+from retouch.adapters import FORMATS
 from retouch.config.errors import nearest
+from retouch.config.load import parse_run
 from retouch.disk import file_problem, writing
-from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import complete_checkpoints, read_state
-from retouch.families.loading import (
-    DTYPES,
-    component_path,
-)
-from retouch.families.registry import family_class
+from retouch.engine.saved import complete_checkpoints, read_state
+from retouch.errors import CheckpointError, ConfigError
 from retouch.use.trained import weights_folder
 
 logger = logging.getLogger(__name__)
 
 
 def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) -> Path:
-    """Write the weights of a checkpoint (of a run directory, its newest one) in another program's files -> the path
-    written, by default below `exports` of the run.
+    """Write the weights of a checkpoint (of a run directory: its newest) in the format `to` -> the path written, by
+    default below `exports` of the run.
 
     Raises:
-        ConfigError: a format that does not exist or does not fit what was trained, or an `out` that holds files.
+        ConfigError: an unknown format, one that does not fit the weights, or an `out` that holds files.
         CheckpointError: weights that are missing or damaged.
     """
     if to not in FORMATS:
@@ -43,10 +37,16 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     if out is None:
         out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out: {out} is not an empty folder; choose another")
+        raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
     config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
-    name = family_class(config.family).network_name
-    base = Base(component_path(config.path, config.family), name, config.train.kind, DTYPES[config.dtype])
+
+    from safetensors import SafetensorError
+
+    from retouch.adapters.export import Base, export
+    from retouch.families.loading import DTYPES, component_path
+
+    path = component_path(config.path, config.family)
+    base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype])
     try:
         with writing(out):
             written = export(base, folder, to, out)
@@ -60,7 +60,7 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
 
 
 def _export_folder(checkpoint: Path, name: str) -> Path:
-    """Below the run of a checkpoint, or beside one that stands alone; never inside it."""
+    """Below the run of a checkpoint, or beside a checkpoint outside a run."""
     checkpoint = checkpoint.resolve()  # of "." as well
     in_a_run = checkpoint.parent.name == "checkpoints"
     root = checkpoint.parents[1] / "exports" if in_a_run else checkpoint.parent

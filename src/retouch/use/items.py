@@ -1,4 +1,4 @@
-"""The images that weights are used on, and how they are read: as the run reads its own."""
+"""The images to sample or evaluate on, read as the run reads its own. No torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,9 @@ from PIL import Image
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, takes_references
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemFiles,
-    check_item,
-    load_dataset,
-)
-from retouch.data.sections import (
-    DEFAULT_TEMPLATE,
-    FITS,
-    DataSection,
-    ManifestData,
-    PictureSection,
-    ProtocolData,
-)
+from retouch.data.dataset import DataError, Dataset, ItemFiles, check_item, load_dataset
+from retouch.data.sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
 from retouch.data.validate import data_at
-from retouch.families.facts import FACTS
 from retouch.imaging import (
     Box,
     ImageProblem,
@@ -49,35 +35,34 @@ Crop = Literal["auto", "mask", "none"]
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to repaint: a dataset, or one image. Images are files, or PIL images in memory.
+    """A dataset or one image to sample on, and how. Images are files, or PIL images in memory.
 
     Attributes:
-        mask: white = repaint; of a dataset, each item's own.
-        reference: image whose style to take, instead of the items' own; for a run that trained a style adapter.
-        size: (height, width) to repaint at; None: the run's.
+        mask: white = repaint; in a dataset every item has its own.
+        reference: style reference, instead of the items' own; for a run that trained a style adapter.
+        size: (height, width) to sample at; None: the run's.
         fit: as `data.fit`, for images that are not cropped around the mask; None: the run's.
         feather: radius in pixels of a soft edge inside the mask.
         box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
         invert_mask: as `data.invert_mask`; None: the run's.
-        crop: what the model sees of a source with a mask. "auto": a box around the mask that holds at least as many
-            pixels as the model's size, where the source holds more; the whole image with an explicit `fit`, and for
-            editing models, whose instructions may be about all of the image. "mask": a box around the mask, enlarged
-            where it is smaller than the model's size. "none": what `fit` shows.
+        crop: the part of a masked source that the model sees. "auto": in sources with more pixels than the model's
+            size, a box around the mask with at least as many; the whole image with an explicit `fit` and for editing
+            models. "mask": always a box around the mask, enlarged if it is smaller. "none": what `fit` shows.
         context: margin of that box on each side, as a share of the mask box's longer side.
     """
 
-    data: Path | None
-    image: Path | Image.Image | None
-    mask: Path | Image.Image | None
-    text: str | None
-    prompt: str | None
-    reference: Path | Image.Image | None
-    seed: int
-    count: int
-    steps: int | None
-    size: tuple[int, int] | None
-    fit: str | None
-    feather: float
+    data: Path | None = None
+    image: Path | Image.Image | None = None
+    mask: Path | Image.Image | None = None
+    text: str | None = None
+    prompt: str | None = None
+    reference: Path | Image.Image | None = None
+    seed: int = 0
+    count: int = 1
+    steps: int | None = None
+    size: tuple[int, int] | None = None
+    fit: str | None = None
+    feather: float = 0.0
     box: Box | None = None
     invert_mask: bool | None = None
     crop: str = "auto"
@@ -86,18 +71,17 @@ class SampleRequest:
 
 def mask_crop(config: RunConfig, request: SampleRequest) -> MaskCrop | None:
     """How sources are cropped around their masks; None: not at all."""
-    whole = request.fit is not None or FACTS[config.model.family].edits
+    whole = request.fit is not None or config.model.spec.edits
     if request.crop == "none" or (request.crop == "auto" and whole):
         return None
     return MaskCrop(request.context, enlarge=request.crop == "mask")
 
 
 def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSection, list[ItemFiles]]:
-    """The items of a request, checked, and the section that says how to read them.
+    """The checked items of a request, and the data section to read them by.
 
     Raises:
-        ConfigError: neither or both of a dataset and an image, an image without mask (except for a model that changes
-            whole images) and text, both a mask and a box, or an unknown fit or crop.
+        ConfigError: options that are unknown, missing or exclude each other.
         DataError, ImageProblem: a broken image or mask, a box outside the image, or more broken items than the run
             allows.
     """
@@ -111,19 +95,13 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     if request.data is not None:
         own = ("mask", "box", "text", "prompt")
         if named := [name for name in own if getattr(request, name) is not None]:
-            raise ConfigError(f"--{named[0]}: given with --data, whose items have masks and prompts; leave it out")
+            raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
         section = like(config, request.data).model_copy(update=update)
         items = examples_of(config, section, "--data", request.reference, scored=False).items
         _warn_if_inverted(items[0], section)
         return section, items
-    section = ManifestData(path="").model_copy(
-        update={
-            **_shared(config.data, ManifestData),
-            "reference": "given",
-            **update,
-            **({"invert_mask": False} if request.box else {}),
-        }
-    )
+    own = {"reference": "given", **update, **({"invert_mask": False} if request.box else {})}
+    section = ManifestData(path="").model_copy(update=_shared(config.data, ManifestData) | own)
     item = _one_item(config, request)
     _warn_if_inverted(item, section)
     problem = check_item(
@@ -135,8 +113,8 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
 
 
 def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
-    """The image of a request with its mask and prompt, nothing but a boxed image opened yet."""
-    edits = FACTS[config.model.family].edits
+    """The image of a request with its mask and prompt."""
+    edits = config.model.spec.edits
     if request.mask is not None and request.box is not None:
         raise ConfigError("--box: given beside --mask; leave one of them out")
     unmasked = request.mask is None and request.box is None
@@ -147,10 +125,10 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
     if unmasked and request.crop == "mask":
         raise ConfigError("--crop: given mask, but there is no mask; set --mask or --box, or leave --crop out")
     if request.text is not None and not request.text.strip():
-        raise ConfigError("--text: empty; say what the mask shall read")
+        raise ConfigError("--text: given an empty text; give the text to write into the mask")
     if takes_references(config, scored=False) and request.reference is None:
         raise ConfigError(
-            "--image needs --reference: the run trained with style pictures (an adapter or reference_strip); give one"
+            "--image needs --reference: the run trained with style references (an adapter or reference_strip)"
         )
     _takes_references(config, request.reference, scored=False)
     template = getattr(config.data, "prompt_template", DEFAULT_TEMPLATE)
@@ -167,7 +145,7 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
 
 
 def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:
-    """Warn about a mask that is probably read the other way round than it is meant."""
+    """Warn about a mask that is probably inverted."""
     if item.mask_path is None or not isinstance(section, PictureSection) or section.invert_mask:
         return
     try:
@@ -176,8 +154,8 @@ def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:
         return  # of a single image, `check_item` reports it
     if may_be_inverted(mask, channel):
         logger.warning(
-            "%s: opaque pixels are repainted and transparent ones kept, but the border of this mask is opaque, as "
-            "where the region to repaint was erased; if transparent pixels mark it, add --invert-mask",
+            "%s: opaque pixels are repainted and transparent ones kept, but the border of this mask is opaque; if its "
+            "transparent pixels mark the region to repaint, add --invert-mask",
             item.mask_path,
         )
 
@@ -201,7 +179,7 @@ def _file(image: Path | Image.Image | None, name: str) -> Path | PackedPicture |
 def examples_of(
     config: RunConfig, section: Any, purpose: str, reference: Path | Image.Image | None, *, scored: bool
 ) -> Dataset:
-    """The usable examples of a section, with one reference for all where one is given.
+    """The usable examples of a section, all with `reference` if it is given.
 
     Raises:
         ConfigError: a reference that the run cannot take.
@@ -213,26 +191,30 @@ def examples_of(
         return load_dataset(section, purpose, needs)
     file = _file(reference, "reference")
     assert file is not None
-    to_rgb(open_image(file))  # one message, not one an item
+    to_rgb(open_image(file))  # one message, not one for each item
     found = load_dataset(section, purpose, needs - {"reference"})
     return Dataset(section, [replace(item, reference_path=file) for item in found.items])
 
 
 def like(config: RunConfig, path: Path) -> Any:
-    """A data section for `path` that reads as the run's evaluation data (or training data) does."""
+    """A data section for `path` with the options of the run's evaluation data (or training data)."""
     model = config.evaluation.data or config.data
-    if isinstance(model, ProtocolData):  # nothing in a path tells these apart
+    if isinstance(model, ProtocolData):  # a path alone does not identify these formats
         return model.model_copy(update={"path": str(path), "limit": None, "part": "all", "curriculum": 1})
     section = data_at(path, config.data.size)
     same = _shared(model, type(section))
-    same |= {"reference": "mask_box"} if same.get("reference") == "half_box" else {}  # which is to train on
+    same |= {"reference": "mask_box"} if same.get("reference") == "half_box" else {}  # half boxes are for training
     return section.model_copy(update={k: v for k, v in same.items() if k not in ("format", "limit")})
 
 
 def make_folder(out: Path) -> None:
-    """Before minutes go into what is to be written there."""
+    """Create the output folder.
+
+    Raises:
+        ConfigError: a file has that name.
+    """
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out: {out} is a file; give a folder")
+        raise ConfigError(f"--out: given {out}, which is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
 
 
@@ -240,13 +222,13 @@ def _takes_references(config: RunConfig, reference: Path | Image.Image | None, *
     if reference is not None and not takes_references(config, scored=scored):
         unjudged = ", and no reward does" if scored else ""
         raise ConfigError(
-            f"--reference: given {reference}, but the run trained {config.model.train.kind} weights, which see no "
+            f"--reference: given {reference}, but the run trained {config.model.train.kind} weights, which take no "
             f"reference{unjudged}; leave it out"
         )
 
 
 def _shared(model: DataSection, kind: type[DataSection]) -> dict[str, Any]:
-    """What a section says that one of another format can say, too."""
+    """The options of a section that another format has too."""
     return {
         name: getattr(model, name)
         for name in kind.model_fields

@@ -1,4 +1,4 @@
-"""A page on loopback to try trained weights: paint over a part of a picture, and see it drawn by base and trained."""
+"""A page on loopback to mask an image and compare samples of the base and the trained weights."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.config import ConfigError
 from retouch.config.needs import takes_references
-from retouch.families.facts import FACTS
+from retouch.errors import ConfigError, RetouchError
 from retouch.use.items import SampleRequest, items_to_sample
-from retouch.use.sampling import draw
-from retouch.use.trained import Loaded, Trained
+from retouch.use.loaded import Loaded
+from retouch.use.sampling import generate
+from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 
-_PAINT = "paint over what is to be drawn anew"
+_PAINT = "paint over the region to repaint"
 
 Drawing = Mapping[str, Any]
-"""What the page's editor gives: `background`, and `layers` of paint, RGBA of its size."""
+"""The value of the page's editor: `background`, and `layers` of paint, RGBA of its size."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the page asks for beside picture and mask; "" and None for what is left out."""
+    """The inputs besides image and mask; "" or None if empty."""
 
     text: str = ""
     prompt: str = ""
@@ -41,21 +41,21 @@ class Asked:
 
 
 class Studio:
-    """A model in memory, with the base's weights and trained ones.
+    """A model in memory with the base's and the trained weights.
 
     Raises:
-        ConfigError: a text encoder was trained, which takes another path, or there is no picture to paint on.
+        ConfigError: a run that trained a text encoder, or a family that takes no source image.
     """
 
     def __init__(self, trained: Trained) -> None:
         if trained.config.algorithm.trains_text_encoder:
-            raise ConfigError("demo-ui: the run trained a text encoder; try it with `retouch sample`")
-        family = trained.config.model.family
-        if "source" not in FACTS[family].needs:
+            raise ConfigError("demo-ui: the run trained a text encoder; use `retouch sample`")
+        spec = trained.config.model.spec
+        if "source" not in spec.needs:
             raise ConfigError(
-                f"demo-ui: {family} draws from prompts, not on pictures; try it with `retouch sample --data`"
+                f"demo-ui: {spec.family} generates from prompts, without a source image; use `retouch sample --data`"
             )
-        self.edits = FACTS[family].edits
+        self.edits = spec.edits
         self.trained = trained
         self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
 
@@ -64,83 +64,78 @@ class Studio:
         return takes_references(self.trained.config, scored=False)
 
     def repaint(self, drawing: Drawing | None, asked: Asked) -> list[Image.Image]:
-        """The picture as the base draws it and, where there are trained weights, as these do: from the same noise, as
-        `retouch sample` would.
+        """Samples of the base and of the trained weights, if any, from the same noise; equal to `retouch sample`.
 
         Raises:
-            ConfigError, DataError, ImageProblem: something is missing, or does not fit the run.
+            ConfigError, DataError, ImageProblem: a missing input, or one that the run cannot take.
         """
         request = _request(drawing, asked, edits=self.edits)
         if self.takes_references and asked.reference is None:
-            raise ConfigError("choose a picture whose style to take")
+            raise ConfigError("choose a style reference")
         section, items = items_to_sample(self.trained.config, request)
-        pictures: list[Image.Image] = []
+        images: list[Image.Image] = []
         for weights in [None] if self.trained.newest is None else [None, self.trained.newest]:
             self.loaded.load(weights)
-            pictures += draw(self.loaded, items[0], section, request)
-        return pictures
+            images += generate(self.loaded, items[0], section, request)
+        return images
 
 
 def serve(trained: Trained, port: int) -> None:
-    """Show the page on loopback until stopped.
+    """Serve the page on loopback until stopped.
 
     Raises:
         ConfigError: the port is taken.
     """
-    gradio: Any = importlib.import_module("gradio")  # its absence is told before a network is loaded
+    gradio: Any = importlib.import_module("gradio")  # a missing package is reported before a model is loaded
     with socket.socket() as probe:
         if probe.connect_ex((_HOST, port)) == 0:
-            raise ConfigError(f"--port: something listens on {port}; give another")
+            raise ConfigError(f"--port: given {port}, which is in use; set another")
     page(gradio, Studio(trained)).launch(server_name=_HOST, server_port=port, share=False)
 
 
 def page(gradio: Any, studio: Studio) -> Any:
-    """The page, not yet shown."""
+    """Build the page."""
 
     def repaint(drawing: Any, text: str, prompt: str, seed: float, steps: float | None, reference: Any = None) -> Any:
         asked = Asked(text, prompt, reference, int(seed or 0), int(steps) if steps else None)
         try:
-            pictures = studio.repaint(drawing, asked)
+            images = studio.repaint(drawing, asked)
         except (ValueError, RuntimeError) as error:
             raise gradio.Error(_said(error)) from None
-        return pictures if len(pictures) > 1 else [*pictures, None]
+        return images if len(images) > 1 else [*images, None]
 
-    todo = "say what is to be changed, and paint over it to keep the rest" if studio.edits else _PAINT
+    todo = "describe the edit, and optionally paint over the region to keep it to" if studio.edits else _PAINT
     with gradio.Blocks(title="retouch", analytics_enabled=False) as blocks:
         gradio.Markdown(f"## {studio.trained.config.name}: {todo}")
         with gradio.Row():
-            drawing = gradio.ImageEditor(type="pil", label="Picture", brush=gradio.Brush(colors=["#ffffff"]))
+            drawing = gradio.ImageEditor(type="pil", label="Image", brush=gradio.Brush(colors=["#ffffff"]))
             with gradio.Column():
-                text = gradio.Textbox(label="Text to write")
+                text = gradio.Textbox(label="Target text")
                 prompt = gradio.Textbox(label="Whole prompt, instead of the text")
                 seed = gradio.Number(0, label="Seed", precision=0)
                 steps = gradio.Number(None, label="Steps; empty: the run's", precision=0)
                 given = [drawing, text, prompt, seed, steps]
                 if studio.takes_references:
                     given.append(gradio.Image(type="pil", label="Style"))
-                button = gradio.Button("Draw", variant="primary")
+                button = gradio.Button("Sample", variant="primary")
         with gradio.Row():
             shown = [gradio.Image(label=name, format="png") for name in ("Base", "Trained")]
-        button.click(repaint, given, shown, api_name="draw")
+        button.click(repaint, given, shown, api_name="sample")
     return blocks
 
 
 def _said(error: Exception) -> str:
-    """For the page: what is ours says what to do; of the rest a line, and all of it in the log."""
-    if type(error).__module__.startswith("retouch"):
+    """The message for the page; unexpected errors are logged."""
+    if isinstance(error, RetouchError):
         return str(error)
-    logger.error("not drawn", exc_info=error)
+    logger.error("no sample", exc_info=error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'see the log')}"
 
 
 def _request(drawing: Drawing | None, asked: Asked, *, edits: bool) -> SampleRequest:
-    """The request that `retouch sample` makes from its options.
-
-    Args:
-        edits: whether nothing painted means the whole picture.
-    """
+    """The request for `items_to_sample`; with `edits` an empty mask means the whole image."""
     if drawing is None or drawing["background"] is None:
-        raise ConfigError("choose a picture first")
+        raise ConfigError("choose an image first")
     source = drawing["background"].convert("RGB")
     paint = [np.asarray(layer.convert("RGBA"))[..., 3] for layer in drawing["layers"]]
     mask = np.maximum.reduce(paint) if paint else np.zeros((source.height, source.width), np.uint8)
@@ -148,19 +143,14 @@ def _request(drawing: Drawing | None, asked: Asked, *, edits: bool) -> SampleReq
     if not painted and not edits:
         raise ConfigError(_PAINT)
     if not asked.text.strip() and not asked.prompt.strip():
-        raise ConfigError("write a text, or a whole prompt")
+        raise ConfigError("enter a target text or a whole prompt")
     return SampleRequest(
-        data=None,
         image=source,
         mask=Image.fromarray(mask) if painted else None,
         text=asked.text or None,
         prompt=asked.prompt or None,
         reference=asked.reference,
         seed=asked.seed,
-        count=1,
         steps=asked.steps,
-        size=None,
-        fit=None,
-        feather=0.0,
         invert_mask=False,
     )

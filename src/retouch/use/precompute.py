@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL.Image import Image
 
@@ -16,12 +15,10 @@ from retouch.data.dataset import (
     load_dataset,
 )
 from retouch.engine.speed import choose_kernels
-from retouch.families.embeddings import (
-    EmbeddingCache,
-    through_cache,
-)
-from retouch.families.facts import FACTS
-from retouch.families.registry import load_model
+from retouch.families.diffusion import FamilyModel
+from retouch.families.embeddings import EmbeddingCache
+from retouch.families.inputs import image_pixels
+from retouch.families.loading import load_model
 from retouch.imaging import stack_above
 from retouch.types import Example
 
@@ -39,38 +36,22 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     choose_kernels(device, config.training)
     given = config.model.model_copy(update={"embeddings": None})
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
-    model = load_model(given, device)
-    counts = {"prompts": 0, "references": 0, "pictures": 0}
-
-    def keep_pictures(images: torch.Tensor) -> torch.Tensor:
-        latents = encode(images)
-        for row, made in zip(images, latents, strict=True):
-            if cache.image(row) is None:
-                cache.put_image(row, made)
-                counts["pictures"] += 1
-        return latents
-
-    encode = model.encode_images
-    model.encode_images = through_cache(cache, keep_pictures, model.device)  # type: ignore[method-assign, attr-defined]
+    model: FamilyModel = load_model(given, device, filling=cache)  # type: ignore[assignment]
     for data in datasets(config):
         for prompt in [*data.prompts, model.spec.empty_prompt]:
-            if not cache.has_text(prompt):
-                cache.put_text(prompt, model.text.of(prompt))  # type: ignore[attr-defined]
-                counts["prompts"] += 1
+            cache.add_text(prompt, model.texts().of)
         for example in data:
-            encoder = model.image_encoder  # type: ignore[attr-defined]
-            if encoder is not None and example.reference is not None and cache.reference(example.reference) is None:
-                cache.put_reference(example.reference, encoder([example.reference])[0])
-                counts["references"] += 1
+            if model.image_encoder is not None and example.reference is not None:
+                cache.add_reference(example.reference, model.image_encoder)
             model.encode([example], 1.0)
             for picture in pictures(example):
-                model.encode_images(pixels_of(stack_above(example.strip, picture)))
-    return counts
+                model.encode_images(image_pixels(stack_above(example.strip, picture))[None])
+    return cache.added
 
 
 def usable(config: RunConfig) -> None:
     """Raises: ConfigError: a run that may not set `model.embeddings`."""
-    if FACTS[config.model.family].edits:
+    if config.model.spec.edits:
         raise ConfigError(
             f"model.family: {config.model.family} has a text encoder that reads the picture with the prompt, so that "
             "nothing can be encoded by the prompt alone; train without model.embeddings"
@@ -92,8 +73,3 @@ def datasets(config: RunConfig) -> Sequence[Dataset]:
 def pictures(example: Example) -> list[Image]:
     """What supervised steps and given pairs take the latents of."""
     return [p for p in (example.target, example.win, example.lose) if p is not None]
-
-
-def pixels_of(picture: Image) -> torch.Tensor:
-    """[1, 3, H, W] in [-1, 1]."""
-    return torch.from_numpy(np.asarray(picture, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1

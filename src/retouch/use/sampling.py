@@ -1,4 +1,4 @@
-"""Repaint images with trained weights."""
+"""Sample images with trained weights."""
 
 from __future__ import annotations
 
@@ -13,65 +13,56 @@ from PIL import Image
 
 from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import ConfigError, RunConfig
-from retouch.data.dataset import (
-    Dataset,
-    ItemFiles,
-    Reading,
-    all_embedded,
-    read_item,
-)
+from retouch.data.dataset import Dataset, ItemFiles, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
-from retouch.data.sections import (
-    DataSection,
-    PictureSection,
-)
+from retouch.data.sections import DataSection, PictureSection
+from retouch.families.base import FamilySpec
 from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
 from retouch.rollout.plan import ode_plan
-from retouch.rollout.sampler import (
-    broken_rows,
-    require_drawn,
-    sample,
-    to_uint8,
-)
+from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
-from retouch.types import DiffusionModel
-from retouch.use.items import SampleRequest, items_to_sample, make_folder, mask_crop
-from retouch.use.trained import Loaded, Trained
+from retouch.use.items import SampleRequest, make_folder, mask_crop
+from retouch.use.loaded import Loaded
+from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
 
 
 def load_model(config: RunConfig, embedded: bool) -> Loaded:
-    """The model of a run.
+    """Load the model of a run.
 
     Args:
-        embedded: whether every example brings its text embeddings, so that T5 is not loaded.
+        embedded: every example has its own text embeddings, so that T5 is not loaded.
     """
     return Loaded(config, embedded=embedded)
 
 
 def sample_to_folder(
-    trained: Trained, request: SampleRequest, out: Path, load: Callable[[RunConfig, bool], Loaded] = load_model
+    trained: Trained,
+    request: SampleRequest,
+    chosen: tuple[DataSection, list[ItemFiles]],
+    out: Path,
+    load: Callable[[RunConfig, bool], Loaded] = load_model,
 ) -> list[Path]:
-    """Repaint and write PNGs of the sources' own size and name -> their paths. Outside the mask every pixel stays,
-    and no file is overwritten.
+    """Write samples as PNGs with the size and name of their sources -> their paths. Pixels outside the mask stay, and
+    no file is overwritten.
 
     Args:
-        load: returns the model of the run, as `load_model` does; called after the request is checked, and never for
-            vlm_grpo.
+        chosen: `items_to_sample` of the request.
+        load: returns the model of the run; not called for vlm_grpo.
     """
-    section, items = items_to_sample(trained.config, request)
+    section, items = chosen
     make_folder(out)
     free = free_paths(items, out, request.count)
     if trained.config.algorithm.trains_text_encoder:
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(trained.config, all_embedded(items))
-    _fits(section.size, loaded.model)
+    _require_multiples(section.size, loaded.model.spec)
     loaded.load(trained.newest)
     written: list[Path] = []
     for item in items:
-        for image in draw(loaded, item, section, request):
+        for image in generate(loaded, item, section, request):
             path = free(item.id)
             image.save(path)
             written.append(path)
@@ -79,8 +70,8 @@ def sample_to_folder(
 
 
 def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[int], Path]:
-    """From the id of an item to the path of its next image, named after its source (after the id without one):
-    `photo.png`, or `photo-0.png` and on where there are several of an item; numbers that exist are skipped."""
+    """A function from the id of an item to the path of its next image, named after its source (or its id):
+    `photo.png`, or `photo-0.png`, `photo-1.png` where `count` > 1. Existing files are skipped."""
     stems = {item.id: item.source_path.stem for item in items if isinstance(item.source_path, Path)}
     shared = {stem for stem, times in Counter(stems.values()).items() if times > 1}
 
@@ -94,8 +85,8 @@ def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[i
     return free
 
 
-def draw(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[Image.Image]:
-    """`request.count` samples of an item, by the weights that are loaded; in its source, where it has one."""
+def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[Image.Image]:
+    """Generate `request.count` samples of an item with the loaded weights, composited into its source."""
     config = loaded.config
     steps = request.steps or config.evaluation.num_steps or config.rollout.num_steps
     example, reading = read_item(item, section, mask_crop(config, request))
@@ -117,7 +108,7 @@ def draw(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleR
 
 
 def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float) -> Image.Image:
-    """Put a generated image back into the `box` of the source that it stands for, inside the mask only."""
+    """Paste a generated image into the `box` of its source, inside the mask only."""
     if item.source_path is None or item.mask_path is None or not isinstance(section, PictureSection):
         return image
     source = to_rgb(open_image(item.source_path))
@@ -128,7 +119,7 @@ def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSect
 
 
 def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
-    """Log what the crop gives to the mask."""
+    """Log the effective resolution of the mask with the crop and without."""
     left, top, right, bottom = reading.box
     logger.info(
         "%s: the model sees %d x %d pixels around the mask at %d x %d: %d effective pixels in the mask (%d without the "
@@ -143,10 +134,11 @@ def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
     )
 
 
-def _fits(size: tuple[int, int], model: DiffusionModel) -> None:
-    multiple = model.spec.size_multiple
+def _require_multiples(size: tuple[int, int], spec: FamilySpec) -> None:
+    """Raises ConfigError for a size that the loaded model cannot generate."""
+    multiple = spec.size_multiple
     if any(side % multiple for side in size):
         near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
         raise ConfigError(
-            f"resolution: given {size[0]}x{size[1]}; {model.spec.family} needs multiples of {multiple}; set {near}"
+            f"resolution: given {size[0]}x{size[1]}; {spec.family} needs multiples of {multiple}; set {near}"
         )

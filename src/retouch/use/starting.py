@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from retouch import families
 from retouch.config import ConfigError, RunConfig, load_run, numbers
 from retouch.config.errors import nearest
 from retouch.data.dataset import DataError
 from retouch.data.discover import Found, discover
 from retouch.data.split import split
-from retouch.families.facts import FACTS
-from retouch.families.sections import Model
+from retouch.families.base import Model
 from retouch.texts import has_text
 
 ALGORITHMS = ("dpo", "grpo", "nft", "ppo", "sft")
@@ -89,7 +89,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
 
 def _require_fit(found: Found, folder: Path, family: str) -> None:
     without = [item for item in found.items if item.mask_path is None]
-    if without and "mask" in FACTS[family].needs:
+    if without and "mask" in families.FAMILIES[family].spec.needs:
         raise ConfigError(
             f"--family: given {family!r}, which repaints inside a mask, but {len(without)} of "
             f"{len(found.items)} images of {folder} have none; add photo_mask.png beside photo.png "
@@ -194,7 +194,7 @@ def _rollout(examples: int, family: str, algorithm: str, tiny: bool) -> list[str
     if algorithm == "sft":
         return ["algorithm: {name: sft}", f"rollout: {{num_steps: {steps}}}    # of evaluations"]
     groups, group = (min(32, examples), 1) if algorithm == "ppo" else (min(8, examples), 8)
-    guided = FACTS[family].doubles_for_guidance
+    guided = families.FAMILIES[family].spec.doubles_for_guidance
     return [
         "algorithm:",
         f"  name: {algorithm}",

@@ -31,21 +31,15 @@ from retouch.data.sampler import (
     derive_seed,
 )
 from retouch.rollout.encoded import EncodedData
-from retouch.rollout.transition import objective_region
+from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import (
-    combined_advantages,
-    restored,
-    rewarded_groups,
-    row_generators,
-    rows_of_all,
-    train_epoch,
-)
+from retouch.training.experience import combined_advantages, restored, rewarded_groups, rows_of_all, train_epoch
+from retouch.training.noised import row_generators
 from retouch.training.noised import (
     NoisedRows,
     noised_copies,
 )
-from retouch.training.rollouts import RewardRows
+from retouch.training.scoring import RewardRows
 from retouch.training.session import Session
 from retouch.training.update import (
     MicroLoss,

@@ -11,7 +11,7 @@ from pydantic import Field
 from retouch.algorithms.base import AdvantageConfig
 from retouch.config.base import NonNegative, Positive
 from retouch.core.rules import STEP_RULES, StepRule, rules_of
-from retouch.families.facts import FACTS
+from retouch.families import FAMILIES
 
 if TYPE_CHECKING:
     from retouch.config.presets import Preset, PresetKeys
@@ -88,7 +88,7 @@ class GrpoConfig(AdvantageConfig):
 
     def _check_noise(self, run: RunConfig) -> None:
         """The step rule is for the model's prediction, and its options are its own."""
-        rollout, name, prediction = run.rollout, _rule_name(run), FACTS[run.model.family].prediction
+        rollout, name, prediction = run.rollout, _rule_name(run), run.model.spec.prediction
         rule = STEP_RULES[name]
         if rule.prediction != prediction:
             raise ValueError(
@@ -154,7 +154,7 @@ class GrpoConfig(AdvantageConfig):
                 "(Flow-GRPO: 0.04), or leave kl_mode out"
             )
         if self.kl_mode == "flow_grpo" and name != "flow_sde":
-            flow = FACTS[run.model.family].prediction == "flow"
+            flow = run.model.spec.prediction == "flow"
             raise ValueError(
                 f"algorithm.kl_mode: given 'flow_grpo', which is for the std of flow_sde, but rollout.step_rule is "
                 f"{name}; set kl_mode=exact{', or step_rule=flow_sde' if flow else ''}"
@@ -182,7 +182,7 @@ class GrpoConfig(AdvantageConfig):
 class PpoConfig(GrpoConfig):
     """PPO: GRPO's loss on advantages of the whole batch; works with group_size 1."""
 
-    name: Literal["ppo"] = "ppo"
+    name: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     baseline: Literal["group", "batch"] = "batch"
     """What a reward is compared with; "batch" is PPO."""
     scale: Literal["group", "batch", "none"] = "batch"
@@ -190,14 +190,14 @@ class PpoConfig(GrpoConfig):
 
 
 def _rule_name(run: RunConfig) -> str:
-    return run.rollout.step_rule or rules_of(FACTS[run.model.family].prediction)[0]
+    return run.rollout.step_rule or rules_of(run.model.spec.prediction)[0]
 
 
 def _reference(family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]) -> PresetKeys:
     """Flow-GRPO (arXiv 2505.05470): its SD3 runs for families with classifier-free guidance, its FLUX runs for those
     that embed it. All steps but the last, low-noise one are trained, and groups with zero reward variance as well."""
-    guided = FACTS[family].doubles_for_guidance
-    name = rollout.get("step_rule") or rules_of(FACTS[family].prediction)[0]
+    guided = FAMILIES[family].spec.doubles_for_guidance
+    name = rollout.get("step_rule") or rules_of(FAMILIES[family].spec.prediction)[0]
     steps = 10 if guided else 6
     sampled: dict[str, Any] = {"num_steps": steps, "window": None, "shared_noise": False}
     trained: dict[str, Any] = {"kl_weight": 0.04 if guided else 0.0}
@@ -218,7 +218,7 @@ def _fast(family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]) -
     """Flow-GRPO-Fast's window and MixGRPO's (arXiv 2507.21802), fewer solver steps, one prefix for a group, neither
     guidance nor KL."""
     sampled: dict[str, Any] = {"num_steps": 6}
-    if FACTS[family].doubles_for_guidance:
+    if FAMILIES[family].spec.doubles_for_guidance:
         sampled["guidance_scale"] = 1.0
     fraction_is_written = "window" not in rollout and written.get("timestep_fraction", 1.0) != 1.0
     if rollout.get("window", FAST_WINDOW) is not None and not fraction_is_written:

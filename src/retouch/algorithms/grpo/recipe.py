@@ -30,17 +30,11 @@ from retouch.core.reduce import weighted_mean
 from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.plan import make_plan
-from retouch.rollout.transition import (
-    objective_region,
-    transition,
-)
+from retouch.rollout.sampler import objective_region
+from retouch.rollout.plan import transition
 from retouch.training.build import Run
-from retouch.training.experience import (
-    Experience,
-    collect,
-    step_batches,
-    train_epoch,
-)
+from retouch.training.experience import Experience, collect, train_epoch
+from retouch.training.step import step_batches
 from retouch.training.session import Session
 from retouch.training.update import (
     MicroLoss,

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from retouch.algorithms.base import AdvantageConfig
 from retouch.config.base import NonNegative
-from retouch.families.facts import FACTS
+from retouch.families import FAMILIES
 
 if TYPE_CHECKING:
     from retouch.config.presets import Preset, PresetKeys
@@ -55,7 +55,7 @@ class NftConfig(AdvantageConfig):
     ) -> PresetKeys:
         """The paper samples without guidance; the reference trains on 9 noised copies of an image, fast on 2."""
         sampled: dict[str, Any] = {"num_steps": 10 if preset == "reference" else 6}
-        if FACTS[family].doubles_for_guidance:
+        if FAMILIES[family].spec.doubles_for_guidance:
             sampled["guidance_scale"] = 1.0
         copies, kl_weight = (9, 1e-4) if preset == "reference" else (2, 0.0)
         return {"rollout": sampled, "algorithm": {"timesteps_per_image": copies, "kl_weight": kl_weight}}

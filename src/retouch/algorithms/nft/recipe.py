@@ -30,14 +30,10 @@ from retouch.algorithms.sft.recipe import warm_up
 from retouch.core.objectives.nft import nft_loss, old_policy_decay
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.rollout.encoded import EncodedData
-from retouch.rollout.transition import objective_region
+from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import (
-    Experience,
-    collect,
-    row_generators,
-    train_epoch,
-)
+from retouch.training.experience import Experience, collect, train_epoch
+from retouch.training.noised import row_generators
 from retouch.training.noised import (
     NoisedRows,
     noised_copies,

@@ -27,10 +27,8 @@ from retouch.rollout.encoded import (
     drop_references,
 )
 from retouch.rollout.sampler import noise_for
-from retouch.rollout.transition import (
-    denoising_error,
-    objective_region,
-)
+from retouch.training.noised import denoising_error
+from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.session import Session
 from retouch.training.update import (

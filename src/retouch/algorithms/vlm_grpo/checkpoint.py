@@ -21,8 +21,8 @@ from torch import Tensor
 
 from retouch.config import RunConfig, dump_run
 from retouch.engine import CheckpointError
-from retouch.engine.checkpoint import declare_complete, drop_unfinished, prune, put_in_place
-from retouch.engine.integrity import require_finite
+from retouch.engine.checkpoint import require_finite
+from retouch.engine.saved import declare_complete, drop_unfinished, prune, put_in_place
 from retouch.families.loading import ModelFilesError, load_component
 
 _STATE = ("trainer_state.json", "entropy_ctrl_state.json", "latest")

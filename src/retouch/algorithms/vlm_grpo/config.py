@@ -11,19 +11,38 @@ from pydantic import Field, PositiveInt, field_validator
 
 from retouch.algorithms.base import AlgorithmSection
 from retouch.algorithms.vlm_grpo import trl_options
-from retouch.config.base import Section
 from retouch.config.errors import ConfigError
-from retouch.data.sections import PictureSection
-from retouch.families.facts import FACTS
 
 if TYPE_CHECKING:
+    from retouch.config.base import Section
     from retouch.config.run import RunConfig
 
 FAMILIES = ("qwen_image", "qwen_image_edit")
 """Families whose text encoder is a vision-language model."""
 
-ROLLOUT_KEYS = ("num_steps", "guidance_scale", "batch_size_per_device")
-"""Keys of `rollout` that image generation reads; the others belong to rollouts of a trained diffusion model."""
+READ = ("rollout.num_steps", "rollout.guidance_scale", "rollout.batch_size_per_device")
+"""Keys of `rollout` and `optimizer` that image generation reads; the others belong to training of a diffusion model."""
+
+_TRL_HAS_IT = (
+    "only training of a diffusion model reads it; set TRL's options under algorithm.trl (learning_rate, "
+    "num_generations, ...)"
+)
+_STRIP = "vlm_grpo does not train the diffusion model to read one; leave it out"
+_SHARDED = "TRL's trainer shards vlm_grpo; leave it out, and launch with configs/accelerate/zero2.yaml or zero3.yaml"
+
+UNUSED = {
+    "model.train": "vlm_grpo trains the text encoder; leave it out, and set algorithm.trl.use_peft, lora_r, lora_alpha",
+    "model.free_text_encoders": "vlm_grpo trains the text encoder; leave it out",
+    "model.embeddings": "vlm_grpo trains the text encoder; leave it out",
+    "training.compile": "vlm_grpo does not train the diffusion model; leave it out",
+    "training.sharding": _SHARDED,
+    "training.shard_gradients": _SHARDED,
+    "data.reference_strip": _STRIP,
+    "evaluation.data.reference_strip": _STRIP,
+    "ema": "vlm_grpo keeps no averaged weights; set ema=null",
+    "warmup_data": "vlm_grpo has no supervised steps; leave it out",
+}
+"""Keys that must keep their default -> the reason, and what to do."""
 
 FEW_STEPS = 20
 """Below this many denoising steps without guidance, a diffusion model must have been distilled for few steps."""
@@ -170,7 +189,7 @@ class VlmGrpoConfig(AlgorithmSection):
                 f"model.family: given {run.model.family!r}, but vlm_grpo trains a text encoder that is a "
                 f"vision-language model; set {' or '.join(FAMILIES)}"
             )
-        self._check_unused_sections(run)
+        self._check_unused(run)
         trl = self.trl
         if trl.get("generation_batch_size") and trl.get("steps_per_generation"):
             raise ValueError(
@@ -211,13 +230,13 @@ class VlmGrpoConfig(AlgorithmSection):
         """Numbers of steps and guidance scales that the frozen diffusion model was not made for, a sentence each."""
         model: Any = run.model
         steps, scale = run.rollout.num_steps, _guidance_scale(run)
-        if model.distillation_lora is not None and scale > 1:
+        if model.merged_lora is not None and scale > 1:
             yield (
                 f"rollout.guidance_scale: given {scale:g} with model.distillation_lora, which is distilled for "
                 "sampling without guidance: images are oversaturated and take twice the forwards; set "
                 "rollout.guidance_scale=1"
             )
-        if steps < FEW_STEPS and scale <= 1 and model.distillation_lora is None and model.path != "tiny":
+        if steps < FEW_STEPS and scale <= 1 and model.merged_lora is None and model.path != "tiny":
             yield (
                 f"rollout.num_steps: given {steps} with guidance_scale {scale:g} and no model.distillation_lora, for "
                 "which the released models are not made: images are blurred; set rollout.num_steps=50 "
@@ -225,54 +244,25 @@ class VlmGrpoConfig(AlgorithmSection):
                 "model.path already)"
             )
 
-    def _check_unused_sections(self, run: RunConfig) -> None:
-        """Reject sections and keys that only training of the diffusion model reads."""
-        model, training = run.model, run.training
-        if model.train != type(model).model_fields["train"].default:
-            raise ValueError(
-                "model.train: given, but vlm_grpo trains the text encoder and not the diffusion model; leave it out, "
-                "and set algorithm.trl.use_peft, lora_r, lora_alpha"
-            )
-        for name, given in (
-            ("model.free_text_encoders", model.free_text_encoders),
-            ("model.embeddings", model.embeddings),
-        ):
-            if given:
-                raise ValueError(f"{name}: given {given!r}, but vlm_grpo trains the text encoder; leave it out")
-        if training.compile:
-            raise ValueError(
-                "training.compile: given true, but vlm_grpo does not train the diffusion model; leave it out"
-            )
-        for name in ("sharding", "shard_gradients"):
-            if getattr(training, name) != getattr(type(training)(), name):
-                raise ValueError(
-                    f"training.{name}: given {getattr(training, name)!r}, but TRL's trainer shards vlm_grpo; leave it "
-                    "out, and launch with configs/accelerate/zero2.yaml or zero3.yaml"
-                )
-        for section in ("optimizer", "rollout"):
-            own: Section = getattr(run, section)
-            default = type(own)()
-            for name in type(own).model_fields:
-                read = section == "rollout" and name in ROLLOUT_KEYS
-                if not read and getattr(own, name) != getattr(default, name):
-                    raise ValueError(
-                        f"{section}.{name}: given {getattr(own, name)!r}, but only training of a diffusion model "
-                        "reads it; vlm_grpo takes TRL's options under algorithm.trl (learning_rate, num_generations, "
-                        "...)"
-                    )
-        for name, data in (("data", run.data), ("evaluation.data", run.evaluation.data)):
-            strip = data.reference_strip if isinstance(data, PictureSection) else None
-            if strip is not None:
-                raise ValueError(
-                    f"{name}.reference_strip: given {strip}, but vlm_grpo does not train the diffusion model to read "
-                    "one; leave it out"
-                )
-        if run.ema is not None:
-            raise ValueError("ema: given, but vlm_grpo keeps no averaged weights; set ema=null")
+    def _check_unused(self, run: RunConfig) -> None:
+        """Reject keys that only training of the diffusion model reads, unless they have their default."""
+        keys = dict(UNUSED)
+        for name, own in (("optimizer", run.optimizer), ("rollout", run.rollout)):
+            unread = [f"{name}.{key}" for key in type(own).model_fields]
+            keys |= {key: _TRL_HAS_IT for key in unread if key not in READ}
+        for dotted, why in keys.items():
+            *sections, name = dotted.split(".")
+            section: Section | None = run
+            for part in sections:
+                section = getattr(section, part, None)
+            field = None if section is None else type(section).model_fields.get(name)
+            value = getattr(section, name, None)
+            if field is not None and value != field.get_default(call_default_factory=True):
+                shown = str(value).lower() if isinstance(value, bool) else repr(value)
+                given = f" {shown}" if isinstance(value, str | int | float) else ""
+                raise ValueError(f"{dotted}: given{given}, but {why}")
         if run.evaluation.weights == "ema":
             raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no averaged weights; set raw")
-        if run.warmup_data is not None:
-            raise ValueError("warmup_data: given, but vlm_grpo has no supervised steps; leave it out")
 
     def _generation_batch(self, per_pass: int) -> int:
         """Number of completions generated at once over all processes.
@@ -293,4 +283,4 @@ class VlmGrpoConfig(AlgorithmSection):
 
 def _guidance_scale(run: RunConfig) -> float:
     given = run.rollout.guidance_scale
-    return FACTS[run.model.family].guidance_scale if given is None else given
+    return run.model.spec.guidance_scale if given is None else given

@@ -17,6 +17,7 @@ that resuming is exact.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,21 @@ from trl import GRPOConfig
 from retouch.algorithms.vlm_grpo.checkpoint import require_same_engine
 from retouch.algorithms.vlm_grpo.responses import Responses
 from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run, name_for_vllm
-from retouch.algorithms.vlm_grpo.scoring import ScoredCompletions, noise_seeds, reward_means, scored_grid
+from retouch.algorithms.vlm_grpo.scoring import ScoredCompletion, noise_seeds, reward_means, scored_grid
 from retouch.algorithms.vlm_grpo.trainer import RunTrainer, adapter_config, trl_arguments
 from retouch.config import RunConfig
 from retouch.config.advice import warnings_of
 from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import read_state, verify_once
-from retouch.engine.saved_state import require_sound
+from retouch.engine.saved import require_sound
 from retouch.observe.header import header
 from retouch.observe.run_dir import read_metrics
 from retouch.training.scoring import FailureRateExceeded, RewardOutage, refuse_failures, tally_of
 from retouch.training.scoring import wait_for_rewards
 from retouch.training.resume import has_finished, resume_folder, same_kind
 from retouch.training.stopping import raise_together
+from retouch.types import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -161,23 +163,24 @@ class VlmTrainer(RunTrainer):
         run, step = self.run, self.state.global_step
         examples = [self.rows.example(position) for position in columns["position"]]
         seeds = noise_seeds("draw", run.config.seed, examples, step)
-        scored: ScoredCompletions | None = None
+        found: tuple[list[ScoredCompletion], Scores] | None = None
         failed: RewardOutage | None = None
         self.scoring = True
         with self.whole_policy() as policy:
             try:
-                scored = self.scorer.score(policy, examples, self._responses, seeds)
+                found = self.scorer.score(policy, examples, self._responses, seeds)
             except RewardOutage as error:
                 failed = error
         raise_together(failed, self.any_rank)
-        assert scored is not None
-        tally = tally_of(run.rewards, [scored.scores])
+        assert found is not None
+        scored, scores = found
+        tally = tally_of(run.rewards, [scores])
         refuse_failures(gather_list([tally]), run.config.reward_client)
         run.rewards.count(tally.asked, tally.lost)
         self.scoring = False
-        self.costs.images += len(examples) * scored.images_each
-        self._log_scores(scored, columns["log_metric"])
-        return scored.rewards
+        self.costs.images += len(scores)
+        self._log_scores(scored, scores, columns["log_metric"])
+        return [one.reward for one in scored]
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -221,12 +224,12 @@ class VlmTrainer(RunTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         return super()._compute_loss(model, inputs) * self._scale
 
-    def _log_scores(self, scored: ScoredCompletions, log_metric: Any) -> None:
+    def _log_scores(self, scored: Sequence[ScoredCompletion], scores: Scores, log_metric: Any) -> None:
         processes = self.accelerator.num_processes  # TRL logs the mean over them, of counts as well
-        for name, value in reward_means(scored.scores).items():
+        for name, value in reward_means(scores).items():
             log_metric(name, value * processes if name.startswith("failed/") else value)
-        log_metric("truncated", float(scored.truncated * processes))
+        log_metric("truncated", float(sum(one.truncated for one in scored) * processes))
         every, step = self.run.config.logging.rollout_images_every, self.state.global_step
         if every and step // self.run.derived.optimizer_steps_per_generation % every == 0:
-            grid = scored_grid(scored, self.run.algorithm.count("num_generations"))
+            grid = scored_grid(scored[: self.run.algorithm.count("num_generations")])
             self.run.dir.save_image(step + 1, "rollouts", grid)

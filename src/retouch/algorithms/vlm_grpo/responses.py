@@ -19,15 +19,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from retouch.errors import ResponseTooLong
 from retouch.families.qwen.text import CHAT_TEMPLATE, Task, evaluating, system_text
 from retouch.types import Example
 
 if TYPE_CHECKING:
     from retouch.algorithms.vlm_grpo.run import VlmRun
-
-
-class ResponseTooLong(ValueError):
-    """A condition of more tokens than the diffusion model takes."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +197,8 @@ def encode_response(
     truncate: bool = False,
     batch_size: int = 8,
     adapter: bool = True,
-) -> tuple[list[Tensor], int]:
-    """States of the last layer of prompt and completion, without the system part -> ([S, D] of each, number truncated).
+) -> tuple[list[Tensor], list[bool]]:
+    """States of the last layer of prompt and completion, without the system part -> ([S, D] and truncated, of each).
 
     One forward over the ids as they are, left-padded as for generation, in eval mode, without gradient. The padding is
     cut off by its count, and then the `drop` tokens of the system part.
@@ -209,7 +206,7 @@ def encode_response(
     Args:
         drop: tokens of the chat before the user's (`prefix_length`).
         limit: maximum number of states of a row; None for no limit.
-        truncate: cut the last states off and count the row, instead of an error.
+        truncate: cut the last states off instead of raising an error.
         adapter: False runs the model without its adapter.
 
     Raises:
@@ -218,7 +215,7 @@ def encode_response(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     device = next(model.parameters()).device
     states: list[Tensor] = []
-    cut = 0
+    truncated: list[bool] = []
     with evaluating(model), nullcontext() if adapter or base is model else model.disable_adapter():
         for start in range(0, len(responses), batch_size):
             part = responses.rows(start, start + batch_size)
@@ -227,16 +224,17 @@ def encode_response(
             lengths = inputs["attention_mask"].sum(1).tolist()
             for row, length in zip(hidden, lengths, strict=True):
                 kept = row[len(row) - length + drop :]
-                if limit is not None and len(kept) > limit:
+                truncated.append(limit is not None and len(kept) > limit)
+                if truncated[-1]:
                     if not truncate:
                         raise ResponseTooLong(
                             f"a prompt and its completion give {len(kept)} text states, but model.max_sequence_length "
                             f"is {limit}; raise it, lower algorithm.trl.max_completion_length, or set "
                             "algorithm.on_overflow=truncate"
                         )
-                    kept, cut = kept[:limit], cut + 1
+                    kept = kept[:limit]
                 states.append(kept.detach().clone())
-    return states, cut
+    return states, truncated
 
 
 def model_inputs(responses: Responses, pad_token_id: int) -> dict[str, Tensor]:

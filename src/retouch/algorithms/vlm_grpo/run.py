@@ -29,12 +29,9 @@ from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.overlap import trained_on
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
-from retouch.families.facts import FACTS
-from retouch.families.loading import DTYPES, component_path, load_component
+from retouch.families.loading import DTYPES, component_path, load_component, load_model
 from retouch.families.qwen.base import QwenModel
 from retouch.families.qwen.text import ImageTextProcessor, Task, prefix_length
-from retouch.families.registry import family_class
-from retouch.families.vae import save_memory
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
 from retouch.rewards.table import RewardTable
@@ -143,7 +140,7 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     held_out = load_dataset(section, "evaluation.data", needs, Launched()) if section else None
     named = {"data": data.items, **({"evaluation.data": held_out.items} if held_out else {})}
     with_source = [item.id for items in named.values() for item in items if item.source_path is not None]
-    if with_source and not FACTS[config.model.family].edits:
+    if with_source and not config.model.spec.edits:
         raise ConfigError(
             f"data: example {with_source[0]} has a source image, but under vlm_grpo {config.model.family} generates "
             "from text alone; leave source images out, or set model.family=qwen_image_edit"
@@ -161,6 +158,28 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
             "the data with `retouch data split`, or set evaluation.allow_overlap=true"
         )
     choose_kernels(torch.device(device), config.training)
+    clock, is_held_out = stopwatch(torch.device(device).type), held_out is not None and not overlaps
+    return open_run(config, device, derived, data, held_out or data, rewards, run_dir, clock, is_held_out)
+
+
+def open_run(
+    config: RunConfig,
+    device: Any,
+    derived: VlmDerived,
+    data: Dataset,
+    eval_data: Dataset,
+    rewards: RewardTable,
+    run_dir: RunDir,
+    clock: Stopwatch,
+    eval_is_held_out: bool = False,
+) -> VlmRun:
+    """Load the networks of a run.
+
+    Raises:
+        ModelFilesError: a component is missing or of another class.
+    """
+    algorithm = config.algorithm
+    assert isinstance(algorithm, VlmGrpoConfig)
     policy, processor, task = load_policy(config)
     return VlmRun(
         config=config,
@@ -172,11 +191,11 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
         drop=prefix_length(tokenizer_of(processor), task),
         diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_diffusion_model else device),
         data=data,
-        eval_data=held_out or data,
-        eval_is_held_out=held_out is not None and not overlaps,
+        eval_data=eval_data,
+        eval_is_held_out=eval_is_held_out,
         rewards=rewards,
         dir=run_dir,
-        clock=stopwatch(torch.device(device).type),
+        clock=clock,
     )
 
 
@@ -186,9 +205,8 @@ def load_diffusion_model(config: RunConfig, device: Any) -> QwenModel:
     Raises:
         ModelFilesError: a component is missing or of another class.
     """
-    model: QwenModel = family_class(config.model.family).from_config(config.model, device, with_text=False)
+    model: QwenModel = load_model(config.model, device, with_text=False)  # type: ignore[assignment]
     model.network.to(device)
-    save_memory(model.vae, config.model, model.device)
     freeze(model)
     return model
 

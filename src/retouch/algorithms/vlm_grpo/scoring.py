@@ -6,10 +6,9 @@ Legend: B completions, K images of each.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,42 +34,29 @@ KEPT_NEGATIVES = 64
 
 
 @dataclass(frozen=True)
-class ScoredCompletions:
-    """B completions with their images and rewards.
+class ScoredCompletion:
+    """A completion with its K images and their rewards.
 
     Attributes:
-        images: [K, H, W, 3] uint8 of each.
-        scores: outcomes of B * K images, those of a completion next to each other.
-        rewards: the mean combined score of each; None where any of its images lacks a reward with a weight.
-        truncated: number of conditions that were truncated.
-        broken: images that contain NaN or Inf.
+        images: [K, H, W, 3] uint8.
+        broken: indices of images that contain NaN or Inf.
+        truncated: whether its condition was truncated.
+        outcomes: K outcomes of each reward; empty without scoring.
+        combined: combined score of each image; None where it lacks a reward with a weight.
     """
 
-    examples: Sequence[Example]
-    texts: Sequence[str]
-    images: Sequence[Tensor]
-    scores: Scores
-    rewards: list[float | None]
-    truncated: int
-    broken: Sequence[int] = ()
+    example: Example
+    text: str
+    images: Tensor
+    broken: Sequence[int]
+    truncated: bool
+    outcomes: Mapping[str, Sequence[Outcome]] = field(default_factory=dict[str, Sequence[Outcome]])
+    combined: Sequence[float | None] = ()
 
     @property
-    def images_each(self) -> int:
-        return len(self.images[0])
-
-    def first(self, count: int) -> ScoredCompletions:
-        """The first `count` completions."""
-        images = count * self.images_each
-        outcomes = {name: column[:images] for name, column in self.scores.outcomes.items()}
-        return replace(
-            self,
-            examples=self.examples[:count],
-            texts=self.texts[:count],
-            images=self.images[:count],
-            scores=Scores(outcomes, self.scores.weights),
-            rewards=self.rewards[:count],
-            broken=[row for row in self.broken if row < images],
-        )
+    def reward(self) -> float | None:
+        """Mean combined score; None where an image has none: a failure is never a number."""
+        return None if None in self.combined else sum(v for v in self.combined if v is not None) / len(self.combined)
 
 
 class CompletionScorer:
@@ -89,7 +75,7 @@ class CompletionScorer:
         noise_seeds: Sequence[int],
         *,
         training: bool = True,
-    ) -> ScoredCompletions:
+    ) -> tuple[list[ScoredCompletion], Scores]:
         """Generate images and score them.
 
         Args:
@@ -101,18 +87,17 @@ class CompletionScorer:
             RewardOutage: rewards stayed unavailable.
             ResponseTooLong: a condition that does not fit.
         """
-        run = self.run
+        run, each = self.run, self.run.algorithm.images_per_completion
         clock = run.clock if training else Stopwatch()  # all of an evaluation counts as "eval"
         steps = None if training else run.config.evaluation.num_steps
         generated = self.generate(policy, examples, responses, noise_seeds, clock, steps)
-        ends = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
-        rows = zip(examples, generated.texts, ends, generated.images, strict=True)
-        items = [item for row in rows for item in _items(*row)]
+        ended = [bool(ids) and ids[-1] in self.ends for ids in responses.completion_ids]
+        items = [item for one, end in zip(generated, ended, strict=True) for item in _items(one, end)]
+        broken = [i * each + k for i, one in enumerate(generated) for k in one.broken]
         with clock.part("reward_wait"):
-            pending = PendingBatch(items, run.rewards.submit(items, training=training), generated.broken)
+            pending = PendingBatch(items, run.rewards.submit(items, training=training), broken)
             [scores] = settle(run.rewards, [pending], run.config.reward_client, training=training)
-        rewards = mean_rewards(scores, run.algorithm.images_per_completion)
-        return replace(generated, scores=scores, rewards=rewards)
+        return _with_scores(generated, scores, each), scores
 
     def generate(
         self,
@@ -122,7 +107,7 @@ class CompletionScorer:
         noise_seeds: Sequence[int],
         clock: Stopwatch | None = None,
         steps: int | None = None,
-    ) -> ScoredCompletions:
+    ) -> list[ScoredCompletion]:
         """Generate images without scoring them.
 
         Args:
@@ -140,7 +125,7 @@ class CompletionScorer:
             ]
             rollout, offloaded = run.config.rollout, run.algorithm.offload_diffusion_model
             with placed_on(run.diffusion_model, policy.device) if offloaded else nullcontext():
-                generated = generate_images(
+                images = generate_images(
                     run.diffusion_model,
                     requests,
                     steps or rollout.num_steps,
@@ -149,20 +134,21 @@ class CompletionScorer:
                     rollout.batch_size_per_device,
                     clock,
                 )
-        images = [to_uint8(rows) for rows in generated]
-        broken = [i * len(rows) + row for i, rows in enumerate(generated) for row in broken_rows(rows)]
-        return ScoredCompletions(examples, texts, images, Scores({}, {}), [None] * len(texts), truncated, broken)
+        return [
+            ScoredCompletion(example, text, to_uint8(of_one), broken_rows(of_one), cut)
+            for example, text, of_one, cut in zip(examples, texts, images, truncated, strict=True)
+        ]
 
     def complete(
         self, policy: Any, examples: Sequence[Example], seed: int, purpose: str, k: int, *, score: bool
-    ) -> ScoredCompletions:
+    ) -> list[ScoredCompletion]:
         """Completions of examples and their images, `rollout.batch_size_per_device` at a time. The result depends on
         seed, purpose, example and `k` alone: up to rounding neither on the batch nor on the process.
 
         Args:
             policy: with whole weights, and able to `generate`.
         """
-        run, found = self.run, list[ScoredCompletions]()
+        run, found = self.run, list[ScoredCompletion]()
         options, size = run.generation_options, run.config.rollout.batch_size_per_device
         for start in range(0, len(examples), size):
             chunk = examples[start : start + size]
@@ -170,15 +156,15 @@ class CompletionScorer:
             noise = [derive_seed(purpose, seed, example.id, k) for example in chunk]
             responses = generate_completions(policy, run, chunk, options, token_seeds)
             if score:
-                found.append(self.score(policy, chunk, responses, noise, training=False))
+                found += self.score(policy, chunk, responses, noise, training=False)[0]
             else:
-                found.append(self.generate(policy, chunk, responses, noise))
-        return joined(found)
+                found += self.generate(policy, chunk, responses, noise)
+        return found
 
     def states(
         self, policy: Any, examples: Sequence[Example], texts: Sequence[str], responses: Responses
-    ) -> tuple[list[Tensor], int]:
-        """Text states [S, D] of each completion, and how many of them were truncated."""
+    ) -> tuple[list[Tensor], list[bool]]:
+        """Text states [S, D] of each completion, and whether they were truncated."""
         if self.run.algorithm.conditioning == "rewrite_text":
             responses = self.run.prompts(examples, texts)
         return self._encode(policy, responses)
@@ -201,7 +187,7 @@ class CompletionScorer:
             self._negatives.popitem(last=False)
         return found
 
-    def _encode(self, policy: Any, responses: Responses, *, adapter: bool = True) -> tuple[list[Tensor], int]:
+    def _encode(self, policy: Any, responses: Responses, *, adapter: bool = True) -> tuple[list[Tensor], list[bool]]:
         run = self.run
         return encode_response(
             policy,
@@ -223,17 +209,23 @@ def size_of(example: Example) -> tuple[int, int]:
     return example.size
 
 
-def _items(example: Example, text: str, finished: bool, images: Tensor) -> list[RewardItem]:
-    """Reward items of the K images of a completion; the metadata holds the completion and whether it has ended."""
+def _items(completion: ScoredCompletion, ended: bool) -> list[RewardItem]:
+    """Reward items of the images of a completion; the metadata holds the completion and whether it has ended."""
+    example, images = completion.example, completion.images
     items = items_of([example] * len(images), images, [example.id] * len(images))
-    return [replace(item, metadata={**item.metadata, "completion": text, "finished": finished}) for item in items]
+    return [
+        replace(item, metadata={**item.metadata, "completion": completion.text, "finished": ended}) for item in items
+    ]
 
 
-def mean_rewards(scores: Scores, each: int) -> list[float | None]:
-    """Mean combined score of every `each` images; None where one of them has none: a failure is never a number."""
-    combined = scores.combined()
-    groups = [combined[i : i + each] for i in range(0, len(combined), each)]
-    return [None if None in group else sum(v for v in group if v is not None) / each for group in groups]
+def _with_scores(generated: Sequence[ScoredCompletion], scores: Scores, each: int) -> list[ScoredCompletion]:
+    """Completions with their scores of `each` consecutive images."""
+    combined, found = scores.combined(), list[ScoredCompletion]()
+    for i, completion in enumerate(generated):
+        own = slice(i * each, (i + 1) * each)
+        outcomes = {name: column[own] for name, column in scores.outcomes.items()}
+        found.append(replace(completion, outcomes=outcomes, combined=combined[own]))
+    return found
 
 
 def reward_means(scores: Scores) -> dict[str, float]:
@@ -252,54 +244,33 @@ def noise_seeds(purpose: str, seed: int, examples: Sequence[Example], number: in
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
 
 
-def joined(parts: Sequence[ScoredCompletions]) -> ScoredCompletions:
-    """Several batches as one."""
-    first = parts[0]
-    outcomes: dict[str, list[Outcome]] = {
-        name: [outcome for part in parts for outcome in part.scores.outcomes[name]] for name in first.scores.outcomes
-    }
-    starts = list(accumulate((len(part.texts) * part.images_each for part in parts[:-1]), initial=0))
-    return replace(
-        first,
-        examples=[e for part in parts for e in part.examples],
-        texts=[t for part in parts for t in part.texts],
-        images=[image for part in parts for image in part.images],
-        scores=Scores(outcomes, first.scores.weights),
-        rewards=[r for part in parts for r in part.rewards],
-        truncated=sum(part.truncated for part in parts),
-        broken=[start + row for start, part in zip(starts, parts, strict=True) for row in part.broken],
-    )
-
-
 # --- what an evaluation shows ---
 
 
-def evaluation_of(rounds: Sequence[ScoredCompletions]) -> Evaluation:
+def evaluation_of(rounds: Sequence[Sequence[ScoredCompletion]]) -> Evaluation:
     """A row for every image of one or more rounds over the same examples; `read` holds the completion."""
     rows: list[dict[str, Any]] = []
-    for number, scored in enumerate(rounds):
-        each, combined = scored.images_each, scored.scores.combined()
-        for at, total in enumerate(combined):
-            i, k = divmod(at, each)
-            row: dict[str, Any] = {"example": scored.examples[i].id, "index": number * each + k, "text": None}
-            for name, column in scored.scores.outcomes.items():
-                row |= measures(name, column[at])
-            rows.append({**row, "combined": total, "read": scored.texts[i]})
-    images = [image.numpy() for scored in rounds for of_one in scored.images for image in of_one]
+    for number, completions in enumerate(rounds):
+        for one in completions:
+            for k, total in enumerate(one.combined):
+                row: dict[str, Any] = {"example": one.example.id, "index": number * len(one.images) + k, "text": None}
+                for name, column in one.outcomes.items():
+                    row |= measures(name, column[k])
+                rows.append({**row, "combined": total, "read": one.text})
+    images = [image.numpy() for completions in rounds for one in completions for image in one.images]
     return Evaluation(rows, images)
 
 
-def scored_grid(scored: ScoredCompletions, rows: int) -> Image:
+def scored_grid(completions: Sequence[ScoredCompletion]) -> Image:
     """A row for each completion: source with its prompt, first image with the completion, scores."""
     cells: list[list[tuple[Any, str]]] = []
-    for i, (example, text) in list(enumerate(zip(scored.examples, scored.texts, strict=True)))[:rows]:
-        first = scored.images[i][0].numpy()
-        outcomes = {name: column[i * scored.images_each] for name, column in scored.scores.outcomes.items()}
+    for one in completions:
+        first = one.images[0].numpy()
+        outcomes = {name: column[0] for name, column in one.outcomes.items()}
         parts = [f"{n} {f'{o.value:.2f}' if isinstance(o, Score) else o.code}" for n, o in outcomes.items()]
-        reward = scored.rewards[i]
-        label = "failed" if reward is None else f"{reward:.2f}"
+        label = "failed" if one.reward is None else f"{one.reward:.2f}"
         if len(parts) > 1:
             label += f": {', '.join(parts)}"
-        source = first * 0 + 255 if example.source is None else example.source
-        cells.append([(source, example.prompt), (first, text), (np.full_like(first, 255), label)])
+        source = first * 0 + 255 if one.example.source is None else one.example.source
+        cells.append([(source, one.example.prompt), (first, one.text), (np.full_like(first, 255), label)])
     return grid(cells, ["source", "edit", "scores"])

@@ -19,13 +19,7 @@ from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, load_weigh
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.responses import template_options
 from retouch.algorithms.vlm_grpo.run import VlmRun
-from retouch.algorithms.vlm_grpo.scoring import (
-    CompletionScorer,
-    ScoredCompletions,
-    evaluation_of,
-    joined,
-    scored_grid,
-)
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, ScoredCompletion, evaluation_of, scored_grid
 from retouch.algorithms.vlm_grpo.trl_options import grpo_fields, model_fields
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import own_share
@@ -106,6 +100,16 @@ def adapter_config(algorithm: VlmGrpoConfig) -> Any:
     return config
 
 
+def _timed(method: str, part: str) -> Any:
+    """A method of TRL's trainer whose time counts as a part of the run's clock."""
+
+    def timed(self: RunTrainer, *args: Any, **options: Any) -> Any:
+        with self.run.clock.part(part):
+            return getattr(GRPOTrainer, method)(self, *args, **options)
+
+    return timed
+
+
 class RunTrainer(GRPOTrainer):
     """The parts of a run beside the algorithm: evaluation, checkpoints, stops, timings.
 
@@ -151,31 +155,13 @@ class RunTrainer(GRPOTrainer):
 
     # --- timings: the text encoder's inference is "text", image generation "rollout" and "vae" ---
 
-    def training_step(self, *args: Any, **options: Any) -> Any:
-        """Time outside of the other parts is the backward, with the optimizer's step where DeepSpeed takes it there."""
-        with self.run.clock.part("train_backward"):
-            return super().training_step(*args, **options)
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with self.run.clock.part("other"):
-            return super()._prepare_inputs(generation_batch)
-
-    def _generate(self, prompts: Any) -> Any:
-        with self.run.clock.part("text"):
-            return super()._generate(prompts)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
-        """Of the policy in the loss, and before it of the reference and of the policy that generated."""
-        with self.run.clock.part("train_forward"):
-            return super()._get_per_token_logps_and_entropies(*args, **options)
-
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
-        with self.run.clock.part("train_forward"):
-            return super().compute_loss(*args, **options)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        with self.run.clock.part("optimizer"):
-            return super()._clip_grad_norm(model)
+    training_step = _timed("training_step", "train_backward")
+    """Its other parts aside this is the backward, with the optimizer's step where DeepSpeed takes it there."""
+    _prepare_inputs = _timed("_prepare_inputs", "other")
+    _generate = _timed("_generate", "text")
+    _get_per_token_logps_and_entropies = _timed("_get_per_token_logps_and_entropies", "train_forward")
+    compute_loss = _timed("compute_loss", "train_forward")
+    _clip_grad_norm = _timed("_clip_grad_norm", "optimizer")
 
     def trained_parameters(self) -> int:
         """Number of trained parameters, including those that ZeRO-3 keeps on other processes."""
@@ -210,12 +196,12 @@ class RunTrainer(GRPOTrainer):
         examples = run.eval_data[: c.num_examples]
         own, padding = own_share(examples, self.accelerator.process_index, self.accelerator.num_processes)
         failed: RewardOutage | None = None
-        rounds: list[ScoredCompletions] = []
+        rounds: list[list[ScoredCompletion]] = []
         with run.clock.part("eval"), self.whole_policy() as policy:
             try:
                 for k in range(c.images_per_example):
                     scored = self.scorer.complete(policy, own + examples[:1] * padding, 0, "eval", k, score=True)
-                    rounds.append(scored.first(len(own)))
+                    rounds.append(scored[: len(own)])
             except RewardOutage as error:
                 failed = error
         raise_together(failed, self.any_rank)
@@ -223,7 +209,7 @@ class RunTrainer(GRPOTrainer):
         seconds = self.spent()
         if not self.accelerator.is_main_process:
             return
-        rounds = [joined([of_rank[k] for of_rank in gathered]) for k in range(c.images_per_example)]
+        rounds = [[one for of_rank in gathered for one in of_rank[k]] for k in range(c.images_per_example)]
         evaluation = evaluation_of(rounds)
         alarms = record_evaluation(run, step, moment, evaluation, seconds, images=c.grid_examples, compared_from=0)
         for alarm in alarms:
@@ -231,7 +217,7 @@ class RunTrainer(GRPOTrainer):
             if alarm.of_gold and c.on_gold_fall == "stop":
                 self.stops.alarm = alarm.text
         if c.grid_examples:
-            run.dir.save_image(step, "evaluation", scored_grid(rounds[0], c.grid_examples))
+            run.dir.save_image(step, "evaluation", scored_grid(rounds[0][: c.grid_examples]))
 
     def save(self, *, pinned: bool) -> None:
         """Write a checkpoint of this step."""

@@ -12,12 +12,10 @@ from PIL import Image
 
 from retouch.algorithms.vlm_grpo.checkpoint import load_weights
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
-from retouch.algorithms.vlm_grpo.responses import tokenizer_of
-from retouch.algorithms.vlm_grpo.run import VlmRun, load_diffusion_model, load_policy
+from retouch.algorithms.vlm_grpo.run import VlmRun, open_run
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, evaluation_of
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset
-from retouch.families.qwen.text import prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.rollout.sampler import require_drawn
@@ -32,28 +30,14 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
     """
     algorithm = config.algorithm
     assert isinstance(algorithm, VlmGrpoConfig)
-    policy, processor, task = load_policy(config)
-    policy.to(device).eval().requires_grad_(False)
+    derived, run_dir = _one_process(algorithm).derive(config), RunDir(config, main=False)
+    run = open_run(config, device, derived, data, data, rewards, run_dir, Stopwatch())
+    run.policy.to(device).eval().requires_grad_(False)
     if weights is not None and (weights / "adapter_config.json").is_file():
-        policy = PeftModel.from_pretrained(policy, str(weights)).eval()
+        run.policy = PeftModel.from_pretrained(run.policy, str(weights)).eval()
     if weights is not None:
-        load_weights(policy, weights)  # an adapter again, exactly: from_pretrained ignores names that do not match
-    return VlmRun(
-        config=config,
-        algorithm=algorithm,
-        derived=_one_process(algorithm).derive(config),
-        policy=policy,
-        processor=processor,
-        task=task,
-        drop=prefix_length(tokenizer_of(processor), task),
-        diffusion_model=load_diffusion_model(config, "cpu" if algorithm.offload_diffusion_model else device),
-        data=data,
-        eval_data=data,
-        eval_is_held_out=False,
-        rewards=rewards,
-        dir=RunDir(config, main=False),
-        clock=Stopwatch(),
-    )
+        load_weights(run.policy, weights)  # an adapter again, exactly: from_pretrained ignores names that do not match
+    return run
 
 
 def evaluate_trained(
@@ -96,11 +80,11 @@ def sample_trained(
     for position in range(len(data)):
         example = data[position]
         for k in range(count):
-            generated = scorer.complete(run.policy, [example], seed, "sample", k, score=False)
+            [generated] = scorer.complete(run.policy, [example], seed, "sample", k, score=False)
             require_drawn(generated.broken, example.id)
             path = path_of(example.id)
-            Image.fromarray(generated.images[0][0].numpy()).save(path)
-            path.with_suffix(".txt").write_text(generated.texts[0] + "\n", encoding="utf-8")
+            Image.fromarray(generated.images[0].numpy()).save(path)
+            path.with_suffix(".txt").write_text(generated.text + "\n", encoding="utf-8")
             written.append(path)
     return written
 

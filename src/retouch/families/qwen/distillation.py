@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from retouch.families.loading import ModelFilesError
 
 if TYPE_CHECKING:
-    from retouch.families.sections import DistillationLora
+    from retouch.families.base import DistillationLora
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
-"""Which server is asked, and whether it may be asked again: no sockets, no clock of its own.
+"""Choice of the server of a request, circuit breakers, and the retry budget: no sockets, no clock of its own.
 
-A server has requests under way, a latency, a breaker, and perhaps a time before which it wants to be left alone. All of
-it is used from the client's event loop alone.
+Everything here is used only from the client's event loop.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from typing import Literal
 Balance = Literal["least_outstanding", "round_robin"]
 
 BREAKER_FAILURES = 5
-"""In a row, after which a server is left alone."""
+"""Consecutive failures after which the breaker of a server opens."""
 
 BREAKER_S = 0.5
 BREAKER_MAX_S = 15.0
-FORGET_S = 20.0  # a latency is forgotten when its server was not asked for so long
-HOLD_MAX_S = 60.0  # of Retry-After: more would be a server that is gone
-PATIENCE = 4.0  # times its latency, for which a full server is worth waiting for
-PATIENCE_S = 1.0  # that long in any case
-SMOOTHING = 0.3  # share of the newest latency in the running one
+FORGET_S = 20.0  # a latency is forgotten if its server got no request for this long
+HOLD_MAX_S = 60.0  # maximum of Retry-After: with more the server counts as gone
+PATIENCE = 4.0  # multiple of its latency for which a full server is worth waiting for
+PATIENCE_S = 1.0  # minimum of that wait
+SMOOTHING = 0.3  # weight of the newest latency in the running mean
 
 
 @dataclass(eq=False)
 class Server:
-    """What is known of one server.
+    """State of one server.
 
     Attributes:
-        under_way: requests sent and not answered.
+        under_way: open requests.
         latency_s: running mean; None before the first answer.
-        asked_at: when it was last sent a request; what it was long ago says nothing.
-        heard_at: when it last answered or, if it was idle before that, was asked: since then it is silent.
-        failures: in a row.
-        open_until: the breaker keeps requests away until then; after that one may try (half open).
-        held_until: as Retry-After asked.
+        asked_at: time of the last request.
+        heard_at: time of the last answer or, if the server was idle, of the request after it: silent since then.
+        failures: consecutive failures.
+        open_until: the breaker keeps requests away until then; after that one request may try (half open).
+        held_until: from Retry-After.
     """
 
     url: str
@@ -50,41 +49,41 @@ class Server:
     held_until: float = 0.0
 
     def free_at(self, now: float, most: int) -> float | None:
-        """When it may be sent a request: now, a later time, or None where it must answer one first."""
+        """When a request may be sent: now, a later time, or None if it must answer one first."""
         probing = self.failures >= BREAKER_FAILURES
         if self.under_way >= (1 if probing else most):
             return None
         return max(now, self.held_until, self.open_until if probing else now)
 
     def sent(self, now: float) -> None:
-        """It is asked."""
+        """A request is sent."""
         if not self.under_way:
             self.heard_at = now
         self.under_way += 1
         self.asked_at = now
 
     def silence(self, now: float) -> float:
-        """Seconds for which it has said nothing although it was asked."""
+        """Seconds without an answer to an open request."""
         return now - self.heard_at if self.under_way else 0.0
 
     def answered(self, seconds: float, now: float) -> None:
-        """It scored a request."""
+        """A request was scored."""
         self.failures = 0
         self.heard_at = now
         self.latency_s = seconds if self.latency_s is None else (1 - SMOOTHING) * self.latency_s + SMOOTHING * seconds
 
     def overtaken(self, seconds: float) -> None:
-        """Nobody waits for its answer any more: it would have taken longer."""
+        """A request was cancelled: its answer would have taken longer."""
         self.latency_s = max(self.latency_s or 0.0, seconds)
 
     def failed(self, now: float) -> None:
-        """It did not answer as it should: refused, hung up, timed out, 5xx."""
+        """A request failed: connection refused or lost, timeout, 5xx."""
         self.failures += 1
         if self.failures >= BREAKER_FAILURES:
             self.open_until = now + min(BREAKER_MAX_S, BREAKER_S * 2 ** min(self.failures - BREAKER_FAILURES, 10))
 
     def held(self, now: float, seconds: float) -> None:
-        """It asked to be left alone for so long."""
+        """The server sent Retry-After."""
         self.held_until = max(self.held_until, now + min(seconds, HOLD_MAX_S))
 
 
@@ -104,12 +103,11 @@ class Balancer:
         self._turn = 0
 
     def choose(self, now: float, avoid: Collection[Server] = (), ends: float = math.inf) -> tuple[Server | None, float]:
-        """The server to ask and 0, or None and how long to wait for one (at most; an answer may free one earlier).
+        """The server to ask and 0, or None and the maximum seconds to wait for one (an answer may free one earlier).
 
         Args:
-            avoid: servers that failed this request already; they are asked only where no other can be, now or once
-                it has answered what it was sent.
-            ends: when the request must have its answer.
+            avoid: servers that failed this request already; they are chosen only if no other is free now or will be.
+            ends: deadline of the request.
         """
         free: list[tuple[Server, float]] = []
         for server in self._in_turn():
@@ -125,14 +123,14 @@ class Balancer:
         if self.balance == "round_robin":
             chosen = (fresh or ready)[0]
         else:
-            # the best of all, were none full: work waits for a fast server rather than going to one that is slower
+            # the best server, full ones included: work waits for a fast server instead of going to a slower one
             candidates = [s for s in self.servers if s.failures < BREAKER_FAILURES and s.held_until <= now]
             known = [s.latency_s for s in candidates if s.latency_s is not None]
             fastest = min(known, default=1.0)
 
             def finish(server: Server) -> float:
                 stale = server.latency_s is None or now - server.asked_at > FORGET_S
-                # one that hangs is as slow as it has been silent, whatever it was before
+                # a server that hangs is as slow as it has been silent
                 latency = max(fastest if stale else server.latency_s or 0.0, server.silence(now))
                 return (server.under_way + 1) * latency
 
@@ -144,7 +142,7 @@ class Balancer:
         return chosen, 0.0
 
     def _worth_waiting(self, server: Server, now: float, ends: float) -> bool:
-        """Whether a server is merely full: it answers, and in time will take a request when it has answered another."""
+        """Whether a server is only full: it answers, and will be free in time for this request."""
         sound = server.failures < BREAKER_FAILURES and server.held_until <= now
         latency = server.latency_s or 0.0
         return sound and now + latency < ends and server.silence(now) <= max(PATIENCE_S, PATIENCE * latency)
@@ -154,15 +152,15 @@ class Balancer:
 
 
 class RetryBudget:
-    """Attempts beyond the first: a share of the requests of late, and a few on top for small numbers of them.
+    """Limit of retries: a fraction of the recent requests, and a small reserve for low request rates.
 
-    What a request did not need is gone with it: saved up over a quiet day, it would be a storm.
+    Unused retries expire with their request: accumulated over a quiet day, they would allow a retry storm.
 
     Args:
-        window_s: how long a request counts: what it has to be done in, retries included.
-        share: of retries to requests.
-        reserve: retries that are there from the start.
-        per_second: retries that time adds, so that a lone request may wait for its server.
+        window_s: how long a request counts: its deadline, retries included.
+        share: retries per request.
+        reserve: retries available from the start.
+        per_second: retries added per second, so that a single request can wait for its server.
     """
 
     def __init__(self, window_s: float, share: float = 0.15, reserve: float = 15.0, per_second: float = 0.5) -> None:
@@ -176,12 +174,12 @@ class RetryBudget:
         self._shared = deque[float]()  # retries that requests paid for
 
     def request(self, now: float) -> None:
-        """A first attempt."""
+        """Count a first attempt."""
         self._forget(now)
         self._requests.append(now)
 
     def take(self, now: float) -> bool:
-        """Whether one more attempt is allowed; if so, it is paid for."""
+        """Whether one more attempt is allowed; if so, it is counted."""
         self._forget(now)
         if self._at is not None:
             self._left = min(self.reserve, self._left + (now - self._at) * self.per_second)

@@ -1,4 +1,4 @@
-"""Scores on disk, by everything they depend on: a resumed run asks no judge twice. Failures are never kept."""
+"""Scores on disk, keyed by everything they depend on: a resumed run requests no score twice. Failures are not kept."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ _TABLE = "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value REAL NO
 
 
 class ScoreCache:
-    """A table of scores in one sqlite file, which several threads and processes of one machine may use: the write-ahead
-    log is shared memory.
-
-    A file that is none is moved aside, and a new one begun.
+    """A table of scores in one sqlite file for several threads and processes of one machine (the write-ahead log is
+    shared memory). A file that is not a database is moved aside and replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +31,7 @@ class ScoreCache:
         self._pid = 0
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Score]:
-        """Those that are there."""
+        """The scores that are there."""
         with self._lock:
             connection = self._open()
             rows = [
@@ -64,7 +62,7 @@ class ScoreCache:
                 self._connection = self._connect()
             except sqlite3.DatabaseError as error:
                 aside = self.path.with_suffix(self.path.suffix + ".broken")
-                logger.warning("%s is no cache of scores (%s); it is moved to %s", self.path, error, aside)
+                logger.warning("%s is not a cache of scores (%s); it is moved to %s", self.path, error, aside)
                 self.path.replace(aside)
                 self._connection = self._connect()
             self._pid = os.getpid()
@@ -79,8 +77,8 @@ class ScoreCache:
 
 
 def cache_key(item: RewardItem, reward: str, revision: str) -> bytes:
-    """Of everything a score depends on: pixels, their shapes, prompt, metadata, the reward, and its revision, in which
-    the parameters of the scorer stand."""
+    """Digest of everything that a score depends on: pixels and their shapes, prompt, metadata, the reward, and its
+    revision, which covers the options of the scorer."""
     digest = hashlib.blake2b(digest_size=20)
     text = json.dumps([reward, revision, item.prompt, dict(item.metadata)], sort_keys=True)
     digest.update(text.encode())

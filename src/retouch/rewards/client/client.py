@@ -1,9 +1,8 @@
-"""The client of reward servers: n items in, n outcomes out, in order, whatever the network does. No torch.
+"""The client of reward servers: n items in, n outcomes out, in order, whatever the network does.
 
 One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
-transport errors, 408, 425, 429 and 5xx are tried again, on another server where there is one, until the deadline and
-within the retry budget; nothing else is. `exchange.py` is one request to one server, `revisions.py` what servers
-told of their scorers.
+transport errors, 408, 425, 429 and 5xx are retried, on another server if there is one, until the deadline and within
+the retry budget. `exchange.py` is one request to one server, `revisions.py` the revisions that servers report.
 """
 
 from __future__ import annotations
@@ -25,34 +24,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from retouch.rewards.client.balance import (
-    BREAKER_FAILURES,
-    Balance,
-    Balancer,
-    RetryBudget,
-    Server,
-)
-from retouch.rewards.client.cache import (
-    ScoreCache,
-    cache_key,
-)
-from retouch.rewards.client.exchange import (
-    CONNECT_S,
-    Columns,
-    Exchange,
-    Refusal,
-)
+from retouch.rewards.addresses import base_url, usable_token
+from retouch.rewards.client.balance import BREAKER_FAILURES, Balance, Balancer, RetryBudget, Server
+from retouch.rewards.client.cache import ScoreCache, cache_key
+from retouch.rewards.client.exchange import CONNECT_S, Columns, Exchange, Refusal
 from retouch.rewards.client.revisions import Revisions
-from retouch.rewards.protocol import RewardItem, base_url, malformed, usable_token
+from retouch.rewards.protocol import RewardItem, malformed
 from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF_S = 0.1
 _BACKOFF_MAX_S = 5.0
-_LEAST_S = 0.2  # less time than this is not worth dividing between servers
+_LEAST_S = 0.2  # less remaining time than this is not divided between servers
 
-_LATENCIES = 2048  # of the newest requests, for the percentiles
+_LATENCIES = 2048  # newest requests that the percentiles cover
 
 
 @dataclass(frozen=True)
@@ -61,12 +47,12 @@ class ClientOptions:
 
     Attributes:
         timeout_s: deadline of one request, retries included, from when a server is free for it. With several servers an
-            attempt gets half of what is left, so that one that accepts and never answers does not keep a request from
-            the others. Requests that wait for a server end, unavailable, once no server has answered for so long.
-        batch_size: items of one request.
+            attempt gets half of the remaining time, so that a server that never answers does not use all of it.
+            Requests that wait for a server fail as unavailable once no server has answered for this long.
+        batch_size: items per request.
         balance: see `Balancer`.
-        most: requests under way at one server.
-        hedge_s: ask a second server, too, when the first has not answered after so long; None never does.
+        most: open requests per server.
+        hedge_s: send the request to a second server after this many seconds without an answer; None never does.
     """
 
     timeout_s: float = 60.0
@@ -90,20 +76,20 @@ class ClientStatistics:
     latencies: deque[float] = field(default_factory=lambda: deque[float](maxlen=_LATENCIES))
 
     def latency(self, share: float) -> float:
-        """The latency that this share of the newest requests did not exceed; NaN before the first."""
+        """The latency that this fraction of the newest requests did not exceed; NaN before the first."""
         ordered = sorted(self.latencies)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 class RewardClient:
-    """Scores on one or more servers that all hold the same rewards.
+    """Scores on one or more servers that all serve the same rewards.
 
     Args:
         urls: base addresses.
-        rewards: names to ask for, as the servers know them.
-        options: a `ClientOptions`; its fields may be given by name instead.
+        rewards: names at the servers.
+        options: replaces timeout_s and batch_size.
         token: bearer token; never logged, and never in a message.
-        cache: where scores are kept; None keeps none.
+        cache: keeps scores; None keeps none.
 
     Raises:
         ValueError: no address, or an address or token that cannot be used.
@@ -134,10 +120,8 @@ class RewardClient:
         self._start()
 
     def submit(self, items: Sequence[RewardItem]) -> Future[Columns]:
-        """Start scoring -> future of name -> one outcome an item, in the order of `items`.
-
-        The future is cancelled when the client is closed before it is done.
-        """
+        """Start scoring -> future of name -> one outcome per item, in the order of `items`; closing the client cancels
+        it."""
         return self._call(self._score(list(items)))
 
     def score(self, items: Sequence[RewardItem]) -> Columns:
@@ -145,24 +129,24 @@ class RewardClient:
         return self.submit(items).result()
 
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
-        """Block until the servers are ready and have every reward -> what is still wrong when time is up, or what no
-        waiting will mend.
+        """Block until the servers are ready and have every reward -> problems that remain when time is up, or that
+        waiting cannot solve.
 
         Args:
-            every_server: wait for all of them; False is content with one.
+            every_server: wait for all of them; False waits for one.
         """
         return self._call(self._wait_ready(timeout_s, every_server)).result()
 
     def info(self) -> dict[str, dict[str, Any]]:
-        """url -> reply of /info, of the servers that answer."""
+        """url -> reply of /info, for the servers that answer."""
         return self._call(self._info()).result()
 
     def probe(self, items: Sequence[RewardItem]) -> dict[str, Columns]:
-        """Score the same items on every server by itself -> url -> outcomes."""
+        """Score the same items on every server -> url -> outcomes."""
         return self._call(self._probe(list(items))).result()
 
     def close(self) -> None:
-        """End the thread; requests under way are cancelled. Closing twice is no error."""
+        """End the thread; open requests are cancelled. May be called twice."""
         with self._closing:
             if self._closed:
                 return
@@ -187,7 +171,7 @@ class RewardClient:
         self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
         self._budget = RetryBudget(self.options.timeout_s)
         self._freed = asyncio.Event()
-        # whoever waits for a server is woken by every answer: thousands of them would do nothing else
+        # every answer wakes all requests that wait for a server: bound their number
         self._turns = asyncio.Semaphore(2 * self.options.most * len(self.urls))
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reward-client")
@@ -204,7 +188,7 @@ class RewardClient:
             if self._closed:
                 coroutine.close()
                 raise RuntimeError("the reward client is closed")
-            if os.getpid() != self._pid:  # the thread stayed behind in the parent
+            if os.getpid() != self._pid:  # forked: the thread stayed in the parent
                 self._start()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -234,7 +218,7 @@ class RewardClient:
         return columns
 
     async def _score_sound(self, items: list[RewardItem]) -> Columns:
-        """From the cache, where every reward of an item is there; else from the servers."""
+        """From the cache if it has every reward of an item, else from the servers."""
         revisions = await self._one_revision_each() if self._cache is not None and items else None
         if revisions is None or self._cache is None:
             return await self._score_chunks(items)
@@ -256,12 +240,12 @@ class RewardClient:
         if not self.revisions.others_since(asked, revisions):
             try:
                 await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
-            except sqlite3.Error as error:  # a full disk: the scores are here all the same
+            except sqlite3.Error as error:  # a full disk: the scores themselves are not lost
                 logger.warning("scores are not kept: %s", error)
         return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
 
     async def _one_revision_each(self) -> dict[str, str] | None:
-        """By reward, of the servers that are not gone; None where they differ."""
+        """Revision by reward, of the servers that are not gone; None if they differ."""
         if not self.revisions.known:
             self.revisions.learn(await self._info())
         return self.revisions.one_each({s.url for s in self._balancer.servers if s.failures >= BREAKER_FAILURES})
@@ -279,10 +263,10 @@ class RewardClient:
         return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
 
     async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
-        """One request with its retries; ids on the wire are positions, so that callers may repeat theirs.
+        """One request with its retries; ids on the wire are positions, so that callers may repeat ids.
 
         Args:
-            asked: when its caller began to wait.
+            asked: when the caller started to wait.
         """
         deadline: float | None = None
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
@@ -313,7 +297,7 @@ class RewardClient:
         return {name: [problem] * len(items) for name in self.rewards}
 
     async def _server(self, failed: list[Server], deadline: float | None, asked: float) -> Server | None:
-        """A server that may be sent a request now, its place in it taken; None when time is up.
+        """A server that can take a request now, already counted as open; None when time is up.
 
         Args:
             deadline: of the request; None before its first attempt.
@@ -333,7 +317,7 @@ class RewardClient:
                     await self._freed.wait()
 
     async def _may_retry(self, deadline: float) -> bool:
-        """Wait until the budget allows another attempt; False when time is up first."""
+        """Wait until the budget allows another attempt; False if time is up first."""
         while not self._budget.take(time.monotonic()):
             if time.monotonic() + 0.1 >= deadline:
                 return False
@@ -343,7 +327,7 @@ class RewardClient:
     async def _attempt_or_hedge(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
     ) -> Columns | Refusal:
-        """Ask a server, and after `hedge_s` another one, too; the first good answer counts."""
+        """Ask a server, and after `hedge_s` a second one as well; the first good answer counts."""
         first = self._begin(server, items, request_id, deadline)
         if self.options.hedge_s is None or len(self.urls) == 1:
             return await first
@@ -368,7 +352,7 @@ class RewardClient:
     def _begin(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
     ) -> asyncio.Task[Columns | Refusal]:
-        """An attempt on its way. Its place at the server is given back even where it is cancelled before it begins."""
+        """Start an attempt. It stops counting as open at the server even if it is cancelled before it begins."""
 
         def leave(_: object) -> None:
             server.under_way -= 1
@@ -381,7 +365,7 @@ class RewardClient:
     async def _attempt(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
     ) -> Columns | Refusal:
-        """Ask one server once -> outcomes, or why there are none; its breaker and latency learn from it."""
+        """Ask one server once -> outcomes, or why there are none; updates its breaker and latency."""
         started = time.monotonic()
         left = max(0.0, deadline - started)
         share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
@@ -409,7 +393,7 @@ class RewardClient:
             missing = [server for server in found if server is not None]
             for server, problem in zip(self._balancer.servers, found, strict=True):
                 if problem is None:
-                    server.failures = 0  # it is back: no need to wait for the breaker
+                    server.failures = 0  # the server is back: close its breaker
             if not missing or (not every_server and len(missing) < len(self.urls)):
                 return []
             finals = [server.final for server in missing]

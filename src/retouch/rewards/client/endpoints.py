@@ -1,43 +1,41 @@
-"""The endpoints file: where reward servers listen, written by `retouch reward serve`, read by who asks them.
+"""The endpoints file: addresses of reward servers, written by `retouch reward serve`, read by clients.
 
     {"endpoints": [{"url": "http://127.0.0.1:8000", "rewards": ["ocr"], "device": "cpu", "pid": 71, "log": "..."}]}
 
-"pid" is the process to signal; url and rewards are all that is read.
+"pid" is the process to signal; only url and rewards are read.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from retouch.config.errors import ConfigError
-from retouch.rewards.protocol import base_url
+from filelock import FileLock
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from retouch.errors import ConfigError
+from retouch.rewards.addresses import base_url
 
 _CONNECT_S = 1.0
 
 
 def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
-    """Write servers to the file, which may hold others: those that still listen stay, so that several commands can
-    share it. In one rename, so that nobody reads half of it.
+    """Write servers to the file. Others in it that still listen stay, so that several commands can share it; one rename
+    replaces it, so that no reader sees half of it.
 
     Raises:
         OSError: it cannot be written.
-        ValueError: what is there is no endpoints file.
+        ValueError: the existing file is not an endpoints file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     ours = {entry["url"] for entry in endpoints}
-    with _locked(path.parent):
+    with ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks
+            stack.enter_context(FileLock(path.parent / f".{path.name}.lock", fallback_to_soft=False))
         others = [one for one in read_endpoints(path) if one["url"] not in ours and _listens(one["url"])]
         temporary = path.with_suffix(path.suffix + ".tmp")
         temporary.write_text(json.dumps({"endpoints": [*others, *endpoints]}, indent=2) + "\n", encoding="utf-8")
@@ -45,11 +43,11 @@ def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_endpoints(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file; none where there is no file.
+    """The entries of a file; none without a file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no endpoints file.
+        ValueError: it is not an endpoints file.
     """
     if not path.exists():
         return []
@@ -61,7 +59,7 @@ def read_endpoints(path: Path) -> list[dict[str, Any]]:
 
 
 def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
-    """Addresses that a reward entry means: as given, or those of an endpoints file that hold the reward.
+    """Addresses of a reward entry: as given, or those of an endpoints file that serve the reward.
 
     Raises:
         ConfigError: neither an address nor a readable endpoints file, or no endpoint with the reward.
@@ -73,7 +71,7 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
     try:
         if "://" in url:
             return [base_url(url)]
-        Path(url).stat()  # a missing file would be an empty one
+        Path(url).stat()  # read_endpoints treats a missing file as empty
         served = read_endpoints(Path(url))
         found = [base_url(one["url"]) for one in served if reward in one["rewards"]]
     except OSError as error:
@@ -94,23 +92,8 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
     return found
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, where the file system has locks; it is on the folder itself, and leaves no file."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _listens(url: str) -> bool:
-    """Whether something does: the port of a server is bound as long as the command runs, whatever its parts do."""
+    """Whether the port accepts connections: it is bound as long as the command runs."""
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)

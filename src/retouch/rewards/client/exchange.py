@@ -1,8 +1,8 @@
-"""One exchange with a reward server: a request out; outcomes, or why there are none, back. No torch.
+"""One exchange with a reward server: one request, and its outcomes or why there are none; no retries.
 
-A reply must hold every item exactly once and only finite floats, else its items are failures: a failure is never a
-number. Nothing is tried again here. A server is not trusted: replies are bounded and never decompressed, and of its
-messages the token, control characters and whatever exceeds a line or two are removed before anybody prints them.
+A reply must hold every item exactly once and only finite floats, else its items are failures. A server is not trusted:
+replies are bounded and never decompressed, and the token, control characters and excess length are removed from its
+messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, cast
 
 import httpx
 
-from retouch.rewards.protocol import RewardItem, ScoreReply, is_local, retry_after_s
+from retouch.rewards.addresses import is_local, retry_after_s
+from retouch.rewards.messages import ScoreReply
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
 
@@ -26,26 +28,26 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 
 MAX_REPLY = 32 * 1024 * 1024
-"""Bytes of a reply; 4,096 items with 8 KB of detail each."""
+"""Maximum bytes of a reply: 4,096 items with 8 KB of detail each."""
 
 _MAX_STATUS = 1024 * 1024  # bytes of /readyz and /info
-_MAX_MESSAGE = 500  # characters of what a server says
+_MAX_MESSAGE = 500  # characters of a server's message
 
 _RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)  # the balancer counts requests
 
 Columns = dict[str, list[Outcome]]
-"""Reward name -> one outcome an item."""
+"""Reward name -> one outcome per item."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An attempt that brought no reply: what went wrong, and how long the server wants to be left alone."""
+    """An attempt without a reply: the failure, and Retry-After in seconds."""
 
     failure: Failure
     retry_after_s: float = 0.0
     reached: bool = True
-    """Whether the server may have seen the request; a connection that was refused costs it nothing."""
+    """Whether the server may have received the request; a refused connection costs it nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class Exchange:
     Args:
         rewards: names to ask for.
         token: bearer token; never logged, and never in a message.
-        told: called with (url, reward, revision) of every good reply.
+        note: called with (url, reward, revision) of every valid reply.
     """
 
-    def __init__(self, rewards: Sequence[str], token: str | None, told: Callable[[str, str, str], None]) -> None:
+    def __init__(self, rewards: Sequence[str], token: str | None, note: Callable[[str, str, str], None]) -> None:
         self._rewards = list(rewards)
         self._token = token
-        self._told = told
+        self._note = note
         self._clients: dict[str, httpx.AsyncClient] = {}
 
     async def close(self) -> None:
@@ -76,7 +78,7 @@ class Exchange:
             await client.aclose()
 
     async def ask(self, url: str, items: list[RewardItem], request_id: str, until: float) -> Columns | Refusal:
-        """Score items whose ids are their positions, until a time on the clock of `time.monotonic`."""
+        """Score items whose ids are their positions; `until` is on the clock of `time.monotonic`."""
         started = time.monotonic()
         deadline_ms = max(1, int((until - started) * 1000))
         files = await asyncio.to_thread(encode_request, items, self._rewards, request_id, deadline_ms)
@@ -98,7 +100,7 @@ class Exchange:
         return Refusal(Failure("unavailable", problem, retryable=True), reached=reached)
 
     async def readiness(self, url: str, timeout_s: float) -> NotReady | None:
-        """Why the server cannot score the rewards now; None where it can."""
+        """Why the server cannot score the rewards now; None if it can."""
         try:
             async with asyncio.timeout(timeout_s):
                 limits = httpx.Timeout(timeout_s)
@@ -118,7 +120,7 @@ class Exchange:
         return None
 
     async def info(self, url: str) -> dict[str, Any]:
-        """Its reply of /info; empty where it does not answer."""
+        """The server's reply of /info; empty if it does not answer."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 return _json_object((await self._fetch("GET", url, "/info", _MAX_STATUS, httpx.Timeout(CONNECT_S)))[2])
@@ -129,10 +131,10 @@ class Exchange:
     async def _fetch(
         self, method: str, url: str, path: str, most: int, timeout: httpx.Timeout, **request: Any
     ) -> tuple[int, httpx.Headers, bytes]:
-        """Status, headers and body of a reply, read as far as `most` bytes.
+        """Status, headers and body of a reply of at most `most` bytes.
 
         Raises:
-            BrokenMessage: it is longer, or compressed: a few bytes could become gigabytes.
+            BrokenMessage: it is longer, or compressed (a few bytes could become gigabytes).
             httpx.HTTPError: no whole reply.
         """
         async with self._client(url).stream(method, f"{url}{path}", timeout=timeout, **request) as response:
@@ -160,7 +162,7 @@ class Exchange:
         return self._clients[url]
 
     def _outcomes(self, body: bytes, count: int, url: str) -> Columns:
-        """Check a reply against what was asked, and put it in order."""
+        """Check a reply against the request, and sort it."""
         try:
             reply = parse_reply(body)
             ids = [outcome.id for outcome in reply.items]
@@ -170,7 +172,7 @@ class Exchange:
             return self._bad_reply(url, error, count)
         for name, scorer in reply.scorers.items():
             if name in self._rewards:
-                self._told(url, name, scorer.revision)
+                self._note(url, name, scorer.revision)
         return {name: self._column(reply, name, url) for name in self._rewards}
 
     def _bad_reply(self, url: str, error: BrokenMessage, count: int) -> Columns:
@@ -185,8 +187,8 @@ class Exchange:
         return Refusal(Failure(code, message, retryable), retry_after_s(headers))
 
     def _clean(self, text: str) -> str:
-        """A server's words for a terminal and a log: one line, bounded, without the token, which it may echo."""
-        start = text[:65536]  # the token is sought before the cut to size: a part of it would pass
+        """A server's text for a terminal and a log: one line, bounded, without the token, which it may echo."""
+        start = text[:65536]  # the token is removed before the text is cut, or a part of it would remain
         plain = "".join(c if c.isprintable() else " " for c in start)
         plain = plain.replace(self._token, "***") if self._token else plain
         return plain if len(plain) <= _MAX_MESSAGE else plain[:_MAX_MESSAGE] + " ..."

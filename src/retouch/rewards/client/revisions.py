@@ -1,4 +1,4 @@
-"""Which revision of each reward the servers have: scores of two revisions do not compare. No sockets."""
+"""The revision of each reward at each server: scores of two revisions are not comparable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class Revisions:
-    """What servers told of their scorers, with every answer and at /info.
+    """Revisions that servers report with every reply and at /info.
 
     Attributes:
-        changes: how often a server told another revision than it had before, or than others have.
+        changes: number of reports that differ from the server's last one, or from those of other servers.
     """
 
     def __init__(self, rewards: Sequence[str]) -> None:
@@ -24,12 +24,11 @@ class Revisions:
 
     @property
     def known(self) -> bool:
-        """Whether some server told of every reward."""
+        """Whether a revision of every reward is known."""
         return all(self._of.values())
 
     def note(self, url: str, name: str, revision: str) -> None:
-        """A server has this revision of a reward. One that changes in the middle of a run, or that servers have in two,
-        is said once."""
+        """Record the revision of a reward at a server; log a change or a difference between servers once."""
         self._heard[name][revision] = time.monotonic()
         known = self._of[name]
         before, others = known.get(url), {found for other, found in known.items() if other != url}
@@ -37,40 +36,40 @@ class Revisions:
             return
         known[url] = revision
         if before is not None:
-            told = f"now {revision!r} and was {before!r}"
+            change = f"now {revision!r} and was {before!r}"
         elif others - {revision}:
-            told = f"{revision!r} and of other servers {', '.join(map(repr, sorted(others - {revision})))}"
+            change = f"{revision!r} and of other servers {', '.join(map(repr, sorted(others - {revision})))}"
         else:
             return
         self.changes += 1
-        logger.warning("%s: %s is %s: its scores may not compare", url, name, told)
+        logger.warning("%s: %s is %s: its scores may not compare", url, name, change)
 
     def learn(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        """From replies of /info by server."""
+        """Record replies of /info by server."""
         for url, info in infos.items():
             scorers = info.get("scorers")
             for name in self._of:
-                told = scorers.get(name) if isinstance(scorers, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-                if isinstance(told, dict) and isinstance(told.get("revision"), str):  # pyright: ignore[reportUnknownMemberType]
-                    self.note(url, name, cast("str", told["revision"]))
+                scorer = cast("dict[str, Any]", scorers).get(name) if isinstance(scorers, dict) else None
+                revision = cast("dict[str, Any]", scorer).get("revision") if isinstance(scorer, dict) else None
+                if isinstance(revision, str):
+                    self.note(url, name, revision)
 
     def one_each(self, gone: Collection[str]) -> dict[str, str] | None:
-        """The revision of each reward; None where servers differ or told none, so that it is not known which of them a
-        score would be of.
+        """The revision of each reward; None if servers differ or none has reported, because a score could be of any.
 
         Args:
-            gone: servers that do not count, unless all of them are gone: one that comes back tells.
+            gone: servers to ignore, unless all are gone: one that comes back reports again.
         """
         found: dict[str, str] = {}
         for name, of in self._of.items():
-            told = {revision for url, revision in of.items() if url not in gone} or set(of.values())
-            if len(told) != 1:
+            revisions = {revision for url, revision in of.items() if url not in gone} or set(of.values())
+            if len(revisions) != 1:
                 return None
-            found[name] = told.pop()
+            found[name] = revisions.pop()
         return found
 
     def others_since(self, moment: float, revisions: Mapping[str, str]) -> bool:
-        """Whether any server told another revision than these since a moment of `time.monotonic`."""
+        """Whether any server reported another revision since `moment`, on the clock of `time.monotonic`."""
         return any(
             at >= moment and revision != revisions[name]
             for name, heard in self._heard.items()

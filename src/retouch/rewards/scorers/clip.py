@@ -1,25 +1,58 @@
-"""CLIP and what was fine-tuned from it: how well a picture fits its prompt.
+"""CLIP and what was fine-tuned from it: how well an image fits its prompt.
 
-One picture is one row: towers see no other rows, so that a batch changes no score beyond rounding. torch and
-transformers are imported when a scorer loads.
+Every image is encoded independently, so that the batch changes no score beyond rounding. torch and transformers are
+imported when a scorer loads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import PositiveInt
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Batch = Annotated[int, Field(gt=0)]
+
+class ClipReward(RewardEntry):
+    """Cosine between the CLIP embeddings of image and prompt (CLIPScore without its factor 2.5), in [-1, 1]."""
+
+    value_range = (-1.0, 1.0)
+    licence = "MIT"
+    scaled: ClassVar[bool] = False
+    """Whether the cosine is multiplied by the model's own scale."""
+
+    scorer: Literal["clip"] = "clip"
+    path: str = "openai/clip-vit-large-patch14"
+    """Hub id or folder of a `CLIPModel`."""
+    processor: str = ""
+    """Hub id or folder of its processor, if it is elsewhere."""
+    images_per_forward: PositiveInt = 32
+    """Images per forward; changes memory and speed, not results."""
+
+    def make(self) -> ClipScorer:
+        return ClipScorer(self)
+
+
+class PickScoreReward(ClipReward):
+    """PickScore v1 (arXiv 2305.01569), CLIP-H fine-tuned on preferences: its cosine times its own scale, about 15 to
+    25."""
+
+    value_range = (-100.0, 100.0)
+    scaled = True
+
+    scorer: Literal["pickscore"] = "pickscore"
+    path: str = "yuvalkirstain/PickScore_v1"
+    """Hub id or folder of a `CLIPModel`."""
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Hub id or folder of its processor, if it is elsewhere."""
 
 
 class _Towers:
@@ -40,7 +73,7 @@ class _Towers:
             require_hub(option, given)
         try:
             self.model: Any = CLIPModel.from_pretrained(path).eval().to(device)  # pyright: ignore[reportArgumentType]
-            self.pictures: Any = AutoImageProcessor.from_pretrained(processor or path)
+            self.pixels: Any = AutoImageProcessor.from_pretrained(processor or path)
             self.tokens: Any = AutoTokenizer.from_pretrained(processor or path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"path: given {path!r}: {str(error).splitlines()[0]}") from None
@@ -49,7 +82,7 @@ class _Towers:
     def of_images(self, images: Sequence[Pixels]) -> Tensor:
         """[B, D] unit vectors."""
         with self.torch.inference_mode():
-            inputs = self.pictures(images=list(images), return_tensors="pt").to(self.device)
+            inputs = self.pixels(images=list(images), return_tensors="pt").to(self.device)
             return _unit(self.model.visual_projection(self.model.vision_model(**inputs).pooler_output))
 
     def of_texts(self, texts: Sequence[str]) -> Tensor:
@@ -66,62 +99,26 @@ def _unit(rows: Tensor) -> Tensor:
     return rows / rows.norm(dim=-1, keepdim=True)
 
 
-class ClipScorer:
-    """Cosine between picture and prompt (CLIPScore without its factor 2.5), in [-1, 1].
+class ClipScorer(PackageScorer[ClipReward]):
+    """Cosine between image and prompt, times the model's scale if its entry is `scaled`."""
 
-    Args:
-        path: a hub id or folder of a `CLIPModel`.
-        processor: where its processor lies, if elsewhere.
-        images_per_forward: as it says.
-    """
-
-    name = "clip"
-    span = (-1.0, 1.0)
-    licence = "MIT"
-    scaled = False
-
-    def __init__(
-        self, path: str = "openai/clip-vit-large-patch14", processor: str = "", images_per_forward: _Batch = 32
-    ) -> None:
-        self.path = path
-        self.processor = processor
-        self.images_per_forward = images_per_forward
-        self.spec = ScorerSpec(self.name, self.span, frozenset(), f"{self.name} {path}", self.licence)
+    def __init__(self, options: ClipReward) -> None:
+        super().__init__(options, f"{options.scorer} {options.path}")
         self._towers: _Towers | None = None
 
     def load(self, device: str) -> None:
-        self._towers = _Towers(self.path, self.processor, device)
-        revision = f"{self.name} {self._towers.revision}" + (f" as {self.processor}" if self.processor else "")
-        self.spec = ScorerSpec(self.name, self.span, self.spec.needs, revision, self.licence)
+        o = self.options
+        self._towers = _Towers(o.path, o.processor, device)
+        self.set_revision(f"{o.scorer} {self._towers.revision}" + (f" as {o.processor}" if o.processor else ""))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.images_per_forward):
-            outcomes += [Score(value) for value in self._batch(items[start : start + self.images_per_forward])]
+        for start in range(0, len(items), self.options.images_per_forward):
+            outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
         return outcomes
 
     def _batch(self, items: Sequence[RewardItem]) -> list[float]:
         towers = self._towers
         assert towers is not None
         cosines = (towers.of_images([i.image for i in items]) * towers.of_texts([i.prompt for i in items])).sum(-1)
-        return (cosines * towers.model.logit_scale.exp() if self.scaled else cosines).float().tolist()
-
-
-class PickScorer(ClipScorer):
-    """PickScore v1 (arXiv 2305.01569): CLIP-H fine-tuned on preferences, its cosine times its own scale, about 15-25.
-
-    Args:
-        path, processor, images_per_forward: as of `ClipScorer`.
-    """
-
-    name = "pickscore"
-    span = (-100.0, 100.0)
-    scaled = True
-
-    def __init__(
-        self,
-        path: str = "yuvalkirstain/PickScore_v1",
-        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        images_per_forward: _Batch = 32,
-    ) -> None:
-        super().__init__(path, processor, images_per_forward)
+        return (cosines * towers.model.logit_scale.exp() if self.options.scaled else cosines).float().tolist()

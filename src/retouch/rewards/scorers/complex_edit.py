@@ -1,19 +1,19 @@
-"""How well a picture was edited, by the protocol of Complex-Edit (arXiv 2504.13143): a judge gives integers from 0 to
-10 for instruction following and identity preservation, seeing the input and the output, and for perceptual quality,
-seeing the output alone. The questions are our own words."""
+"""Quality of an edit by the protocol of Complex-Edit (arXiv 2504.13143): a judge gives integers from 0 to 10 for
+instruction following and identity preservation, seeing the source and the sample, and for perceptual quality, seeing
+the sample alone. The questions are this package's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import PositiveInt, model_validator
 
-from retouch.config.errors import ConfigError
-from retouch.rewards.judge import BudgetSpent, JudgeError, picture_part
+from retouch.config.base import NonNegative, Unit
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.judged import JudgeScorer, integer_schema, read_integers, schema_of
+from retouch.rewards.scorers.judge_client import image_part
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, integer_schema, read_integers, schema_of
 from retouch.types import Failure, Outcome, Score
 
 _MOST = 10
@@ -37,114 +37,97 @@ _ABOUT_QUALITY = (
     f"perceptual_quality: an integer from 0 (unusable) to {_MOST} (flawless). Write your reasoning first."
 )
 
-_Positive = Annotated[float, Field(gt=0)]
-_Unit = Annotated[float, Field(ge=0, le=1)]
-
 
 def combine(parts: dict[str, float], preset: str, alignment_weight: float, quality_weight: float) -> float:
-    """The reward of three parts in [0, 1].
-
-    alignment is the mean of instruction following and identity preservation or, with `brief`, the former alone.
-    """
+    """The reward of three parts in [0, 1]: alignment is the mean of instruction following and identity preservation or,
+    with `brief`, the former alone."""
     following, kept = (parts[name] for name in _ALIGNMENT)
     alignment = following if preset == "brief" else (following + kept) / 2
     return alignment_weight * alignment + quality_weight * parts["perceptual_quality"]
 
 
-class ComplexEditScorer(JudgeScorer):
-    """Value in [0, 1]: weighted alignment and quality; the three parts, in [0, 1], are its detail.
+class ComplexEditReward(JudgeEntry):
+    """Quality of an edit by the protocol of Complex-Edit (arXiv 2504.13143), in [0, 1]: a judge's integers from 0 to 10
+    for instruction following, identity preservation and perceptual quality. Needs a source image and a judge as of
+    `openai_judge`."""
 
-    Args:
-        preset: "balanced" or "brief"; see `combine`.
-        alignment_weight, quality_weight: their sum is 1.
-        samples: pairs of questions about a picture, whose answers are averaged. If any of them fails, the item does.
-        temperature: of the judge's answers.
-        model ... timeout_s: see `JudgeScorer`.
-    """
+    images = frozenset({"source"})
 
-    name = "complex_edit"
-    needs = frozenset({"source"})
+    scorer: Literal["complex_edit"] = "complex_edit"
+    preset: Literal["balanced", "brief"] = "balanced"
+    """Definition of alignment: the mean of instruction following and identity preservation, or the former alone, which
+    rewards repainting everything."""
+    alignment_weight: Unit = 0.6
+    """Weight of alignment; with quality_weight it sums to 1."""
+    quality_weight: Unit = 0.4
+    """Weight of perceptual quality."""
+    samples: PositiveInt = 3
+    """Answers that are averaged, two questions each; if one of them fails, the item fails."""
+    temperature: NonNegative = 0.7
+    """Sampling temperature of the answers; at 0 further samples repeat the first."""
 
-    def __init__(
-        self,
-        preset: Literal["balanced", "brief"] = "balanced",
-        alignment_weight: _Unit = 0.6,
-        quality_weight: _Unit = 0.4,
-        samples: Annotated[int, Field(gt=0)] = 3,
-        temperature: Annotated[float, Field(ge=0)] = 0.7,
-        model: str = "",
-        address: str = "https://api.openai.com/v1",
-        concurrency: Annotated[int, Field(gt=0)] = 8,
-        requests_per_minute: _Positive | None = None,
-        tokens_per_minute: _Positive | None = None,
-        budget_requests: Annotated[int, Field(gt=0)] | None = None,
-        budget_tokens: Annotated[int, Field(gt=0)] | None = None,
-        budget_dollars: _Positive | None = None,
-        price_in: Annotated[float, Field(ge=0)] = 0.0,
-        price_out: Annotated[float, Field(ge=0)] = 0.0,
-        timeout_s: _Positive = 180.0,
-    ) -> None:
-        if abs(alignment_weight + quality_weight - 1) > 1e-6:
-            raise ConfigError(
-                f"reward 'complex_edit': alignment_weight {alignment_weight:g} + quality_weight {quality_weight:g} "
-                "must be 1, like 0.6 and 0.4"
+    @model_validator(mode="after")
+    def _weights_sum_to_1(self) -> ComplexEditReward:
+        if abs(self.alignment_weight + self.quality_weight - 1) > 1e-6:
+            raise ValueError(
+                f"alignment_weight: given {self.alignment_weight:g} beside quality_weight {self.quality_weight:g}; "
+                "their sum must be 1, like 0.6 and 0.4"
             )
-        self.preset, self.weights = preset, (alignment_weight, quality_weight)
-        self.samples, self.temperature = samples, temperature
-        self._connect(
-            model, address, concurrency, requests_per_minute, tokens_per_minute,
-            budget_requests, budget_tokens, budget_dollars, price_in, price_out, timeout_s,
-        )  # fmt: skip
-        self._describe()
+        return self
+
+    def make(self) -> ComplexEditScorer:
+        weights = (self.alignment_weight, self.quality_weight)
+        return ComplexEditScorer(
+            self, _ABOUT_ALIGNMENT, _ABOUT_QUALITY, self.preset, weights, self.samples, self.temperature
+        )
+
+
+class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
+    """Weighted alignment and quality; the three parts, in [0, 1], are its detail."""
 
     def load(self, device: str) -> None:
-        """Ask a first pair of questions: what the endpoint cannot do is found before a run, not in it.
+        """Ask a first pair of questions.
 
         Raises:
             ConfigError: no such model, a wrong key, or a schema that is ignored.
         """
         grey = np.full((64, 64, 3), 127, np.uint8)
-        try:
-            self._sample(RewardItem(0, "change nothing", grey, source=grey), 0, again=False)
-        except (JudgeError, BudgetSpent) as error:
-            raise ConfigError(f"reward 'complex_edit': {error}") from None
-        self._describe()
+        item = RewardItem(0, "change nothing", grey, source=grey)
+        self._first_question(lambda: self._sample(item, 0, again=False))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        tasks = [(item, k) for item in items for k in range(self.samples)]
-        answers = self._answers(lambda task: self._sample(*task), tasks)
-        return [self._outcome(answers[i : i + self.samples]) for i in range(0, len(answers), self.samples)]
+        count = self.options.samples
+        answers = self._answers(lambda task: self._sample(*task), [(item, k) for item in items for k in range(count)])
+        return [self._outcome(answers[i : i + count]) for i in range(0, len(answers), count)]
 
-    def _outcome(self, answers: Sequence[dict[str, int] | Failure]) -> Outcome:
+    def _outcome(self, answers: Sequence[dict[str, Any] | Failure]) -> Outcome:
         """The mean of one item's samples."""
         for answer in answers:
             if isinstance(answer, Failure):
                 return answer
         given = [answer for answer in answers if not isinstance(answer, Failure)]
+        o = self.options
         parts = {name: sum(a[name] for a in given) / len(given) / _MOST for name in (*_ALIGNMENT, *_QUALITY)}
-        return Score(combine(parts, self.preset, *self.weights), parts)
+        return Score(combine(parts, o.preset, o.alignment_weight, o.quality_weight), parts)
 
-    def _sample(self, item: RewardItem, number: int, *, again: bool = True) -> dict[str, int]:
-        """The three integers of one pair of questions; another number is another seed."""
+    def _sample(self, item: RewardItem, number: int, *, again: bool = True) -> dict[str, Any]:
+        """The three integers of one pair of questions; the number is the seed."""
         assert item.source is not None  # spec.needs
         text = {"type": "text", "text": _ABOUT_ALIGNMENT.replace("{prompt}", item.prompt)}
-        pair = [text, picture_part(item.source), picture_part(item.image)]
-        alone = [{"type": "text", "text": _ABOUT_QUALITY}, picture_part(item.image)]
+        pair = [text, image_part(item.source), image_part(item.image)]
+        alone = [{"type": "text", "text": _ABOUT_QUALITY}, image_part(item.image)]
         return {
             **self._integers(pair, _ALIGNMENT, number, again),
             **self._integers(alone, _QUALITY, number, again),
         }
 
-    def _integers(self, content: list[dict[str, Any]], names: Sequence[str], seed: int, again: bool) -> dict[str, int]:
+    def _integers(self, content: list[dict[str, Any]], names: Sequence[str], seed: int, again: bool) -> dict[str, Any]:
         integer = integer_schema(_MOST)
         return self._structured(
             content,
             schema_of("scores", {_REASON: {"type": "string"}, **dict.fromkeys(names, integer)}),
             lambda text: read_integers(text, names, _MOST, also=[_REASON]),
             again=again,
-            temperature=self.temperature,
+            temperature=self.options.temperature,
             seed=seed,
         )
-
-    def _describe(self) -> None:
-        self._set_spec(_ABOUT_ALIGNMENT, _ABOUT_QUALITY, self.preset, self.weights, self.samples, self.temperature)

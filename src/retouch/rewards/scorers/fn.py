@@ -1,4 +1,4 @@
-"""A scorer of your own: a function, or a class, named as "module:name"."""
+"""A custom scorer: a function or a class, named as "module:name"."""
 
 from __future__ import annotations
 
@@ -8,40 +8,64 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from retouch.config.errors import ConfigError
-from retouch.rewards.protocol import PICTURES, RewardItem, ScorerSpec
+from pydantic import model_validator
+
+from retouch.errors import ConfigError
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.types import Failure, Outcome, Score
 
 
-class FnScorer:
-    """What `fn` names: a function of a list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a
-    class without arguments that has such a method `score`, and `load(device)` where it has something to load.
+class FnReward(RewardEntry):
+    """A custom function or class, as "module:name"."""
 
-    Args:
-        fn: "module:name"; the module is found from the working directory, too.
-        needs: pictures that an item must have: mask, source, reference.
-    """
+    value_range = (-1e9, 1e9)
+    licence = "yours"
 
-    def __init__(self, fn: str = "", needs: list[str] | None = None) -> None:
-        module, _, name = fn.partition(":")
-        if not module or not name:
-            raise ConfigError(f"reward 'fn': fn: given {fn!r}; write module:function, like my_rewards:score")
-        unknown = [need for need in needs or () if need not in PICTURES]
+    scorer: Literal["fn"] = "fn"
+    fn: str = ""
+    """Required with url null or "auto": "module:name"; modules in the working directory are found too. A function of a
+    list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a class without arguments with such a
+    method `score` and optionally `load(device)`."""
+    needs: list[str] | None = None
+    """Images (mask, source, reference) that an item must have; an item without them is a typed failure."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> FnReward:
+        if self.is_made_here and not all(self.fn.partition(":")):
+            raise ValueError(f"fn: given {self.fn!r}; write module:function, like my_rewards:score")
+        unknown = [name for name in self.needs or () if name not in PICTURES[1:]]
         if unknown:
-            raise ConfigError(f"reward 'fn': needs: given {unknown[0]!r}; an item may have {', '.join(PICTURES[1:])}")
-        self.fn = fn
-        self.spec = ScorerSpec(fn, (-1e9, 1e9), frozenset(needs or ()), f"fn {fn}", "yours")
+            raise ValueError(f"needs: given {unknown[0]!r}; an item may have {', '.join(PICTURES[1:])}")
+        return self
+
+    @property
+    def spec_name(self) -> str:
+        return self.fn
+
+    def required_images(self) -> frozenset[str]:
+        return frozenset(self.needs or ())
+
+    def make(self) -> FnScorer:
+        return FnScorer(self)
+
+
+class FnScorer(PackageScorer[FnReward]):
+    """Calls what `fn` names."""
+
+    def __init__(self, options: FnReward) -> None:
+        super().__init__(options, f"fn {options.fn}")
         self._score: Callable[[Sequence[RewardItem]], Sequence[Any]] | None = None
 
     def load(self, device: str) -> None:
-        """Import it. Its file becomes part of the revision: another code may give another score.
+        """Import it. Its file becomes part of the revision, because different code may give different scores.
 
         Raises:
             ConfigError: no such module, or no such name in it.
         """
-        found = find_function(self.fn, "reward 'fn': fn")
+        found = find_function(self.options.fn, "reward 'fn': fn")
         if isinstance(found, type):
             made: Any = found()
             if hasattr(made, "load"):
@@ -49,9 +73,7 @@ class FnScorer:
             self._score = made.score
         else:
             self._score = found
-        source = Path(inspect.getfile(found)).read_bytes()
-        digest = hashlib.blake2b(source, digest_size=6).hexdigest()
-        self.spec = ScorerSpec(self.fn, self.spec.range, self.spec.needs, f"fn {self.fn} {digest}", "yours")
+        self.set_revision(f"fn {self.options.fn} {source_digest(found)}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         assert self._score is not None
@@ -66,7 +88,7 @@ def find_function(fn: str, where: str) -> Any:
     """
     module, _, name = fn.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # an installed command does not look beside the run file
+    if here not in sys.path:  # an installed command does not search the working directory
         sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), name)
@@ -76,8 +98,13 @@ def find_function(fn: str, where: str) -> Any:
         raise ConfigError(f"{where}: given {fn!r}: {module} has no {name}") from None
 
 
+def source_digest(found: Any) -> str:
+    """Digest of the file that defines a function or class."""
+    return hashlib.blake2b(Path(inspect.getfile(found)).read_bytes(), digest_size=6).hexdigest()
+
+
 def _outcome(value: Any) -> Outcome:
-    """A number of whatever library as a score; anything odd is left for the check of outcomes to refuse."""
+    """A number of any library as a score; anything else is left for `CheckedScorer` to reject."""
     if isinstance(value, Score | Failure):
         return value
     return Score(value.item() if hasattr(value, "item") else value)

@@ -1,4 +1,4 @@
-"""What scorers that ask a judge share: its connection, questions in parallel, answers by a schema, typed failures."""
+"""What scorers with a judge share: their options, concurrent questions, answers by a JSON schema, typed failures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from retouch.config.errors import ConfigError
-from retouch.rewards.judge import KEY_VARIABLE, Budget, BudgetSpent, Judge, JudgeError, has_key, is_openai
-from retouch.rewards.protocol import ScorerSpec
+from pydantic import PositiveInt, model_validator
+
+from retouch.config.base import NonNegative, Positive
+from retouch.errors import ConfigError
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.scorers.judge_client import (
+    KEY_VARIABLE,
+    Budget,
+    BudgetSpent,
+    JudgeClient,
+    JudgeError,
+    has_key,
+    is_openai,
+)
 from retouch.types import Failure
 
 logger = logging.getLogger(__name__)
@@ -20,77 +31,107 @@ Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
 
+class JudgeEntry(RewardEntry):
+    """Options of the rewards of a judge behind an OpenAI-compatible endpoint."""
+
+    licence = "of the model"
+    cpu_only = "the judge's model runs at the endpoint of `address`; leave device out"
+
+    model: str = ""
+    """Name of the model at the endpoint; required with url null or `auto`. "auto" is gpt-4o-2024-11-20 at OpenAI, and
+    elsewhere the only model that the endpoint lists."""
+    address: str = "https://api.openai.com/v1"
+    """Address of the endpoint, with /v1. OpenAI's needs OPENAI_API_KEY in the environment."""
+    concurrency: PositiveInt = 8
+    """Maximum number of open questions."""
+    requests_per_minute: Positive | None = None
+    """Rate limit of the endpoint, shared by all judges of the process; null sets no limit."""
+    tokens_per_minute: Positive | None = None
+    """Token rate limit of the endpoint, shared in the same way."""
+    budget_requests: PositiveInt | None = None
+    """Maximum number of requests of each process that scores; a question beyond it is a failure, and too many failures
+    stop the run."""
+    budget_tokens: PositiveInt | None = None
+    """Maximum number of tokens, in the same way."""
+    budget_dollars: Positive | None = None
+    """Maximum cost in dollars by the two prices, in the same way."""
+    price_in: NonNegative = 0.0
+    """Dollars per million tokens of questions."""
+    price_out: NonNegative = 0.0
+    """Dollars per million tokens of answers."""
+    timeout_s: Positive = 180.0
+    """Deadline of one question in seconds, retries included: `concurrency` times what a busy judge takes for one
+    question, which is up to 20 s for a local judge."""
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> JudgeEntry:
+        if self.is_made_here and not self.model:
+            raise ValueError("model: not set; set it to the model's name at the endpoint")
+        if self.budget_dollars is not None and not self.price_in + self.price_out:
+            raise ValueError("budget_dollars: given without prices; set price_in and price_out")
+        return self
+
+
+Judged = TypeVar("Judged", bound=JudgeEntry)
+
+
 class AnswerError(JudgeError):
     """The judge answered, but not by the schema."""
 
 
-class JudgeScorer:
-    """Base of scorers behind an OpenAI-compatible endpoint. The key is taken from OPENAI_API_KEY.
+class JudgeScorer(PackageScorer[Judged]):
+    """Base of scorers behind an OpenAI-compatible endpoint. The key is read from OPENAI_API_KEY.
 
-    A scorer with a judge has these options besides its own:
+    Args:
+        depends_on: everything that the scores depend on besides the judge, as JSON values.
+        protocol: name of the score in the revision; None is the scorer's name.
 
-    model: as the endpoint names it, required; "auto" is a GPT-4o at OpenAI, elsewhere the only model of the endpoint.
-    address: of the endpoint, with /v1.
-    concurrency: questions under way at once.
-    requests_per_minute, tokens_per_minute: of the endpoint, shared by all scorers of a process.
-    budget_requests, budget_tokens, budget_dollars: limits of this process; what is asked beyond them is a failure.
-    price_in, price_out: dollars for a million tokens.
-    timeout_s: of one question, retries included.
+    Raises:
+        ConfigError: no key for OpenAI, or an unusable address. Nothing is sent.
     """
 
-    name: ClassVar[str]
-    protocol: str | None = None
-    """What the revision calls the score, where that is not the scorer's name."""
-    needs: ClassVar[frozenset[str]] = frozenset()
-
-    def _connect(
-        self,
-        model: str,
-        address: str,
-        concurrency: int,
-        requests_per_minute: float | None,
-        tokens_per_minute: float | None,
-        budget_requests: int | None,
-        budget_tokens: int | None,
-        budget_dollars: float | None,
-        price_in: float,
-        price_out: float,
-        timeout_s: float,
-    ) -> None:
-        """Make the client; nothing is sent.
-
-        Raises:
-            ConfigError: no model, no key for OpenAI, no prices for a budget in dollars, or no address of a server.
-        """
-        if not model:
-            raise ConfigError(f"reward {self.name!r}: model: not set; name the model as the endpoint does")
-        if budget_dollars is not None and not price_in + price_out:
-            raise ConfigError(f"reward {self.name!r}: budget_dollars needs price_in and price_out")
-        self.concurrency = concurrency
-        self.budget = Budget(budget_requests, budget_tokens, budget_dollars, price_in, price_out)
+    def __init__(self, options: Judged, *depends_on: Any, protocol: str | None = None) -> None:
+        o = self.options = options
+        self._protocol = protocol or o.scorer
+        self.budget = Budget(o.budget_requests, o.budget_tokens, o.budget_dollars, o.price_in, o.price_out)
         try:
-            self.judge = Judge(address, model, self.budget, requests_per_minute, tokens_per_minute, timeout_s)
+            self.judge = JudgeClient(
+                o.address, o.model, self.budget, o.requests_per_minute, o.tokens_per_minute, o.timeout_s
+            )
         except ValueError as error:
-            raise ConfigError(f"reward {self.name!r}: address: {error}") from None
+            raise ConfigError(f"reward {o.scorer!r}: address: {error}") from None
         if is_openai(self.judge.address) and not has_key():
             raise ConfigError(
-                f"reward {self.name!r}: {KEY_VARIABLE} is not set, which {self.judge.address} requires; export "
+                f"reward {o.scorer!r}: {KEY_VARIABLE} is not set, which {self.judge.address} requires; export "
                 f"{KEY_VARIABLE}=..., or JUDGE_URL=http://host:port/v1 for another judge"
             )
+        self._depend_on(*depends_on)
 
-    def _set_spec(self, *parts: Any) -> None:
-        """Describe the scorer; `parts` are all that its scores depend on besides the judge."""
+    def _depend_on(self, *parts: Any) -> None:
         self._digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
         self._name_judge()
 
     def _name_judge(self) -> None:
-        """Bring the revision up to what the endpoint said so far of the model that it serves."""
+        """Update the revision with the model names that the endpoint has reported so far."""
         served = self.judge.served or self.judge.model
-        revision = f"{self.protocol or self.name} {self.judge.model} served as {served} {self._digest}"
-        self.spec = ScorerSpec(self.name, (0.0, 1.0), self.needs, revision, "of the model")
+        self.set_revision(f"{self._protocol} {self.judge.model} served as {served} {self._digest}")
+
+    def _first_question(self, ask: Callable[[], Answer]) -> Answer:
+        """`ask` when the scorer loads: what the endpoint cannot do is reported before a run instead of in it.
+
+        Raises:
+            ConfigError: no such model, a wrong key, or a schema that the endpoint ignores.
+        """
+        try:
+            answer = ask()
+        except (JudgeError, BudgetSpent) as error:
+            raise ConfigError(f"reward {self.options.scorer!r}: {error}") from None
+        self._name_judge()
+        return answer
 
     def _answers(self, ask: Callable[[Task], Answer], tasks: Sequence[Task]) -> list[Answer | Failure]:
-        """`ask` of every task, in order, `concurrency` at once; a task whose judge does not answer is a failure."""
+        """`ask` of every task, in order, `concurrency` at once; a failure for each task that the judge does not
+        answer."""
 
         def one(task: Task) -> Answer | Failure:
             try:
@@ -100,7 +141,7 @@ class JudgeScorer:
             except JudgeError as error:
                 return Failure("unavailable" if error.retryable else "scorer_error", str(error), error.retryable)
 
-        with ThreadPoolExecutor(min(self.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
+        with ThreadPoolExecutor(min(self.options.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
             answers = list(pool.map(one, tasks))
         self._name_judge()
         b = self.budget
@@ -120,13 +161,14 @@ class JudgeScorer:
 
         Args:
             content: parts of the question.
-            schema: None where the question itself says how to answer, in text.
-            read: raises ValueError that says what is wrong with an answer.
+            schema: None if the question itself says how to answer, in text.
+            read: raises ValueError with what is wrong with an answer.
             again: ask once more, with what was wrong.
 
         Raises:
-            JudgeError: a refusal, or no answer; AnswerError: none by the schema.
-            BudgetSpent: nothing is left to ask for.
+            JudgeError: a refusal, or no answer.
+            AnswerError: no answer by the schema.
+            BudgetSpent: the budget is spent.
         """
         messages: list[dict[str, Any]] = [{"role": "user", "content": list(content)}]
         form = "in the format that was asked for"
@@ -159,15 +201,15 @@ def schema_of(name: str, properties: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def integer_schema(most: int) -> dict[str, Any]:
-    """An integer from 0 to `most`, as a list of values: endpoints differ in whether they take bounds of numbers."""
+    """An integer from 0 to `most` as a list of values, because not every endpoint supports bounds of numbers."""
     return {"type": "integer", "enum": list(range(most + 1))}
 
 
 def read_object(text: str, keys: Sequence[str]) -> dict[str, Any]:
-    """An answer's JSON object with just these keys.
+    """The JSON object of an answer with exactly these keys.
 
     Raises:
-        ValueError: anything else; the message is for the judge to mend it.
+        ValueError: anything else; the judge gets the message when it is asked again.
     """
     try:
         found: Any = json.loads(text)
@@ -182,8 +224,8 @@ def read_object(text: str, keys: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def read_integers(text: str, names: Sequence[str], most: int, also: Sequence[str] = ()) -> dict[str, int]:
-    """Integers from 0 to `most` by name, from an object that has the keys `also`, too.
+def read_integers(text: str, names: Sequence[str], most: int, also: Sequence[str] = ()) -> dict[str, Any]:
+    """The object of an answer: integers from 0 to `most` under `names`, anything under `also`.
 
     Raises:
         ValueError: not the schema, or no such integer.
@@ -193,7 +235,7 @@ def read_integers(text: str, names: Sequence[str], most: int, also: Sequence[str
         value = found[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
             raise ValueError(f"{name} must be an integer from 0 to {most}; given {value!r}")
-    return {name: found[name] for name in names}
+    return found
 
 
 def _content(choice: Mapping[str, Any]) -> str:

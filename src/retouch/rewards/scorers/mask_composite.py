@@ -1,66 +1,86 @@
-"""What was repainted by how it fits the prompt, what surrounds it by its seam, each by its share of the picture.
+"""The masked region scored by how it fits the prompt, the rest by the seam, each weighted by its share of the image.
 
-Large holes are judged by what is in them, small ones by how they join. The parts are brought to [0, 1] by fixed
-bounds, because a scorer sees pictures and no groups; for parts that are normalised inside groups use entries `clip`
-(with `crop: mask_box`) and `seam` with weights of your own.
+Large masks are scored by their content, small ones by how they join. The parts are scaled to [0, 1] by fixed bounds,
+because a scorer sees images and no groups; for parts that are normalised within groups use entries `clip` (with
+`crop: mask_box`) and `seam` with weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import model_validator
 
-from retouch.config.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.protocol import RewardItem, ScorerSpec
-from retouch.rewards.scorers.clip import ClipScorer
-from retouch.rewards.scorers.imscore import HpsV2Scorer
-from retouch.rewards.scorers.seam import SeamScorer
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.clip import ClipReward
+from retouch.rewards.scorers.imscore import HpsV2Reward
+from retouch.rewards.scorers.seam import SeamReward
 from retouch.rewards.views import cropped
 from retouch.types import Failure, Outcome, Score
 
 _LEAST = 224  # pixels of a side: what the encoders see
 
 
-class MaskCompositeScorer:
-    """m · fit + (1 - m) · (1 + seam), m the share of the picture that is masked; in [0, 1].
+class MaskCompositeReward(RewardEntry):
+    """masked share x fit of the mask box to the prompt + unmasked share x (1 + seam), in [0, 1]."""
 
-    `fit` is the model's value for the box of the mask (of at least 224 pixels a side), from `low` to `high` brought to
-    [0, 1].
+    images = frozenset({"mask"})
 
-    Args:
-        judge: "clip", or "hpsv2" in an environment with imscore.
-        path: of its model; empty takes its own default.
-        low, high: values of the judge that count as 0 and as 1.
+    scorer: Literal["mask_composite"] = "mask_composite"
+    paste_back: bool = False
+    """True scores the hard edge that pasting creates."""
+    judge: Literal["clip", "hpsv2"] = "clip"
+    """Model that scores the mask box; hpsv2 needs an environment with imscore."""
+    path: str = ""
+    """Hub id or folder of that model; empty uses its default."""
+    low: float = 0.15
+    """Value of the model that counts as 0."""
+    high: float = 0.35
+    """Value of the model that counts as 1."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> MaskCompositeReward:
+        if self.high <= self.low:
+            raise ValueError(f"high: given {self.high:g}, but low is {self.low:g}; set high above it")
+        return self
+
+    def judge_options(self) -> ClipReward | HpsV2Reward:
+        """The entry of the model that scores the mask box."""
+        given: dict[str, Any] = {"path": self.path} if self.path else {}
+        return ClipReward(**given) if self.judge == "clip" else HpsV2Reward(**given)
+
+    def models(self) -> dict[str, str]:
+        return {"path": self.judge_options().path}
+
+    def make(self) -> MaskCompositeScorer:
+        return MaskCompositeScorer(self)
+
+
+class MaskCompositeScorer(PackageScorer[MaskCompositeReward]):
+    """m * fit + (1 - m) * (1 + seam), m the masked share of the image; in [0, 1].
+
+    `fit` is the model's value for the mask box (of at least 224 pixels a side), scaled from [low, high] to [0, 1].
     """
 
-    def __init__(
-        self,
-        judge: Literal["clip", "hpsv2"] = "clip",
-        path: str = "",
-        low: Annotated[float, Field(allow_inf_nan=False)] = 0.15,
-        high: Annotated[float, Field(allow_inf_nan=False)] = 0.35,
-    ) -> None:
-        if high <= low:
-            raise ConfigError(f"reward 'mask_composite': high: given {high:g}, but low is {low:g}; set high above it")
-        made = ClipScorer if judge == "clip" else HpsV2Scorer
-        self.judge = made(path) if path else made()
-        self.low = low
-        self.high = high
-        self._seam = SeamScorer()
-        self._set_spec()
+    def __init__(self, options: MaskCompositeReward) -> None:
+        self.judge = options.judge_options().make()
+        self._seam = SeamReward().make()
+        super().__init__(options)
+        self._describe()
 
     def load(self, device: str) -> None:
-        """Load the judge.
+        """Load the model.
 
         Raises:
-            ConfigError: its library or model is missing.
+            ConfigError: its library or weights are missing.
         """
         self.judge.load(device)
-        self._set_spec()
+        self._describe()
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         seams = self._seam.score(items)
@@ -72,11 +92,13 @@ class MaskCompositeScorer:
             if isinstance(part, Failure):
                 return part
         assert item.mask is not None and isinstance(fit, Score) and isinstance(seam, Score)  # spec.needs
+        low, high = self.options.low, self.options.high
         share = float((item.mask >= MASK_THRESHOLD).mean())
-        held = float(np.clip((fit.value - self.low) / (self.high - self.low), 0, 1))
+        scaled = float(np.clip((fit.value - low) / (high - low), 0, 1))
         detail = {"mask_share": share, "judge": fit.value, "seam": seam.value}
-        return Score(share * held + (1 - share) * (1 + seam.value), detail)
+        return Score(share * scaled + (1 - share) * (1 + seam.value), detail)
 
-    def _set_spec(self) -> None:
-        revision = f"{self.judge.spec.revision} {self.low:g}..{self.high:g} seam {self._seam.spec.revision}"
-        self.spec = ScorerSpec("mask_composite", (0.0, 1.0), frozenset({"mask"}), revision, self.judge.licence)
+    def _describe(self) -> None:
+        bounds = f"{self.options.low:g}..{self.options.high:g}"
+        self.set_revision(f"{self.judge.spec.revision} {bounds} seam {self._seam.spec.revision}")
+        self.spec = replace(self.spec, licence=self.judge.spec.licence)

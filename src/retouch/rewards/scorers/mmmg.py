@@ -1,27 +1,29 @@
-"""How much of a knowledge graph a picture shows, by the protocol of MMMG (arXiv 2506.10963): one question a picture, a
+"""How much of a knowledge graph an image shows, by the protocol of MMMG (arXiv 2506.10963): one question per image, a
 yes or no for every element and dependency; score = (1 - GED) R.
 
-The question is in our own words. With `wording: published` it is the user's copy of MMMG's, whose code has no licence;
-only with the published distance and a region counter besides is the score called MMMG's.
+The question is this package's own. With `wording: published` it is the user's copy of MMMG's, whose code has no
+licence; only with the published distance and a region counter as well is the score called MMMG's.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.util
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import model_validator
 
-from retouch.config.errors import ConfigError
-from retouch.rewards.judge import BudgetSpent, JudgeError, picture_part
-from retouch.rewards.knowledge_graph import (
+from retouch.config.base import Text
+from retouch.errors import ConfigError
+from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.fn import find_function, source_digest
+from retouch.rewards.scorers.judge_client import image_part
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, schema_of
+from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
     heuristic_ged,
@@ -29,10 +31,6 @@ from retouch.rewards.knowledge_graph import (
     read_graph,
     readability,
 )
-from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.fn import find_function
-from retouch.rewards.scorers.judged import JudgeScorer, read_object, schema_of
-from retouch.rewards.sections import is_published_mmmg
 from retouch.types import Failure, Outcome, Score
 
 _DESCRIPTION = "description"
@@ -48,59 +46,81 @@ _QUESTION = (
 )
 
 _GRAPH_SLOT = "[ELEM_DEPEND]"
-"""Where the published question takes the graph and the annotation."""
+"""Place of the graph and the annotation in the published question."""
 
 _PUBLISHED_TOKENS = 2048
 
-_Positive = Annotated[float, Field(gt=0)]
 
+class MmmgReward(JudgeEntry):
+    """Agreement with a knowledge graph by the protocol of MMMG (arXiv 2506.10963), in [0, 1]: a judge's yes or no for
+    every element and dependency of `metadata.knowledge_graph`; (1 - GED) R. Needs a judge as of `openai_judge`. It is
+    MMMG's own score only with wording=published, ged=networkx and readability together; anything else is an MMMG-style
+    score."""
 
-class MmmgScorer(JudgeScorer):
-    """Value in [0, 1]. Reads `metadata.knowledge_graph` and, where it is there, `metadata.annotation`.
+    scorer: Literal["mmmg"] = "mmmg"
+    ged: Literal["closed", "networkx"] = "closed"
+    """Distance to the graph: exact (missing nodes and edges); or the published one, a heuristic that is never lower
+    and needs the extra `mmmg`."""
+    wording: Literal["own", "published"] = "own"
+    """Question to the judge: this package's, answered by a JSON schema; or MMMG's from `prompts`, answered in lines of
+    text."""
+    prompts: Text | None = None
+    """For wording=published: your copy of the published question, which the package does not contain: a text file, or
+    MMMG's `mmmg_eval/utils/instruction_prompt.py`. [ELEM_DEPEND] stands for graph and annotation."""
+    readability: str | None = None
+    """"module:function" that counts the regions of an RGB array [H, W, 3] uint8, as a segmenter finds them (MMMG: SAM
+    2.1); R falls from 1 at 70 regions to 0 at 160. Null leaves R at 1."""
 
-    Args:
-        ged: "closed" is the exact distance, missing nodes and edges; "networkx" the published one, networkx's first
-            heuristic value (needs networkx and scipy).
-        wording: "own" asks this package's question, answered by a schema; "published" the one in `prompts`, in text.
-        prompts: file with the published question.
-        readability: "module:function" that counts the regions of an RGB array [H, W, 3] uint8, as a segmenter finds
-            them; None leaves R at 1. MMMG counts those of SAM 2.1.
-        model ... timeout_s: see `JudgeScorer`.
-    """
+    @property
+    def is_published(self) -> bool:
+        """Whether the score is MMMG's own."""
+        return self.wording == "published" and self.ged == "networkx" and self.readability is not None
 
-    name = "mmmg"
-
-    def __init__(
-        self,
-        ged: Literal["closed", "networkx"] = "closed",
-        wording: Literal["own", "published"] = "own",
-        prompts: str | None = None,
-        readability: str | None = None,
-        model: str = "",
-        address: str = "https://api.openai.com/v1",
-        concurrency: Annotated[int, Field(gt=0)] = 8,
-        requests_per_minute: _Positive | None = None,
-        tokens_per_minute: _Positive | None = None,
-        budget_requests: Annotated[int, Field(gt=0)] | None = None,
-        budget_tokens: Annotated[int, Field(gt=0)] | None = None,
-        budget_dollars: _Positive | None = None,
-        price_in: Annotated[float, Field(ge=0)] = 0.0,
-        price_out: Annotated[float, Field(ge=0)] = 0.0,
-        timeout_s: _Positive = 180.0,
-    ) -> None:
-        if readability is not None and not all(readability.partition(":")):
-            raise ConfigError(
-                f"reward 'mmmg': readability: given {readability!r}; write module:function, like my_segmenter:regions"
+    @model_validator(mode="after")
+    def _names_a_function(self) -> MmmgReward:
+        if self.readability is not None and not all(self.readability.partition(":")):
+            raise ValueError(
+                f"readability: given {self.readability!r}; write module:function, like my_segmenter:regions"
             )
-        self.ged, self.readability = ged, readability
-        self.published_question = _published_question(wording, prompts)
-        self.protocol = "mmmg" if is_published_mmmg(wording, ged, readability) else "mmmg-style"
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_prompts(self) -> MmmgReward:
+        if self.wording == "published" and self.prompts is None and self.is_made_here:
+            raise ValueError(
+                "prompts: not set with wording=published; set it to your copy of MMMG's question "
+                "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
+            )
+        if self.wording == "own" and self.prompts is not None:
+            raise ValueError(
+                f"prompts: given {self.prompts!r} with wording=own; set wording=published, or leave it out"
+            )
+        return self
+
+    def advice(self, name: str) -> list[str]:
+        if name != "mmmg" or not self.is_made_here or self.is_published:
+            return []
+        warning = (
+            "rewards.mmmg: this score follows MMMG's idea and not its protocol, and must not be reported as MMMG; name "
+            "it mmmg_style: {scorer: mmmg, ...}, or set wording=published with prompts, ged=networkx and readability"
+        )
+        return [warning]
+
+    def make(self) -> MmmgScorer:
+        return MmmgScorer(self)
+
+
+class MmmgScorer(JudgeScorer[MmmgReward]):
+    """Reads `metadata.knowledge_graph` and, if it is there, `metadata.annotation`."""
+
+    def __init__(self, options: MmmgReward) -> None:
+        self.published_question = _published_question(options)
+        super().__init__(options, *self._parts(options), protocol="mmmg" if options.is_published else "mmmg-style")
         self._regions: Callable[[Pixels], float] | None = None
-        self._connect(
-            model, address, concurrency, requests_per_minute, tokens_per_minute,
-            budget_requests, budget_tokens, budget_dollars, price_in, price_out, timeout_s,
-        )  # fmt: skip
-        self._describe()
+
+    def _parts(self, o: MmmgReward, source: str = "") -> list[Any]:
+        """Everything that the scores depend on besides the judge."""
+        return [self.published_question or _QUESTION, o.ged, o.readability, source]
 
     def load(self, device: str) -> None:
         """Import the segmenter, and ask a first question.
@@ -109,22 +129,17 @@ class MmmgScorer(JudgeScorer):
             ConfigError: a library or the segmenter is missing; no such model, a wrong key, or a schema that is ignored.
         """
         missing = [name for name in ("networkx", "scipy") if importlib.util.find_spec(name) is None]
-        if self.ged == "networkx" and missing:
+        if self.options.ged == "networkx" and missing:
             raise ConfigError(
                 f"reward 'mmmg': ged 'networkx' needs {missing[0]}; pip install \"retouch[mmmg]\", or set ged=closed"
             )
-        source = ""
-        if self.readability is not None:
-            found = find_function(self.readability, "reward 'mmmg': readability")
-            source = hashlib.blake2b(Path(inspect.getfile(found)).read_bytes(), digest_size=6).hexdigest()
-            self._regions = found
+        if self.options.readability is not None:
+            self._regions = find_function(self.options.readability, "reward 'mmmg': readability")
         graph = read_graph({"elements": ["a square", "a circle"], "dependencies": ["Contains(a square, a circle)"]})
         probe = RewardItem(0, "a square", np.full((64, 64, 3), 127, np.uint8))
-        try:
-            self._ask(probe, graph, again=False)
-        except (JudgeError, BudgetSpent) as error:
-            raise ConfigError(f"reward 'mmmg': {error}") from None
-        self._describe(source)
+        self._first_question(lambda: self._ask(probe, graph, again=False))
+        source = "" if self._regions is None else source_digest(self._regions)
+        self._depend_on(*self._parts(self.options, source))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return self._answers(self._one, items)
@@ -135,7 +150,7 @@ class MmmgScorer(JudgeScorer):
         except ValueError as error:
             return Failure("bad_item", f"metadata.knowledge_graph: {error}")
         elements, dependencies = self._ask(item, graph)
-        distance = (heuristic_ged if self.ged == "networkx" else closed_ged)(graph, elements, dependencies)
+        distance = (heuristic_ged if self.options.ged == "networkx" else closed_ged)(graph, elements, dependencies)
         detail: dict[str, Any] = {
             "fidelity": 1 - distance,
             "elements": sum(elements) / len(elements),
@@ -146,10 +161,10 @@ class MmmgScorer(JudgeScorer):
             return Score(1 - distance, detail)
         try:
             regions = float(self._regions(item.image))
-        except Exception as error:  # foreign code: its failure is the item's, and the judge need not be asked again
-            return Failure("scorer_error", f"{self.readability} raised {type(error).__name__}: {error}")
+        except Exception as error:  # foreign code: only the item fails, and the judge is not asked again
+            return Failure("scorer_error", f"{self.options.readability} raised {type(error).__name__}: {error}")
         if not regions >= 0:
-            return Failure("scorer_error", f"{self.readability} returned {regions}; it must count regions")
+            return Failure("scorer_error", f"{self.options.readability} returned {regions}; it must count regions")
         factor = readability(regions)
         return Score((1 - distance) * factor, {**detail, "readability": factor, "regions": regions})
 
@@ -164,7 +179,7 @@ class MmmgScorer(JudgeScorer):
         about = f"\nAbout them: {note if isinstance(note, str) else json.dumps(note)}" if note else ""
         answer = {"type": "string", "enum": ["yes", "no"]}
         yes = self._structured(
-            [{"type": "text", "text": f"{_QUESTION}{lines}{about}"}, picture_part(item.image)],
+            [{"type": "text", "text": f"{_QUESTION}{lines}{about}"}, image_part(item.image)],
             schema_of("checklist", {_DESCRIPTION: {"type": "string"}, **dict.fromkeys(asked, answer)}),
             lambda text: _read_answers(text, list(asked)),
             again=again,
@@ -180,7 +195,7 @@ class MmmgScorer(JudgeScorer):
         parts = [given or {"elements": graph.elements, "dependencies": names[len(graph.elements) :]}, note or ""]
         told = "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
         yes = self._structured(
-            [{"type": "text", "text": question.replace(_GRAPH_SLOT, told)}, picture_part(item.image)],
+            [{"type": "text", "text": question.replace(_GRAPH_SLOT, told)}, image_part(item.image)],
             None,
             lambda text: read_checklist(text, names),
             again=again,
@@ -188,21 +203,18 @@ class MmmgScorer(JudgeScorer):
         )
         return yes[: len(graph.elements)], yes[len(graph.elements) :]
 
-    def _describe(self, source: str = "") -> None:
-        self._set_spec(self.published_question or _QUESTION, self.ged, self.readability, source)
 
-
-def _published_question(wording: str, prompts: str | None) -> str | None:
-    """The text of the user's copy, of a Python file the string constant that holds it; None for wording=own.
+def _published_question(options: MmmgReward) -> str | None:
+    """The text of the user's copy, for a Python file the string constant that holds it; None with wording=own.
 
     Raises:
         ConfigError: no such file, or no question in it.
     """
-    if wording == "own":
+    if options.wording == "own":
         return None
-    where = f"reward 'mmmg': prompts: given {prompts!r}"
-    path = Path(prompts or "").expanduser()
-    if prompts is None or not path.is_file():
+    where = f"reward 'mmmg': prompts: given {options.prompts!r}"
+    path = Path(options.prompts or "").expanduser()
+    if not path.is_file():
         raise ConfigError(
             f"{where}, which is no file; set it to your copy of MMMG's question "
             "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
@@ -214,7 +226,7 @@ def _published_question(wording: str, prompts: str | None) -> str | None:
         raise ConfigError(f"{where}, which cannot be read: {error}; give a text file in UTF-8") from None
     found = [one for one in texts if _GRAPH_SLOT in one]
     if not found:
-        raise ConfigError(f"{where}, which does not contain {_GRAPH_SLOT}, where the graph goes; give MMMG's own file")
+        raise ConfigError(f"{where}, which does not contain {_GRAPH_SLOT} for the graph; give MMMG's own file")
     return found[0]
 
 

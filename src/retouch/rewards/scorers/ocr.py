@@ -1,8 +1,8 @@
-"""Does the picture say what it should? rapidocr (PP-OCR, onnxruntime; its weights come in the wheel), or PaddleOCR.
+"""Legibility of the target text: rapidocr (PP-OCR on onnxruntime; its weights are in the wheel) or PaddleOCR.
 
-The score is 1 - edit distance / longer length between the text read in the mask crop and the text asked for:
-symmetric, so that neither missing nor repeated letters pay. The recogniser's confidence alone is no reward: it is .999
-on nonsense.
+The score is 1 - edit distance / longer length between the text read in the mask crop and the target text: it is
+symmetric, so neither missing nor repeated letters pay. The recogniser's confidence alone is no reward: it is .999 on
+nonsense.
 """
 
 from __future__ import annotations
@@ -15,91 +15,102 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from retouch.config.errors import ConfigError
+from retouch.config.base import Unit
+from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD, mask_box, normalize_text, text_similarity, widen
-from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec, text_to_read
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers import paddle
 from retouch.types import Failure, Outcome, Score
 
-_HEIGHT = 48  # pixels the recogniser scales a line to
+_HEIGHT = 48  # pixels to which the recogniser scales the height of a line
 _BUCKET = 32  # line widths are padded to a multiple of this, so that a score does not depend on its batch
 _BATCH = 16
-_LONGEST = 32  # sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
+_LONGEST = 32  # ratio of the sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
 
 
-class OcrScorer:
-    """Reads the mask crop of each item.
+class OcrReward(RewardEntry):
+    """Similarity of the text read in the mask crop to the target text, in [0, 1] (rapidocr)."""
 
-    Args:
-        score: "ned" for the edit-distance similarity, "confidence" for the recogniser's mean confidence.
-        case_sensitive: whether "Moon" and "MOON" differ.
-        crop_margin: widens the mask box by this share of its sides.
-        detect: find lines in the crop first (large masks, several lines); False reads the crop as one line, several
-            times faster and better for crops only as large as their word.
-        threads: of the engine; 0 leaves the choice to it.
-        engine: "rapidocr" or, where it is installed, "paddleocr".
-    """
+    scorer: Literal["ocr"] = "ocr"
+    score: Literal["ned", "confidence"] = "ned"
+    """Normalised edit distance, or the recogniser's confidence (which nonsense maximises too)."""
+    case_sensitive: bool = True
+    """Whether "Moon" and "MOON" differ."""
+    crop_margin: Unit = 0.0
+    """Widens the mask box by this fraction of its sides before reading."""
+    detect: bool = True
+    """Find the lines in the crop first; false reads the crop as one line: faster, for crops as large as their text."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the recogniser; 0 uses all cores."""
+    engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    """Library that reads. PaddleOCR 3 or newer must be installed separately, and downloads its models."""
 
-    def __init__(
-        self,
-        score: Literal["ned", "confidence"] = "ned",
-        case_sensitive: bool = True,
-        crop_margin: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0,
-        detect: bool = True,
-        threads: Annotated[int, Field(ge=0)] = 0,
-        engine: Literal["rapidocr", "paddleocr"] = "rapidocr",
-    ) -> None:
-        self.kind = score
-        self.case_sensitive = case_sensitive
-        self.crop_margin = crop_margin
-        self.detect = detect
-        self.threads = threads
-        settings = f"score={score} case={case_sensitive} margin={crop_margin} detect={detect}"
-        self.engine = engine
-        version = _version() if engine == "rapidocr" else paddle.version()
-        self.spec = ScorerSpec("ocr", (0.0, 1.0), frozenset(), f"{engine} {version} {settings}", "Apache-2.0")
+    @property
+    def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.engine == "paddleocr":
+            return None
+        return "rapidocr reads on the CPU; leave device out, or set engine: paddleocr"
+
+    def make(self) -> OcrScorer:
+        return OcrScorer(self)
+
+    def reads_text(self) -> bool:
+        return True
+
+    def extras(self) -> frozenset[str]:
+        return frozenset({"ocr"} if self.engine == "rapidocr" else ())
+
+
+class OcrScorer(PackageScorer[OcrReward]):
+    """Reads the mask crop of each item."""
+
+    def __init__(self, options: OcrReward) -> None:
+        o = options
+        version = importlib_version("rapidocr") if o.engine == "rapidocr" else paddle.version()
+        settings = f"score={o.score} case={o.case_sensitive} margin={o.crop_margin} detect={o.detect}"
+        super().__init__(options, f"{o.engine} {version} {settings}")
         self._engine: Any = None
         self._paddle: paddle.PaddleReader | None = None
 
     def load(self, device: str) -> None:
-        """Build the engine; rapidocr runs on the CPU whatever `device` is.
+        """Build the engine; rapidocr always runs on the CPU.
 
         Raises:
             ConfigError: the engine is not installed.
         """
-        if self.engine == "paddleocr":
-            self._paddle = paddle.PaddleReader(device, self.detect, self.threads)
+        if self.options.engine == "paddleocr":
+            self._paddle = paddle.PaddleReader(device, self.options.detect, self.options.threads)
             return
         try:
             from rapidocr import RapidOCR
         except ImportError:
             raise ConfigError('the ocr reward needs rapidocr: pip install "retouch[ocr]"') from None
-        threads = self.threads or -1
         self._engine = RapidOCR(
             params={
                 "Global.log_level": "error",
                 "Global.text_score": 0.0,  # keep unsure readings: a wrong letter is a lower score, not an empty one
                 "Global.use_cls": False,  # the angle classifier turns short words upside down
-                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "EngineConfig.onnxruntime.intra_op_num_threads": self.options.threads or -1,
             }
         )
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        texts = [_unreadable(item, self.crop_margin) or text_to_read(item) for item in items]
+        margin = self.options.crop_margin
+        texts = [_unreadable(item, margin) or text_to_read(item) for item in items]
         readable = [i for i, text in enumerate(texts) if isinstance(text, str)]
-        crops = [crop_for(items[i], self.crop_margin) for i in readable]
-        read = dict(zip(readable, self.read(crops), strict=True))
+        read = dict(zip(readable, self.read([crop_for(items[i], margin) for i in readable]), strict=True))
         return [text if isinstance(text, Failure) else self._compare(text, *read[i]) for i, text in enumerate(texts)]
 
     def read(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and mean confidence of each RGB crop; ("", 0.0) where nothing is found."""
         if self._paddle is not None:
             return self._paddle.read(crops)
-        return [self._read_lines(crop) for crop in crops] if self.detect else self._read_as_line(crops)
+        return [self._read_lines(crop) for crop in crops] if self.options.detect else self._read_as_line(crops)
 
     def _compare(self, wanted: str, found: str, confidence: float) -> Outcome:
-        wanted = normalize_text(wanted, case_sensitive=self.case_sensitive)
-        found = normalize_text(found, case_sensitive=self.case_sensitive)
+        wanted = normalize_text(wanted, case_sensitive=self.options.case_sensitive)
+        found = normalize_text(found, case_sensitive=self.options.case_sensitive)
         similarity = text_similarity(wanted, found)
         detail = {
             "text": found,
@@ -108,10 +119,10 @@ class OcrScorer:
             "confidence": confidence,
             "length_ratio": len(found) / len(wanted),
         }
-        return Score(similarity if self.kind == "ned" else confidence, detail)
+        return Score(similarity if self.options.score == "ned" else confidence, detail)
 
     def _read_lines(self, crop: Pixels) -> tuple[str, float]:
-        # rapidocr remembers these three flags between calls: always pass all of them
+        # rapidocr keeps these three flags between calls: always pass all of them
         output = self._engine(_bgr(crop), use_det=True, use_cls=False, use_rec=True)
         if not output.txts:  # None where nothing was found
             return "", 0.0
@@ -121,7 +132,7 @@ class OcrScorer:
         """The recogniser alone, on batches of one padded width."""
         from rapidocr.ch_ppocr_rec import TextRecInput
 
-        recognizer = self._engine._load_rec_model()  # the public call takes one picture at a time
+        recognizer = self._engine._load_rec_model()  # the public call takes one image at a time
         recognizer.rec_batch_num = _BATCH
         results: list[tuple[str, float]] = [("", 0.0)] * len(crops)
         buckets: dict[int, list[int]] = {}
@@ -137,13 +148,13 @@ class OcrScorer:
 
 
 def unusable_mask(item: RewardItem) -> Failure | None:
-    """A failure where the mask has no box in the image: the whole picture is not what it asked to be read."""
+    """A failure if the item has a mask without a box in the image: reading the whole image instead would be wrong."""
     if item.mask is None:
         return None
     if item.mask.shape != item.image.shape[:2]:
         return Failure("bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size")
     if not (item.mask >= MASK_THRESHOLD).any():
-        return Failure("bad_item", "the mask is empty: there is nothing in it to read; send none to read all")
+        return Failure("bad_item", "the mask is empty: there is nothing in it to read; leave it out to read the image")
     return None
 
 
@@ -153,7 +164,7 @@ def _unreadable(item: RewardItem, margin: float) -> Failure | None:
         return wrong
     height, width = crop_for(item, margin).shape[:2]
     if max(height, width) > _LONGEST * min(height, width):
-        return Failure("bad_item", f"no text fits in {width} x {height} pixels; paint a mask less long and narrow")
+        return Failure("bad_item", f"no text fits in {width} x {height} pixels; use a less narrow mask")
     return None
 
 
@@ -169,8 +180,9 @@ def _bgr(pixels: Pixels) -> Pixels:
     return np.ascontiguousarray(pixels[..., ::-1])
 
 
-def _version() -> str:
+def importlib_version(package: str) -> str:
+    """Installed version of a package; "missing" without one."""
     try:
-        return importlib.metadata.version("rapidocr")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "missing"

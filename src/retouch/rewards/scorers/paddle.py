@@ -1,4 +1,4 @@
-"""PaddleOCR 3.x as the reader of the ocr reward. It downloads its models when it is first used."""
+"""PaddleOCR 3.x as the reader of the ocr reward. It downloads its models on first use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from retouch.config.errors import ConfigError
+from retouch.errors import ConfigError
 from retouch.rewards.protocol import Pixels
 
 
 class PaddleReader:
-    """Reads crops, as whole pictures (`detect`) or as single lines.
+    """Reads crops, as whole images (`detect`) or as single lines.
 
     Raises:
         ConfigError: paddleocr is not installed, or is older than 3.
@@ -34,7 +34,7 @@ class PaddleReader:
             options["cpu_threads"] = threads
         self.detect = detect
         if detect:
-            # what turns pages and lines around turns short words upside down; keep unsure readings
+            # orientation models turn short words upside down; keep unsure readings
             self._engine = paddleocr.PaddleOCR(
                 use_doc_orientation_classify=False,
                 use_doc_unwarping=False,
@@ -59,7 +59,7 @@ class PaddleReader:
 
 
 def version() -> str:
-    """Of paddleocr; "0" where it is missing."""
+    """Version of paddleocr; "0" if it is missing."""
     try:
         return importlib.metadata.version("paddleocr")
     except importlib.metadata.PackageNotFoundError:

@@ -1,27 +1,34 @@
-"""How well the picture outside the mask was kept."""
+"""How well the unmasked region was kept."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.protocol import RewardItem, ScorerSpec
+from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
+from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 
 
-class PreservationScorer:
-    """1 - mean |image - source| / 255 over the pixels outside the mask, in [0, 1].
+class PreservationReward(RewardEntry):
+    """1 - mean |difference| to the source in the unmasked region, in [0, 1]; meant for the raw sample."""
 
-    Meant for the raw generation: after paste-back it is 1 by construction.
-    """
+    images = frozenset({"mask", "source"})
+    cpu_only = NO_NETWORK
 
-    def __init__(self) -> None:
-        self.spec = ScorerSpec("preservation", (0.0, 1.0), frozenset({"mask", "source"}), "1", "Apache-2.0")
+    scorer: Literal["preservation"] = "preservation"
+    paste_back: bool = False
+    """True scores the composite, which is 1 by construction."""
 
-    def load(self, device: str) -> None:
-        """Nothing to load."""
+    def make(self) -> PreservationScorer:
+        return PreservationScorer(self)
+
+
+class PreservationScorer(PackageScorer[PreservationReward]):
+    """1 - mean |image - source| / 255 over the unmasked pixels."""
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [self._one(item) for item in items]
@@ -33,6 +40,6 @@ class PreservationScorer:
             return Failure("bad_item", f"image, source and mask must have one size; given {shapes}")
         outside = item.mask < MASK_THRESHOLD
         if not outside.any():
-            return Failure("bad_item", "the mask is full: there is no outside to preserve")
+            return Failure("bad_item", "the mask is full: there is no unmasked region to preserve")
         drift = float(np.abs(item.image.astype(np.float32) - item.source.astype(np.float32))[outside].mean() / 255)
         return Score(1.0 - drift, {"outside_l1": drift})

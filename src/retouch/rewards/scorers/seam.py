@@ -1,31 +1,39 @@
-"""Does the repainted part join its surroundings? Gradients across the edge of the mask, in numpy."""
+"""Does the masked region join its surroundings? Gradients across the edge of the mask, in numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
+from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Failure, Outcome, Score
 
 Floats = NDArray[np.float32]
 
 
-class SeamScorer:
-    """-|mean Sobel magnitude just inside the mask's edge - just outside it|, in [-1, 0]; 0 where both are alike.
+class SeamReward(RewardEntry):
+    """-|gradients just inside the mask's edge - just outside|, in [-1, 0]; meant for the raw sample."""
 
-    The picture must not be pasted back with a hard edge if the edge itself is what is judged: score the raw generation.
-    """
+    value_range = (-1.0, 0.0)
+    images = frozenset({"mask"})
+    cpu_only = NO_NETWORK
 
-    def __init__(self) -> None:
-        self.spec = ScorerSpec("seam", (-1.0, 0.0), frozenset({"mask"}), "1", "Apache-2.0")
+    scorer: Literal["seam"] = "seam"
+    paste_back: bool = False
+    """True scores the hard edge that pasting creates."""
 
-    def load(self, device: str) -> None:
-        """Nothing to load."""
+    def make(self) -> SeamScorer:
+        return SeamScorer(self)
+
+
+class SeamScorer(PackageScorer[SeamReward]):
+    """-|mean Sobel magnitude just inside the mask's edge - just outside it|; 0 where both are equal."""
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [self._one(item) for item in items]
@@ -53,9 +61,9 @@ def sobel(image: Pixels) -> Floats:
 
 
 def edge_bands(mask: Pixels, width: int = 3) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Pixels of the mask within `width` of its outside, and pixels of the outside within `width` of the mask."""
+    """Masked pixels within `width` of the unmasked region, and unmasked pixels within `width` of the mask."""
     inside = mask >= MASK_THRESHOLD
-    size = 2 * width + 1
-    grown = np.asarray(Image.fromarray(inside.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(size))) > 0
-    shrunk = np.asarray(Image.fromarray(inside.astype(np.uint8) * 255).filter(ImageFilter.MinFilter(size))) > 0
+    levels, size = Image.fromarray(inside.astype(np.uint8) * 255), 2 * width + 1
+    grown = np.asarray(levels.filter(ImageFilter.MaxFilter(size))) > 0
+    shrunk = np.asarray(levels.filter(ImageFilter.MinFilter(size))) > 0
     return inside & ~shrunk, grown & ~inside

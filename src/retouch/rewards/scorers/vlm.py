@@ -1,8 +1,8 @@
-"""A vision-language model on this machine as the judge: Qwen2.5-VL and Qwen3-VL through transformers.
+"""A VLM in this process as the judge: Qwen2.5-VL and Qwen3-VL through transformers.
 
-One forward and no text: the score is read from the probabilities of the next token. `digits` takes the mean of 0 .. 5
-under theirs, `yes` the probability of yes beside no. Every variant of such a word that the tokenizer has as one token
-(another case, a space before it) counts. For judges at scale serve them by vLLM or SGLang, and ask `openai_judge`.
+One forward and no generation: the score is read from the probabilities of the next token. `digits` takes the mean of
+0 .. 5 under theirs, `yes` the probability of yes against no. Every variant of such a word that the tokenizer has as one
+token (another case, a leading space) counts. For large judges serve them by vLLM or SGLang, and use `openai_judge`.
 """
 
 from __future__ import annotations
@@ -10,72 +10,78 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
-from pydantic import Field
+from pydantic import PositiveInt, model_validator
 
-from retouch.config.errors import ConfigError
+from retouch.config.base import Text, Unit
+from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.protocol import RewardItem, ScorerSpec
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-QUESTION = "How well does this picture show what was asked for? It was asked for: {prompt}"
-
 Mode = Literal["digits", "yes"]
 
-_WORDS: dict[Mode, dict[str, float]] = {
+_VALUES: dict[Mode, dict[str, float]] = {
     "digits": {str(k): k / 5 for k in range(6)},
     "yes": {"yes": 1.0, "no": 0.0},
 }
-"""Word -> its value."""
+"""Answer -> its value."""
 
 _ANSWER: dict[Mode, str] = {
     "digits": "Answer with one digit from 0 (not at all) to 5 (perfectly) and nothing else.",
     "yes": "Answer with yes or no and nothing else.",
 }
-_PICTURE = "<|image_pad|>"
+_IMAGE = "<|image_pad|>"
 
 
-class VlmScorer:
-    """Value in [0, 1].
+class VlmReward(RewardEntry):
+    """Score of a Qwen2.5-VL or Qwen3-VL on this machine, in [0, 1]: one forward, no generated text."""
 
-    Args:
-        path: hub id or folder of a Qwen2.5-VL or Qwen3-VL.
-        question: {prompt} stands for the item's prompt.
-        mode: "digits" or "yes".
-        min_mass: of the score tokens together; below it the model would have said something else, a failure.
-        dtype: of the weights.
-        max_pixels: pictures are scaled down to at most so many.
-        images_per_forward: as it says.
-    """
+    licence = "of the model"
 
-    def __init__(
-        self,
-        path: str = "Qwen/Qwen2.5-VL-7B-Instruct",
-        question: str = QUESTION,
-        mode: Mode = "digits",
-        min_mass: Annotated[float, Field(ge=0, le=1)] = 0.5,
-        dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
-        max_pixels: Annotated[int, Field(gt=0)] = 1003520,
-        images_per_forward: Annotated[int, Field(gt=0)] = 8,
-    ) -> None:
-        if "{prompt}" not in question:
-            raise ConfigError(f"reward 'vlm': question: given {question!r}; it must contain {{prompt}}")
-        self.path = path
-        self.question = question
-        self.mode: Mode = mode
-        self.min_mass = min_mass
-        self.dtype = dtype
-        self.max_pixels = max_pixels
-        self.images_per_forward = images_per_forward
-        self._set_spec("")
+    scorer: Literal["vlm"] = "vlm"
+    path: Text = "Qwen/Qwen2.5-VL-7B-Instruct"
+    """Hub id or folder."""
+    # its text is part of the revision, and another one gives other scores
+    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    """Question to the model; {prompt} stands for the item's prompt."""
+    mode: Mode = "digits"
+    """The expectation over the probabilities of the digits 0 to 5, divided by 5; or the probability of yes against
+    no."""
+    min_mass: Unit = 0.5
+    """Minimum probability of the score tokens together; below it the answer was something else, which is a failure."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Data type of the weights."""
+    max_pixels: PositiveInt = 1003520
+    """Larger images are scaled down to this number of pixels."""
+    images_per_forward: PositiveInt = 8
+    """Images per forward; changes memory and speed, not results."""
+
+    @model_validator(mode="after")
+    def _asks_for_the_prompt(self) -> VlmReward:
+        if "{prompt}" not in self.question:
+            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
+        return self
+
+    def make(self) -> VlmScorer:
+        return VlmScorer(self)
+
+
+class VlmScorer(PackageScorer[VlmReward]):
+    """Reads the score from the next token of a VLM."""
+
+    def __init__(self, options: VlmReward) -> None:
+        super().__init__(options)
+        self._describe("")
 
     def load(self, device: str) -> None:
-        """Load the model, its tokenizer and the sizes of its pictures.
+        """Load the model, its tokenizer and its image processor.
 
         Raises:
             ConfigError: transformers is missing, there is no such model, or its tokenizer lacks a score token.
@@ -87,32 +93,32 @@ class VlmScorer:
         except ImportError as error:
             raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         self._torch, self._device = torch, device
-        require_hub("path", self.path)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
+        require_hub("path", self.options.path)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.options.dtype]
         try:
-            model: Any = AutoModelForImageTextToText.from_pretrained(self.path, dtype=dtype)
-            self._tokens: Any = AutoTokenizer.from_pretrained(self.path)
+            model: Any = AutoModelForImageTextToText.from_pretrained(self.options.path, dtype=dtype)
+            self._tokens: Any = AutoTokenizer.from_pretrained(self.options.path)
             # the one that needs no torchvision
-            self._pictures: Any = Qwen2VLImageProcessorPil.from_pretrained(self.path)
+            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(self.options.path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"path: given {self.path!r}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"path: given {self.options.path!r}: {str(error).splitlines()[0]}") from None
         self._model = model.eval().to(device)
-        self._pictures.size = {**dict(self._pictures.size), "longest_edge": self.max_pixels}
-        if self._tokens.convert_tokens_to_ids(_PICTURE) != model.config.image_token_id:
+        self._processor.size = {**dict(self._processor.size), "longest_edge": self.options.max_pixels}
+        if self._tokens.convert_tokens_to_ids(_IMAGE) != model.config.image_token_id:
             raise ConfigError(
-                f"path: given {self.path!r}: not a Qwen2.5-VL or Qwen3-VL; its tokenizer has no {_PICTURE}"
+                f"path: given {self.options.path!r}: not a Qwen2.5-VL or Qwen3-VL; its tokenizer has no {_IMAGE}"
             )
-        self._ids = {word: self._variants(word) for word in _WORDS[self.mode]}
-        self._set_spec(getattr(model.config, "_commit_hash", None) or "local")
+        self._ids = {word: self._variants(word) for word in _VALUES[self.options.mode]}
+        self._describe(getattr(model.config, "_commit_hash", None) or "local")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.images_per_forward):
-            outcomes += self._batch(items[start : start + self.images_per_forward])
+        for start in range(0, len(items), self.options.images_per_forward):
+            outcomes += self._batch(items[start : start + self.options.images_per_forward])
         return outcomes
 
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        torch, values = self._torch, _WORDS[self.mode]
+        torch, values = self._torch, _VALUES[self.options.mode]
         probabilities = self._next_token(items).softmax(-1)
         columns = [probabilities[:, torch.tensor(self._ids[word], device=self._device)].sum(1) for word in values]
         words = torch.stack(columns, 1).double().cpu()
@@ -120,23 +126,23 @@ class VlmScorer:
         expected = (words * torch.tensor(list(values.values()), dtype=torch.float64)).sum(1) / mass.clamp(min=1e-12)
         return [
             Score(float(value), {"mass": float(m)})
-            if m > self.min_mass
+            if m > self.options.min_mass
             else Failure("low_mass", f"the score tokens have {float(m):.2f} of the probability")
             for value, m in zip(expected, mass, strict=True)
         ]
 
     def _next_token(self, items: Sequence[RewardItem]) -> Tensor:
-        """[B, V] fp32 logits of the first word of the answers."""
+        """[B, V] fp32 logits of the first token of the answers."""
         torch = self._torch
-        seen = self._pictures(images=[Image.fromarray(item.image) for item in items], return_tensors="pt")
-        cells = (seen["image_grid_thw"].prod(1) // self._pictures.merge_size**2).tolist()
+        seen = self._processor(images=[Image.fromarray(item.image) for item in items], return_tensors="pt")
+        cells = (seen["image_grid_thw"].prod(1) // self._processor.merge_size**2).tolist()
         rows: list[list[int]] = [
             self._tokens(self._chat(item.prompt, n), add_special_tokens=False)["input_ids"]
             for item, n in zip(items, cells, strict=True)
         ]
         length = max(map(len, rows))
         pad = self._tokens.pad_token_id or 0
-        # to the left, so that the answer begins at the last column of every row
+        # left padding: the answer begins at the last column of every row
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
         inputs = {
@@ -151,23 +157,23 @@ class VlmScorer:
             return self._model(**placed, logits_to_keep=1, use_cache=False).logits[:, -1].float()
 
     def _chat(self, prompt: str, cells: int) -> str:
-        """The question before the picture, in the marks of Qwen's chats; marks in a prompt are words like others."""
-        said = prompt.replace("<|", "< |")
-        text = f"{self.question.replace('{prompt}', said)}\n{_ANSWER[self.mode]}"
-        picture = f"<|vision_start|>{_PICTURE * cells}<|vision_end|>"
-        return f"<|im_start|>user\n{text}{picture}<|im_end|>\n<|im_start|>assistant\n"
+        """The question before the image, in Qwen's chat format; special tokens in a prompt become plain text."""
+        plain = prompt.replace("<|", "< |")
+        text = f"{self.options.question.replace('{prompt}', plain)}\n{_ANSWER[self.options.mode]}"
+        image = f"<|vision_start|>{_IMAGE * cells}<|vision_end|>"
+        return f"<|im_start|>user\n{text}{image}<|im_end|>\n<|im_start|>assistant\n"
 
     def _variants(self, word: str) -> list[int]:
-        """Ids of the tokens that are this word, in any case and with a space before it."""
+        """Ids of the tokens that are this word, in any case and with a leading space."""
         spelled = dict.fromkeys(space + form for form in (word, word.capitalize(), word.upper()) for space in ("", " "))
         encoded = [self._tokens(text, add_special_tokens=False)["input_ids"] for text in spelled]
         found = sorted({ids[0] for ids in encoded if len(ids) == 1})
         if not found:
-            raise ConfigError(f"path: given {self.path!r}: its tokenizer has no single token for {word!r}")
+            raise ConfigError(f"path: given {self.options.path!r}: its tokenizer has no single token for {word!r}")
         return found
 
-    def _set_spec(self, commit: str) -> None:
-        text = json.dumps([self.question, self.mode, self.min_mass, self.dtype, self.max_pixels])
+    def _describe(self, commit: str) -> None:
+        o = self.options
+        text = json.dumps([o.question, o.mode, o.min_mass, o.dtype, o.max_pixels])
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-        revision = f"vlm {self.path} {commit} {digest}"
-        self.spec = ScorerSpec("vlm", (0.0, 1.0), frozenset(), revision, "of the model")
+        self.set_revision(f"vlm {o.path} {commit} {digest}")

@@ -1,8 +1,8 @@
-"""Dynamic batching: items of many requests that ask for the same and have one shape are scored together. No torch.
+"""Dynamic batching: items of several requests with the same rewards and shapes are scored together.
 
-A batch goes as soon as it is full, or its oldest item has waited `max_wait_s`; while the worker is busy, items gather.
-Items whose deadline passed are answered, not scored. Items that were with the worker when it ended are suspects: each
-is scored alone until it has been, and one that ends the worker again and again is not scored any more.
+A batch is sent as soon as it is full or its oldest item has waited `max_wait_s`; while the worker is busy, items
+accumulate. Items whose deadline passed are answered without a score. Items in the batch of a worker that ended are
+suspects: each is scored alone, and one that ends the worker repeatedly is quarantined.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from dataclasses import dataclass, field
 
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import PICTURES, RewardItem
-from retouch.rewards.server.worker import (
-    LATE,
-    Work,
-    Worker,
-    WorkerLost,
-)
+from retouch.rewards.server.scoring import LATE, Work
+from retouch.rewards.server.worker import Worker, WorkerLost
 from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
@@ -33,15 +29,15 @@ STRIKES = 3
 _SUSPECTS = 4096
 
 Key = tuple[object, ...]
-"""What items of one batch share: rewards, and the shape of every picture."""
+"""What items of one batch share: rewards, and the shape of every image."""
 
 Watch = Callable[[int, Work], None]
-"""Told of every batch: its items, and what it took."""
+"""Called with the number of items and the cost of every batch."""
 
 
 @dataclass
 class _Unit:
-    """One item on its way."""
+    """One item that waits for its outcomes."""
 
     item: RewardItem
     deadline: float
@@ -58,12 +54,12 @@ class _Line:
 
 
 class Batcher:
-    """The only one that talks to the worker.
+    """Sends batches to the worker, one at a time.
 
     Args:
-        max_batch: items of one batch.
-        max_wait_s: how long an item waits for company while the worker is free.
-        watch: told of every batch that was scored.
+        max_batch: items per batch.
+        max_wait_s: maximum batching delay while the worker is free.
+        watch: called after every batch.
     """
 
     def __init__(self, worker: Worker, max_batch: int, max_wait_s: float, watch: Watch = lambda items, work: None):
@@ -78,19 +74,19 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Items not yet handed to the worker."""
+        """Items not yet sent to the worker."""
         return sum(len(line.units) for line in self._lines.values())
 
     @property
     def quarantined(self) -> int:
-        """Items that are not scored any more."""
+        """Items that are no longer scored."""
         return sum(strikes >= STRIKES for strikes in self._strikes.values())
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Answer nothing more; whoever still waits is cancelled."""
+        """Stop; waiting calls of `score` are cancelled."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -132,12 +128,12 @@ class Batcher:
                 self._answer_all(Failure("worker_lost", self.worker.problem, retryable=True))
             elif self.worker.ready:
                 await self._sleep(wait)
-            else:  # the worker is being started again
+            else:  # the worker is being restarted
                 self._answer_late(now)
                 await self._sleep(0.05)
 
     async def _sleep(self, seconds: float) -> None:
-        """Until `seconds` have passed or something arrived."""
+        """Wait until `seconds` have passed or an item arrived."""
         self._changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -151,7 +147,7 @@ class Batcher:
         units: list[_Unit] = []
         while line.units and len(units) < self.max_batch:
             unit = line.units.popleft()
-            if unit.done.done():  # nobody waits for it any more
+            if unit.done.done():  # its request was cancelled
                 continue
             if unit.deadline < now:
                 _answer(unit, dict.fromkeys(line.rewards, LATE))
@@ -161,7 +157,7 @@ class Batcher:
                 message = f"the worker ended {strikes} times while it scored this item alone"
                 _answer(unit, dict.fromkeys(line.rewards, Failure("quarantined", message)))
                 continue
-            if strikes is not None and units:  # its turn comes, alone
+            if strikes is not None and units:  # a suspect is scored alone, in a later batch
                 line.units.appendleft(unit)
                 break
             units.append(unit)
@@ -180,16 +176,15 @@ class Batcher:
             logger.warning("%d items are not scored: %s", len(units), lost)
             if lost.scoring:
                 self._suspect(line.rewards, units)
-            failure = Failure("worker_lost", str(lost), retryable=True)
-            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+            outcomes, work = _failed(line, units, Failure("worker_lost", str(lost), retryable=True))
         except MemoryError:
-            logger.warning("%d items are not scored: no memory to hand them to the worker", len(units))
+            logger.warning("%d items are not scored: no memory to send them to the worker", len(units))
             failure = Failure("overloaded", "the server has no memory for the batch of the item", retryable=True)
-            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
-        except Exception as error:  # whatever it is, the line must go on
+            outcomes, work = _failed(line, units, failure)
+        except Exception as error:  # the other batches must not stop
             logger.exception("%d items are not scored", len(units))
             failure = Failure("scorer_error", f"the batch raised {type(error).__name__}: {error}")
-            outcomes, work = {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+            outcomes, work = _failed(line, units, failure)
         else:
             if self._strikes:
                 for unit in units:
@@ -199,11 +194,11 @@ class Batcher:
             _answer(unit, {name: outcomes[name][i] for name in line.rewards})
 
     def _strikes_of(self, rewards: Sequence[str], unit: _Unit) -> int | None:
-        """Of a suspect; None of any other item."""
+        """Strikes of a suspect; None for any other item."""
         return self._strikes.get(_print_of(rewards, unit)) if self._strikes else None
 
     def _suspect(self, rewards: Sequence[str], units: Sequence[_Unit]) -> None:
-        """The worker ended over these: a strike for one that was alone."""
+        """Mark the items of a batch whose worker ended; an item that was alone gets a strike."""
         for unit in units:
             mark = _print_of(rewards, unit)
             self._strikes[mark] = self._strikes.get(mark, 0) + (len(units) == 1)
@@ -226,6 +221,10 @@ class Batcher:
                 del self._lines[key]
 
 
+def _failed(line: _Line, units: Sequence[_Unit], failure: Failure) -> tuple[dict[str, list[Outcome]], Work]:
+    return {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+
+
 def _answer(unit: _Unit, outcomes: dict[str, Outcome]) -> None:
     if not unit.done.done():
         unit.done.set_result(outcomes)
@@ -236,6 +235,6 @@ def _print_of(rewards: Sequence[str], unit: _Unit) -> bytes:
 
 
 def key_of(rewards: Sequence[str], item: RewardItem) -> Key:
-    """Items of one key may be stacked: every picture of theirs has one shape."""
+    """Items with the same key can be stacked: each of their images has the same shape."""
     shapes = (None if (pixels := getattr(item, name)) is None else pixels.shape for name in PICTURES)
     return (tuple(rewards), *shapes)

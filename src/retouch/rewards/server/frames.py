@@ -1,9 +1,9 @@
-"""Messages between a server's HTTP front and its model worker: a JSON text and raw pixels after it. Never pickle.
+"""Messages between a server's front and its worker: JSON text followed by raw pixels. Never pickle.
 
 A frame is a head and two parts. The head (big-endian) holds a magic word, the number of the batch, the lengths of the
-parts, their CRC-32 and its own: a reader that has lost its place, after half a frame, finds that out before it trusts a
-length, and a reply names the batch that it answers. Scores are exact: Python's JSON writes the shortest decimal that
-reads back as the same float.
+parts, their CRC-32 and its own: a reader that lost its place, after half a frame, detects it before it trusts a length,
+and a reply names the batch that it answers. Scores are exact: Python's JSON writes the shortest decimal that reads back
+as the same float.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ HEAD_BYTES = _FIELDS.size + _CHECK.size
 NO_BATCH = 0
 """Number of a frame that is neither a batch nor the reply to one."""
 
+PULSE = {"pulse": True}
+"""Message that the process returns at once, as a sign of life."""
+
 
 class BrokenFrame(Exception):
     """The bytes are not a frame; what follows them cannot be read either."""
@@ -36,7 +39,7 @@ class BrokenFrame(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """What a frame says before its parts.
+    """The head of a frame.
 
     Attributes:
         number: of the batch; of a reply, the number of the batch that it answers.
@@ -75,7 +78,7 @@ def read_message(head: Head, text: bytes, pixels: bytes) -> dict[str, Any]:
     """The JSON message of a frame.
 
     Raises:
-        BrokenFrame: its parts are not those that were packed.
+        BrokenFrame: the parts differ from those that were packed.
     """
     if (len(text), len(pixels), zlib.crc32(pixels, zlib.crc32(text))) != (head.text, head.pixels, head.crc):
         raise BrokenFrame("the parts of a frame are not as long as, or other than, its head declares")
@@ -83,8 +86,8 @@ def read_message(head: Head, text: bytes, pixels: bytes) -> dict[str, Any]:
 
 
 def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], bytes]:
-    """Items as JSON values that name their pictures by (offset, shape), and the bytes of these; a picture that several
-    items share (the source of a group) stands there once."""
+    """Items as JSON values that name their images by (offset, shape), and the bytes of the images; an image that
+    several items share (the source of a group) is included once."""
     places: dict[int, list[Any]] = {}
     chunks: list[bytes] = []
     offset = 0
@@ -107,10 +110,10 @@ def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], bytes
 
 
 def unpack_items(rows: Sequence[Mapping[str, Any]], pixels: bytes) -> list[RewardItem]:
-    """What `pack_items` packed."""
+    """The items that `pack_items` packed."""
     buffer = np.frombuffer(pixels, np.uint8)
 
-    def picture(place: Sequence[int] | None) -> Pixels | None:
+    def image_at(place: Sequence[int] | None) -> Pixels | None:
         if place is None:
             return None
         offset, *shape = place
@@ -118,9 +121,9 @@ def unpack_items(rows: Sequence[Mapping[str, Any]], pixels: bytes) -> list[Rewar
 
     items: list[RewardItem] = []
     for row in rows:
-        image = picture(row["image"])
+        image = image_at(row["image"])
         assert image is not None
-        mask, source, reference = (picture(row.get(field)) for field in PICTURES[1:])
+        mask, source, reference = (image_at(row.get(field)) for field in PICTURES[1:])
         items.append(
             RewardItem(row["id"], row["prompt"], image, mask, source, reference, row["group"], row["metadata"])
         )

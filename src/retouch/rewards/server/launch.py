@@ -1,4 +1,4 @@
-"""Starting reward servers, and finding those that run."""
+"""Start reward servers: `retouch reward serve`, and the server of `url: auto`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch.config.errors import ConfigError, nearest
-from retouch.rewards.client.endpoints import (
-    read_endpoints,
-    write_endpoints,
-)
+from retouch.config.errors import nearest
+from retouch.errors import ConfigError
+from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
+from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, serve_argument
-from retouch.rewards.protocol import LOOPBACK, usable_token
 from retouch.rewards.scorers import make_scorer
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "RETOUCH_REWARD_TOKEN"
-"""Environment variable with the bearer token of server and client; an argument would show in `ps`."""
-
 _WATCH_S = 0.1
-_EARLY_S = 5.0  # a front that ends sooner after its start may never come up
+_EARLY_S = 5.0  # a front that ends sooner than this after its start may never become ready
 _EARLY_DEATHS = 5
 _DRAIN_S = 40.0
 
@@ -44,13 +39,13 @@ class ServeOptions:
     """How scorers are served.
 
     Attributes:
-        port: of the first instance, the others count up from it; 0 takes a free one for each.
-        devices: one instance for each of them, and for each replica: "cpu", or the number of a GPU.
-        endpoints: file to write once every port is bound, or to add to (`retouch.rewards.client.endpoints`).
-        log_dir: of a log file for each instance.
-        with_parent: id of the process that starts this one, to end when it does; it keeps what is said here, and there
-            are no log files.
-        limits: fields of `server.Limits`.
+        port: port of the first instance, counted up for the others; 0 takes a free port for each.
+        devices: "cpu" or numbers of GPUs; one instance per device and replica.
+        endpoints: file to write, or to add to, once every port is bound (`retouch.rewards.client.endpoints`).
+        log_dir: folder of one log file per instance.
+        with_parent: id of the process that starts this one and at whose end it ends; it keeps the output, without log
+            files.
+        limits: fields of `admission.Limits`.
     """
 
     host: str = "127.0.0.1"
@@ -64,14 +59,14 @@ class ServeOptions:
 
 
 def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> None:
-    """Serve scorers (name -> options) until told to stop: an instance (a front and its worker) for every device and
-    replica, each started again when it dies.
+    """Serve scorers (name -> options) until stopped: one instance (a front and its worker) per device and replica, each
+    restarted if it dies.
 
     Raises:
         ConfigError: an unknown scorer or option, a taken port, an open address without a token, or an instance that
             cannot be started at all.
     """
-    for module in ("fastapi", "uvicorn"):
+    for module in ("fastapi", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f'the reward server needs {module}: pip install "retouch[serve]"')
     token = reward_token()
@@ -85,7 +80,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             read_endpoints(options.endpoints)
         except ValueError as error:
             raise ConfigError(f"--endpoints: {error}; give another file") from None
-    for name, given in scorers.items():  # what is wrong with them is said here, once
+    for name, given in scorers.items():  # report wrong options here, once
         make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
     places = [device for device in options.devices for _ in range(options.replicas)]
     if options.port and options.port + len(places) > 65536:
@@ -118,7 +113,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
 
 
 class Instance:
-    """A front process on a port that stays bound whatever happens to it: who connects meanwhile waits."""
+    """A front process, and its port, which stays bound while the process is restarted: clients wait meanwhile."""
 
     def __init__(self, listener: socket.socket, host: str, device: str, log: Path | None) -> None:
         self.listener = listener
@@ -130,19 +125,19 @@ class Instance:
         self._started = 0.0
 
     def entry(self) -> dict[str, Any]:
-        """Of the endpoints file."""
+        """The entry of the endpoints file."""
         log = {} if self.log is None else {"log": str(self.log)}
         return {"url": self.url, "device": self.device, "pid": os.getpid(), **log}
 
-    def start(self, told: Mapping[str, Any]) -> None:
-        """Start the front; it reads what to serve from its standard input, whose end is its own end."""
-        command = [sys.executable, "-P", "-m", "retouch.rewards.server.app"]
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Start the front; it reads its settings from standard input, and ends when that ends."""
+        command = [sys.executable, "-P", "-m", "retouch.rewards.server.front"]
         with ExitStack() as stack:
             stream = None
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
                 stream = stack.enter_context(self.log.open("ab"))
-            # a session of its own: Ctrl-C is for the supervisor, which lets requests finish
+            # a session of its own: Ctrl-C is handled by the supervisor, which lets requests finish
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -152,14 +147,14 @@ class Instance:
                 start_new_session=True,
             )
         assert self.process.stdin is not None
-        line = {**told, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
-        with suppress(BrokenPipeError):  # it died already, which the supervisor sees
+        line = {**settings, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
+        with suppress(BrokenPipeError):  # it died already, which the supervisor notices
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
             self.process.stdin.flush()
         self._started = time.monotonic()
 
     def died(self) -> bool:
-        """Whether the front has ended; counts deaths soon after the start, in a row."""
+        """Whether the front has ended; counts consecutive deaths soon after the start."""
         if self.process is None or self.process.poll() is None:
             return False
         early = time.monotonic() - self._started < _EARLY_S
@@ -168,22 +163,22 @@ class Instance:
 
 
 class Supervisor:
-    """Keeps every instance running until SIGTERM or SIGINT; then they finish what they have and end."""
+    """Keeps every instance running until SIGTERM or SIGINT; then they finish their requests and end."""
 
-    def __init__(self, instances: Sequence[Instance], told: Mapping[str, Any]) -> None:
+    def __init__(self, instances: Sequence[Instance], settings: Mapping[str, Any]) -> None:
         self.instances = instances
-        self.told = told
+        self.settings = settings
         self._stop = threading.Event()
 
     def start(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop.set())
         for one in self.instances:
-            one.start(self.told)
+            one.start(self.settings)
 
     def run(self) -> None:
         """Raises:
-        ConfigError: an instance that ends again and again as soon as it is started.
+        ConfigError: an instance that repeatedly ends as soon as it is started.
         """
         try:
             while not self._stop.wait(_WATCH_S):
@@ -200,8 +195,8 @@ class Supervisor:
                 f"the reward server on {one.url} ends as soon as it is started (exit code {code}); see "
                 f"{one.log or 'the lines above'}"
             )
-        logger.error("the server on %s ended (exit code %s); it is started again", one.url, code)
-        one.start(self.told)
+        logger.error("the server on %s ended (exit code %s); it is restarted", one.url, code)
+        one.start(self.settings)
 
     def _end(self) -> None:
         for one in self.instances:
@@ -236,10 +231,10 @@ def _log_file(options: ServeOptions, listener: socket.socket) -> Path | None:
 
 
 def parse_devices(text: str) -> list[str]:
-    """Devices of "0,1,2" or "cpu".
+    """The devices in "0,1,2" or "cpu".
 
     Raises:
-        ConfigError: none, or none of these forms.
+        ConfigError: no device, or another form.
     """
     devices = [one.strip() for one in text.split(",") if one.strip()]
     if not devices or not all(one == "cpu" or one.isdecimal() for one in devices):
@@ -248,11 +243,7 @@ def parse_devices(text: str) -> list[str]:
 
 
 def exit_with_parent(parent: int) -> None:
-    """End this process when the one that started it is gone: a killed run leaves no server behind.
-
-    Args:
-        parent: its process id, from itself: it may be gone before this process looks.
-    """
+    """End this process when the process `parent` that started it is gone: a killed run leaves no server behind."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -266,7 +257,7 @@ def requested(names: str, options: str) -> dict[str, dict[str, Any]]:
     """Scorers and their options from "NAME,NAME" and the JSON of {name: {option: value}}.
 
     Raises:
-        ConfigError: no name, no such JSON, or options of a scorer that is not named.
+        ConfigError: no name, invalid JSON, or options of a scorer that is not named.
     """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted:
@@ -282,10 +273,10 @@ def requested(names: str, options: str) -> dict[str, dict[str, Any]]:
 
 def requested_one(name: str, options: str) -> dict[str, Any]:
     """Options of one scorer from the same JSON of {name: {option: value}}; the former {option: value} is accepted with
-    a note.
+    a log line.
 
     Raises:
-        ConfigError: no such JSON, or options of another scorer.
+        ConfigError: invalid JSON, or options of another scorer.
     """
     if "," in name:
         raise ConfigError(f"--reward: given {name!r}; expected the name of one scorer; set one of them")
@@ -312,30 +303,8 @@ def _not_a_table(options: str, name: str) -> ConfigError:
     return ConfigError(f'--options: given {options}; write it as {{"{name}": {{"option": value}}}}')
 
 
-def reward_token() -> str | None:
-    """The token of the environment, None without one.
-
-    Raises:
-        ConfigError: it cannot be sent; the message does not show it.
-    """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    try:
-        return usable_token(token) if token.strip() else None
-    except ValueError as error:
-        raise ConfigError(f"{TOKEN_VARIABLE}: {error}; set it anew (its value is not shown)") from None
-
-
-def name_of(host: str) -> str:
-    """What a client on this or another machine calls an address that is listened on: this machine's name for all of
-    them."""
-    if host in ("0.0.0.0", "::"):
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
-
-
 class LocalServer:
-    """A reward server on loopback in its own process, for the time of a run (`url: auto`), with one instance for each
-    device."""
+    """A reward server on loopback for the duration of a run (`url: auto`), with one instance per device."""
 
     def __init__(self, scorers: Mapping[str, Mapping[str, Any]], log: Path, devices: Sequence[str] = CPU) -> None:
         self.log = log
@@ -354,13 +323,13 @@ class LocalServer:
         """The addresses of its instances, once their ports are bound.
 
         Raises:
-            ConfigError: the server ended or did not come up; the message ends with its last words.
+            ConfigError: the server ended or did not start in time; the message ends with the last lines of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not self._endpoints.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                words = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-                raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(words))
+                lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+                raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(lines))
             time.sleep(0.05)
         found = json.loads(self._endpoints.read_text(encoding="utf-8"))["endpoints"]
         return [str(instance["url"]) for instance in found]

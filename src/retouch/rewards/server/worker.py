@@ -1,13 +1,12 @@
-"""Where scorers run: a thread of this process, or a process of its own that may die without taking the server along.
+"""The front's side of the scorers: a thread of this process, or a process of its own that may die alone.
 
-The process (`python -m retouch.rewards.server.worker FD`) speaks `frames` over an inherited socket: it is told its
-scorers, says what they are, loads them, and then answers batches one at a time, before an answer what its scorers are
-where that has changed. It ends when the socket does. No torch here.
+The process (`process.py`) exchanges `frames` over an inherited socket: it receives its scorers, reports their specs,
+loads them, and answers one batch at a time; before an answer it reports specs that changed. It ends with the socket.
 
-A frame that was written in part ends the process: whatever came after it would be read as its rest. A reply carries
-the number of its batch, and one of another number ends the process too, so that no score can reach another item. The
-process answers a pulse every few seconds from a thread of its own, while it scores too; one that falls silent and takes
-no CPU time either (stopped, frozen) is replaced.
+A frame that was written in part ends the process, because what follows would be read as its rest. A reply carries the
+number of its batch, and one with another number ends the process too, so that no score can reach another item. The
+process answers a pulse every few seconds from a thread of its own, also while it scores; a process that is silent and
+takes no CPU time (stopped, frozen) is replaced.
 """
 
 from __future__ import annotations
@@ -16,69 +15,50 @@ import asyncio
 import itertools
 import logging
 import os
-import queue
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
-from retouch.rewards.scorers import make_scorer
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
     NO_BATCH,
+    PULSE,
     BrokenFrame,
     pack,
     pack_items,
-    pack_outcome,
     read_head,
     read_message,
-    unpack_items,
     unpack_outcome,
 )
-from retouch.types import Failure, Outcome
+from retouch.rewards.server.scoring import Scored, Work, load_all, score_rewards
 
 logger = logging.getLogger(__name__)
 
-_HANG_S = 60.0  # a worker that works so long past every deadline of its batch is stuck
+_HANG_S = 60.0  # a worker that works this long past every deadline of its batch is stuck
 _RESTART_S = 0.2
-_UNLOADED_DEATHS = 3  # in a row: what dies so often while it loads will not load
+_UNLOADED_DEATHS = 3  # in a row: a worker that dies this often while it loads will not load
 
 _PULSE_S = 2.0
 _SILENT_PULSES = 6  # unanswered in a row, without CPU time meanwhile: a ready worker is frozen
-_LOADING_PULSES = 150  # an import may hold the interpreter's lock for minutes, from a slow disk
-_PULSE = {"pulse": True}
+_LOADING_PULSES = 150  # an import from a slow disk may hold the interpreter's lock for minutes
 
-LATE = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
+Reply = tuple[int, dict[str, Any]]
+"""Number of the batch, and the message about it."""
 
 
 class WorkerLost(Exception):
-    """The worker process ended. `scoring`: while it scored the batch, which may be why."""
+    """The worker process ended. `scoring`: while it scored the batch, which may be the cause."""
 
     def __init__(self, message: str, scoring: bool = False) -> None:
         super().__init__(message)
         self.scoring = scoring
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a batch took: reward -> calls of its scorer, and their seconds."""
-
-    calls: Mapping[str, int]
-    seconds: Mapping[str, float]
-
-
-Scored = tuple[dict[str, list[Outcome]], Work]
-
-Reply = tuple[int, dict[str, Any]]
-"""Number of the batch, and the message about it."""
 
 
 class Worker(Protocol):
@@ -86,9 +66,9 @@ class Worker(Protocol):
 
     Attributes:
         ready: whether a batch would be scored now.
-        problem: why it never will be; None while there is hope.
-        specs: what the scorers say of themselves.
-        restarts: times it was started again.
+        problem: why no batch ever will be; None while it may recover.
+        specs: of the scorers.
+        restarts: number of restarts.
     """
 
     ready: bool
@@ -100,7 +80,7 @@ class Worker(Protocol):
     def pid(self) -> int: ...
 
     async def start(self) -> None:
-        """Begin to load, without waiting for it."""
+        """Start to load without waiting for it."""
         ...
 
     async def stop(self) -> None: ...
@@ -109,35 +89,12 @@ class Worker(Protocol):
         """Outcomes by reward, in the order of the items.
 
         Args:
-            deadlines: on the clock of `time.monotonic`, one an item; what is late when its turn comes is not scored.
+            deadlines: one per item, on the clock of `time.monotonic`; an item that is late at its turn is not scored.
 
         Raises:
             WorkerLost: it ended meanwhile.
         """
         ...
-
-
-def score_rewards(
-    scorers: Mapping[str, CheckedScorer],
-    names: Sequence[str],
-    items: Sequence[RewardItem],
-    deadlines: Sequence[float],
-) -> Scored:
-    """One batch by each reward in turn."""
-    outcomes: dict[str, list[Outcome]] = {}
-    calls: dict[str, int] = {}
-    seconds: dict[str, float] = {}
-    for name in names:
-        if name not in scorers:
-            known = ", ".join(scorers)
-            outcomes[name] = [Failure("unknown_reward", f"no reward {name!r} here; there are: {known}")] * len(items)
-            continue
-        scorer, started = scorers[name], time.monotonic()
-        before, timely = scorer.calls, [i for i, deadline in enumerate(deadlines) if started <= deadline]
-        scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
-        outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
-        calls[name], seconds[name] = scorer.calls - before, time.monotonic() - started
-    return outcomes, Work(calls, seconds)
 
 
 class ThreadWorker:
@@ -171,7 +128,7 @@ class ThreadWorker:
     def _load(self) -> None:
         try:
             load_all({name: checked.scorer for name, checked in self.scorers.items()}, self.device)
-        except Exception as error:  # shown by /readyz and in the log: a server that cannot load must say why
+        except Exception as error:  # shown by /readyz and in the log
             logger.exception("loading the scorers failed")
             self.problem = f"{type(error).__name__}: {error}"
         else:
@@ -182,20 +139,12 @@ class ThreadWorker:
         self.specs = {name: checked.scorer.spec for name, checked in self.scorers.items()}
 
 
-def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
-    """Load every scorer, and log how long each took."""
-    for name, scorer in scorers.items():
-        started = time.monotonic()
-        scorer.load(device)
-        logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started)
-
-
 class ProcessWorker:
-    """Scorers in a process of their own, which is started again whenever it ends.
+    """Scorers in a process of their own, which is restarted whenever it ends.
 
     Args:
-        scorers: name -> options, `scorer` among them where the name is another.
-        device: as `--devices` names it: "cpu", or the number of a GPU.
+        scorers: name -> options, with `scorer` if the name is another.
+        device: as in `--devices`: "cpu", or the number of a GPU.
     """
 
     def __init__(self, scorers: Mapping[str, Mapping[str, Any]], device: str) -> None:
@@ -230,7 +179,7 @@ class ProcessWorker:
     async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
         if not self.ready or self._writer is None:
             raise WorkerLost("the worker is being started")
-        # of one process: while the batch is packed it may end, and another may take its place
+        # of one process: while the batch is packed, another process may take its place
         writer, replies, number = self._writer, self._replies, next(self._numbers)
         frame = await asyncio.to_thread(_pack_batch, number, names, items, deadlines)  # copies megabytes
         if writer is not self._writer:
@@ -243,7 +192,7 @@ class ProcessWorker:
         except TimeoutError:
             self._kill()
             raise WorkerLost("the worker hung and was ended", scoring=True) from None
-        except BaseException as error:  # half a frame may be on its way, or a reply that nobody would wait for
+        except BaseException as error:  # half a frame may be written, or a reply that nobody waits for may come
             self._kill()
             if not isinstance(error, Exception):
                 raise
@@ -261,13 +210,13 @@ class ProcessWorker:
     # --- the process ---
 
     async def _supervise(self) -> None:
-        """Start it, read what it says until it ends, start it again."""
+        """Start it, read its messages until it ends, start it again."""
         deaths = 0
         while self.problem is None:
             self._replies = replies = asyncio.Queue[Reply | None]()
             try:
                 await self._spawn()
-            except OSError as error:  # no memory or no process to be had, for now
+            except OSError as error:  # no memory or no process available at the moment
                 logger.error("the worker cannot be started: %s", error)
                 loaded = False
             else:
@@ -286,13 +235,13 @@ class ProcessWorker:
                 self.problem = f"the worker ended {deaths} times while it loaded (exit code {code}); see the log"
                 logger.error("%s", self.problem)
                 return
-            logger.error("the worker ended (exit code %s); it is started again", code)
+            logger.error("the worker ended (exit code %s); it is restarted", code)
             self.restarts += 1
             await asyncio.sleep(_RESTART_S * 2**deaths)
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "retouch.rewards.server.worker", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "retouch.rewards.server.process", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=worker_environment(self.device)
         )
@@ -302,11 +251,11 @@ class ProcessWorker:
         self._unanswered = 0
 
     async def _keep_pulse(self) -> None:
-        """Ask the process for a sign of life, and end it once it has given none for too long.
+        """Send pulses, and end the process after too many without an answer.
 
-        Unanswered pulses are counted, not seconds: after a front that was stopped goes on, its worker is not to blame.
-        CPU time is a sign, too: a scorer may hold the interpreter's lock while it computes. Such a one is bounded by
-        the deadline of its batch.
+        Unanswered pulses are counted instead of seconds, because the front itself may have been stopped. CPU time
+        counts as an answer: a scorer may hold the interpreter's lock while it computes; the deadline of its batch
+        bounds it.
         """
         while True:
             await asyncio.sleep(_PULSE_S)
@@ -317,10 +266,10 @@ class ProcessWorker:
                 return
             before, self._ticks = self._ticks, _cpu_ticks(self.pid)
             self._unanswered = self._unanswered + 1 if self._ticks == before else 0
-            self._writer.write(pack(NO_BATCH, _PULSE))
+            self._writer.write(pack(NO_BATCH, PULSE))
 
     async def _listen(self, replies: asyncio.Queue[Reply | None]) -> bool:
-        """Until the process ends -> whether it had loaded."""
+        """Read messages until the process ends -> whether it had loaded."""
         assert self._reader is not None
         loaded = False
         while True:
@@ -335,7 +284,7 @@ class ProcessWorker:
                 self._kill()
                 return loaded
             self._unanswered = 0
-            if message == _PULSE:
+            if message == PULSE:
                 continue
             if "specs" in message:
                 self.specs = {name: _spec(fields) for name, fields in message["specs"].items()}
@@ -351,7 +300,7 @@ class ProcessWorker:
             self._process.kill()
 
     def _end(self) -> int | None:
-        """Close the socket, at which the process ends, and see that it does."""
+        """Close the socket, which ends the process, and make sure of it."""
         if self._writer:
             self._writer.close()
         if self._process is None:
@@ -364,7 +313,7 @@ class ProcessWorker:
 
 
 def _cpu_ticks(pid: int) -> int | None:
-    """CPU time of a process in clock ticks; None where the system has no /proc."""
+    """CPU time of a process in clock ticks; None if the system has no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -373,7 +322,7 @@ def _cpu_ticks(pid: int) -> int | None:
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """A worker sees its GPU alone: libraries that take the first one they find take the right one."""
+    """Environment in which a worker sees only its GPU: libraries that use the first GPU then use the right one."""
     environment = dict(os.environ)
     if device.isdecimal():
         seen = [one for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
@@ -383,7 +332,7 @@ def worker_environment(device: str) -> dict[str, str]:
 
 
 def torch_device(device: str) -> str:
-    """What the scorers of a worker are loaded on: the one GPU that it sees, or what was asked for."""
+    """Device that the scorers of a worker are loaded on: the one GPU that it sees, or the one given."""
     return "cuda" if device.isdecimal() else device
 
 
@@ -395,81 +344,3 @@ def _pack_batch(number: int, names: Sequence[str], items: Sequence[RewardItem], 
 def _spec(fields: Mapping[str, Any]) -> ScorerSpec:
     low, high = fields["range"]
     return replace(ScorerSpec(**fields), range=(low, high), needs=frozenset(fields["needs"]))
-
-
-# --- inside the process ---
-
-
-def main() -> None:
-    """The worker process: `python -m retouch.rewards.server.worker FD`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which drains first
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("retouch").setLevel(logging.INFO)
-    channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
-    batches: queue.SimpleQueue[tuple[int, dict[str, Any], bytes]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(channel, batches), daemon=True, name="frames").start()
-    _, told, _ = batches.get()
-    made: dict[str, Scorer] = {}
-    try:
-        for name, options in told["scorers"].items():
-            scorer = options.pop("scorer", name)
-            made[name] = make_scorer(scorer, options)
-        channel.send({"specs": _specs(made), "ready": False})
-        load_all(made, told["device"])
-    except Exception as error:  # the server says why, and does not try again
-        logger.exception("loading the scorers failed")
-        channel.send({"problem": f"{type(error).__name__}: {error}"})
-        return
-    specs = _specs(made)
-    channel.send({"specs": specs, "ready": True})
-    scorers = {name: CheckedScorer(scorer) for name, scorer in made.items()}
-    while True:
-        number, batch, pixels = batches.get()
-        items = unpack_items(batch["items"], pixels)
-        outcomes, work = score_rewards(scorers, batch["rewards"], items, batch["deadlines"])
-        if (found := _specs(made)) != specs:  # before the outcomes, which are the first of another revision
-            specs = found
-            channel.send({"specs": specs, "ready": True})
-        rows = {name: [pack_outcome(outcome) for outcome in column] for name, column in outcomes.items()}
-        channel.send({"outcomes": rows, "calls": dict(work.calls), "seconds": dict(work.seconds)}, number)
-
-
-def _specs(scorers: Mapping[str, Scorer]) -> dict[str, dict[str, Any]]:
-    return {name: {**asdict(s.spec), "needs": sorted(s.spec.needs)} for name, s in scorers.items()}
-
-
-class _Channel:
-    """The socket to the front; frames of several threads do not mix."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: Mapping[str, Any], number: int = NO_BATCH) -> None:
-        with self._lock:
-            self.connection.sendall(pack(number, message))
-
-
-def _read(channel: _Channel, batches: queue.SimpleQueue[tuple[int, dict[str, Any], bytes]]) -> None:
-    """Frames as they come, pulses answered at once. The end of the socket is the end of this process, in the middle of
-    a batch too."""
-    try:
-        with channel.connection.makefile("rb") as stream:
-            while len(start := stream.read(HEAD_BYTES)) == HEAD_BYTES:
-                head = read_head(start)
-                text, pixels = stream.read(head.text), stream.read(head.pixels)
-                message = read_message(head, text, pixels)
-                if message == _PULSE:
-                    channel.send(_PULSE)
-                else:
-                    batches.put((head.number, message, pixels))
-    except (BrokenFrame, MemoryError, OSError) as error:
-        logger.error("the front cannot be read (%s: %s); this worker ends", type(error).__name__, error)
-    finally:  # a reset or half a frame is an end, too
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    from retouch.rewards.server.worker import main as run
-
-    run()

@@ -1,15 +1,13 @@
-"""Asking a judge behind the OpenAI protocol: rates, a budget, one careful HTTP client. No torch, no SDK.
+"""Client of a judge behind the OpenAI protocol: rate limits, a budget, retries. No SDK.
 
-The key comes from the environment and stands in no option, no revision, no message and no log.
+The API key comes from the environment and appears in no option, revision, message or log.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 import logging
-import math
 import os
 import random
 import threading
@@ -22,21 +20,22 @@ from urllib.parse import urlsplit
 import httpx
 from PIL import Image
 
-from retouch.rewards.protocol import Pixels, base_url, is_local, retry_after_s
+from retouch.rewards.addresses import base_url, is_local, retry_after_s
+from retouch.rewards.protocol import Pixels
 
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 AUTO = "auto"
 DEFAULT_MODEL = "gpt-4o-2024-11-20"
-"""Which model AUTO means at OpenAI: the judge of the published Complex-Edit scores."""
+"""Model of AUTO at OpenAI: the judge of the published Complex-Edit scores."""
 _RETRY_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
-_MOST_SERVED = 16  # names of the served model; one that changes with every reply tells nothing
-_TOKENS_OF_IMAGE = 800  # what a request is thought to cost before its usage is known
+_MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
+_TOKENS_OF_IMAGE = 800  # estimate of a request before its usage is known
 
 
 class JudgeError(Exception):
-    """The judge did not answer as it should. `retryable`: it may, later."""
+    """The judge gave no usable answer. `retryable`: a later try may succeed."""
 
     def __init__(self, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -48,7 +47,7 @@ class BudgetSpent(Exception):
 
 
 class TokenBucket:
-    """So many a minute, with bursts of at most `burst_s` seconds' worth. Threads share it."""
+    """A rate limit per minute with bursts of at most `burst_s` seconds' worth. Thread-safe."""
 
     def __init__(self, per_minute: float, burst_s: float = 5.0) -> None:
         self.rate = per_minute / 60
@@ -58,7 +57,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, amount: float) -> float:
-        """Take, on credit if need be -> seconds to wait before using it. A negative amount is given back."""
+        """Take an amount, on credit if necessary -> seconds to wait before using it. A negative amount is returned."""
         with self._lock:
             now = time.monotonic()
             self._left = min(self.most, self._left + (now - self._at) * self.rate)
@@ -69,7 +68,7 @@ class TokenBucket:
 
 @dataclass
 class Budget:
-    """What may be spent in all; None is no limit. Prices are in dollars for a million tokens."""
+    """Total limits; None is no limit. Prices are in dollars per million tokens."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -90,7 +89,7 @@ class Budget:
         """Count a request.
 
         Raises:
-            BudgetSpent: there is nothing left for it.
+            BudgetSpent: a limit is reached.
         """
         with self._lock:
             tokens = self.spent_in + self.spent_out
@@ -104,7 +103,7 @@ class Budget:
             self.spent_requests += 1
 
     def used(self, usage: Mapping[str, Any]) -> int:
-        """Note the tokens of a reply -> how many."""
+        """Count the tokens of a reply -> how many."""
         tokens_in, tokens_out = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         with self._lock:
             self.spent_in += tokens_in
@@ -117,22 +116,22 @@ _BUCKETS_LOCK = threading.Lock()
 
 
 def shared_bucket(address: str, kind: str, per_minute: float | None) -> TokenBucket | None:
-    """The bucket of an endpoint, whoever asks: its limits are of the account, not of a scorer."""
+    """The bucket of an endpoint for all scorers, because its limits belong to the account."""
     if per_minute is None:
         return None
     with _BUCKETS_LOCK:
         return _BUCKETS.setdefault((address, kind, per_minute), TokenBucket(per_minute))
 
 
-class Judge:
+class JudgeClient:
     """`POST /chat/completions` with rates, retries and a budget.
 
     Args:
-        address: up to and with /v1.
-        model: as the server names it; "auto" is `DEFAULT_MODEL` at OpenAI, and elsewhere the only model that the
-            server lists.
-        requests_per_minute, tokens_per_minute: None does not limit them.
-        timeout_s: of one question, retries included.
+        address: with /v1.
+        model: name at the server; "auto" is `DEFAULT_MODEL` at OpenAI, and elsewhere the only model that the server
+            lists.
+        requests_per_minute, tokens_per_minute: None sets no limit.
+        timeout_s: deadline of one question, retries included.
 
     Raises:
         ValueError: an address that cannot be used.
@@ -162,8 +161,7 @@ class Judge:
 
     @property
     def served(self) -> str:
-        """What the endpoint called the model in its replies, all of it if it called it several things; "" before the
-        first reply."""
+        """Every name of the model in the endpoint's replies; "" before the first reply."""
         with self._served_lock:
             return ", ".join(sorted(self._served))
 
@@ -171,7 +169,7 @@ class Judge:
         """One question -> the first choice of the reply.
 
         Raises:
-            JudgeError: no answer in time, a refusal, or a reply that is not of the protocol.
+            JudgeError: no answer in time, a refusal, or a reply that breaks the protocol.
             BudgetSpent: before anything is sent.
         """
         deadline = time.monotonic() + self.timeout_s
@@ -179,7 +177,7 @@ class Judge:
         return self._choice(self._reply("/chat/completions", deadline, body))
 
     def _named(self, deadline: float) -> str:
-        """The model to ask; "auto" becomes a name with the first question.
+        """The model to ask; "auto" is resolved with the first question.
 
         Raises:
             JudgeError: a server that lists no model, or several.
@@ -205,10 +203,10 @@ class Judge:
         return names[0]
 
     def _reply(self, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> httpx.Response:
-        """The reply with status 200, after retries. A request without a body is a GET, and counts in no budget.
+        """The reply with status 200, after retries. A request without a body is a GET and counts against no budget.
 
         Raises:
-            JudgeError: no such reply before the deadline, or a status that another try would not change.
+            JudgeError: no such reply before the deadline, or a status that a retry would not change.
             BudgetSpent: before anything is sent.
         """
         problem = "no answer"
@@ -241,7 +239,7 @@ class Judge:
         taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
         wait = max([bucket.take(amount) for bucket, amount in taken], default=0.0)
         if time.monotonic() + wait > deadline:
-            for bucket, amount in taken:  # or turns that nobody waits for would use up those of the next batch
+            for bucket, amount in taken:  # unused turns would delay the next batch
                 bucket.take(-amount)
             raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
         time.sleep(wait)
@@ -266,11 +264,11 @@ class Judge:
             before = ", ".join(sorted(self._served))
             self._served.add(name)
         if before:
-            told = f"{self.address}: {self.model} is served as {name!r} and was as {before!r}"
-            logger.warning("%s", self._redacted(f"{told}: its scores may not compare"))
+            change = f"{self.address}: {self.model} is served as {name!r} and was as {before!r}"
+            logger.warning("%s", self._redacted(f"{change}: its scores may not compare"))
 
     def _redacted(self, text: str) -> str:
-        """A server may echo what it was sent."""
+        """The text without the key, which a server may echo."""
         return text.replace(self._key, "***") if self._key else text
 
 
@@ -284,43 +282,9 @@ def has_key() -> bool:
     return bool(os.environ.get(KEY_VARIABLE, "").strip())
 
 
-def picture_part(pixels: Pixels) -> dict[str, Any]:
-    """A picture as a part of a message: lossless."""
+def image_part(pixels: Pixels) -> dict[str, Any]:
+    """An image as a lossless part of a message."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
     data = base64.b64encode(buffer.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-
-def expectation(top: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> tuple[float, float]:
-    """Mean of the values under the probabilities of their tokens, and the mass of all these tokens together.
-
-    Args:
-        top: `top_logprobs` of one position: [{"token", "logprob"}].
-        values: token, in lower case and without white space, -> its value. Variants of a token are summed.
-    """
-    mass: dict[str, float] = dict.fromkeys(values, 0.0)
-    for entry in top:
-        word = str(entry["token"]).strip().lower()
-        if word in mass:
-            mass[word] += math.exp(float(entry["logprob"]))
-    total = sum(mass.values())
-    return (sum(values[word] * p for word, p in mass.items()) / total if total > 0 else 0.0), total
-
-
-def read_verdict(text: str, most: int) -> tuple[int, str]:
-    """Score and reason of a rubric's JSON.
-
-    Raises:
-        ValueError: not the schema; the message says what, for the judge to mend.
-    """
-    try:
-        verdict: Any = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(verdict, dict) or set(cast("dict[str, Any]", verdict)) != {"score", "reason"}:
-        raise ValueError('it must be an object with the keys "score" and "reason" and no others')
-    score, reason = verdict["score"], verdict["reason"]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(score, bool) or not isinstance(score, int) or not 0 <= score <= most:
-        raise ValueError(f'"score" must be an integer from 0 to {most}; given {score!r}')
-    return score, str(reason)  # pyright: ignore[reportUnknownArgumentType]

@@ -1,12 +1,12 @@
-"""Knowledge graphs of MMMG (arXiv 2506.10963) and how far a picture is from one: pure functions, no torch.
+"""Knowledge graphs of MMMG (arXiv 2506.10963) and the distance of an image from one: pure functions.
 
-An item lists *elements* and *dependencies* between them, written `Relation(a, b)`. A judge says of each whether the
-picture shows it; elements and dependencies with a yes make a second graph, and the picture's fidelity is
+An item lists *elements* and *dependencies* between them, written `Relation(a, b)`. A judge answers for each whether the
+image shows it; elements and dependencies with a yes make a second graph, and the image's fidelity is
 1 - normalised graph edit distance (GED) of the two. Legend: V elements, E directed edges between two of them.
 
 Departures from the published evaluation: the ends of a dependency are looked up among all elements once, not among
 those with a yes, so that a no to "cell wall" cannot move its edges to "cell"; a name with a comma is read as a whole
-where it is one of the elements; a graph without elements is refused instead of scored.
+if it is one of the elements; a graph without elements is an error instead of a score.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Dependency:
 
 @dataclass(frozen=True)
 class KnowledgeGraph:
-    """What a picture shall show.
+    """What an image must show.
 
     Attributes:
         elements: V names as written; no two differ by case or white space alone.
@@ -103,10 +103,10 @@ def read_checklist(text: str, names: Sequence[str]) -> list[bool]:
     return [found[_key(name)] for name in names]
 
 
-def drawn(
+def shown(
     graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Nodes and edges that the picture shows: elements with a yes, and the edges of dependencies with a yes whose ends
+    """Nodes and edges that the image shows: elements with a yes, and the edges of dependencies with a yes whose ends
     both are among them.
 
     Raises:
@@ -131,20 +131,20 @@ def drawn(
 def closed_ged(graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]) -> float:
     """(missing nodes + missing edges) / (|V| + |E| of both graphs), in [0, 1].
 
-    What is drawn is a part of the graph, and from a part of a graph the shortest way to the whole is to add what is
-    missing: this is the exact GED, at no cost, where a heuristic gives a bound from above.
+    What is shown is a subgraph, and the shortest edit from a subgraph to the graph adds what is missing: this is the
+    exact GED in linear time, of which a heuristic gives an upper bound.
     """
-    nodes, edges = drawn(graph, elements, dependencies)
+    nodes, edges = shown(graph, elements, dependencies)
     whole, part = len(graph.elements) + len(graph.edges), len(nodes) + len(edges)
     return (whole - part) / (whole + part)
 
 
 def heuristic_ged(graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]) -> float:
     """The first value of networkx's `optimize_graph_edit_distance` over |V| + |E| of both graphs, as published; needs
-    networkx and scipy. Names play no part in it. In [0, 1]; 0 where everything is drawn."""
+    networkx and scipy. Names are ignored. In [0, 1]; 0 if everything is shown."""
     import networkx as nx
 
-    nodes, edges = drawn(graph, elements, dependencies)
+    nodes, edges = shown(graph, elements, dependencies)
     if len(nodes) == len(graph.elements) and len(edges) == len(graph.edges):
         return 0.0
     whole, part = nx.DiGraph(), nx.DiGraph()

@@ -1,0 +1,134 @@
+"""The command line. Every command imports what it needs when it runs: `check` must not wait for torch.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 stopped on purpose and resumable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retouch import __version__
+from retouch.cli import data, rewards, runs, use
+from retouch.disk import file_problem
+from retouch.errors import RetouchError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(runs.app)
+app.add_typer(use.app)
+app.add_typer(rewards.app, name="reward")
+app.add_typer(data.app, name="data")
+app.add_typer(data.tiny, name="tiny")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"retouch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """RL post-training for image inpainting, editing and generation models."""
+
+
+def main() -> None:
+    """Run a command, and append its exit code to the file that RETOUCH_EXIT_CODES names: launchers of several processes
+    turn every code but 0 into 1, and a supervisor needs the real one to decide whether to restart."""
+    file = os.environ.pop("RETOUCH_EXIT_CODES", None)  # not for the reward server that a run starts
+    code: int | str | None = 1
+    try:
+        _main()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        raise
+    finally:
+        if file:
+            with Path(file).open("a", encoding="utf-8") as stream:
+                stream.write(f"{code}\n")
+
+
+def _main() -> None:
+    """Turn errors that a user can act on into one message and an exit code."""
+    try:
+        code = app(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        outcome = _outcome(error)
+        if outcome is None:
+            raise
+        code, message = outcome
+        _fail(f"{'stopped' if code in (0, 3) else 'error'}: {message}", code)
+    if code == _INTERRUPTED:
+        _fail("stopped: interrupted; continue with resume=auto", 3)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+_INTERRUPTED = 130
+"""What typer returns after Ctrl-C (newer versions; older ones raise Abort)."""
+
+_FIRST_S = 5.0
+"""Time in seconds that other processes leave to the first one to print a message that all of them have."""
+
+
+def _fail(message: str, code: int) -> None:
+    """Print a message and exit. On several processes the first one prints: its launcher ends the others meanwhile,
+    except where an error is theirs alone. torchrun repeats the message as the root cause, from a file."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(_FIRST_S)
+        message = f"process {rank}: {message}"
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(content), encoding="utf-8")
+    typer.echo(message, err=True)
+    sys.exit(code)
+
+
+EXTRAS = {
+    "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
+    "serve": ("fastapi", "uvicorn", "starlette"),
+    "ocr": ("rapidocr", "onnxruntime"),
+    "vlm": ("trl", "datasets"),
+    "deepspeed": ("deepspeed",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "ui": ("gradio",),
+}
+"""Extra of the package -> modules that it installs."""
+
+
+def _outcome(error: Exception) -> tuple[int, str] | None:
+    """Exit code and message of an error; None for one that needs a traceback."""
+    if isinstance(error, RetouchError):
+        return error.exit_code, str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("retouch"):
+        module = error.name.partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), "train")
+        return 2, f'{module} is not installed: pip install "retouch[{extra}]"'
+    if hasattr(error, "format_message"):  # usage errors of click, which typer may bring its own copy of
+        message = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
+        return 2, f"{message}; see --help"
+    if isinstance(error, OSError) and (problem := file_problem(error)):
+        return 1, problem
+    return None

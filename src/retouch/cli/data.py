@@ -1,0 +1,141 @@
+"""Commands of data and of tiny bases."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retouch.cli.options import Overrides, RunFile, parse_size, start_logging
+from retouch.config import load_run
+from retouch.config.errors import nearest
+from retouch.disk import writing
+from retouch.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Validate, split, precompute or synthesise data.")
+tiny = typer.Typer(no_args_is_help=True, help="Train tiny bases that run on a CPU.")
+
+Half = Annotated[str, typer.Option(help="train | held_out: vocabulary split; the two are disjoint.")]
+
+
+@app.command()
+def validate(
+    path: Annotated[
+        Path, typer.Argument(help="self_bench or BrushBench folder, manifest, or RUN.yaml for all its data sections.")
+    ],
+    resolution: Annotated[str, typer.Option(help="Side or HEIGHTxWIDTH in pixels to check at.")] = "512",
+) -> None:
+    """Open every item and print a table of problems; exit 2 if there are any."""
+    start_logging()
+    from retouch.data.validate import validate as find_problems
+    from retouch.data.validate import validation_table
+
+    findings = find_problems(path, parse_size(resolution, "--resolution"))
+    typer.echo(validation_table(findings))
+    if any(finding.problem for finding in findings):
+        raise typer.Exit(2)
+
+
+@app.command()
+def split(
+    path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
+    share: Annotated[float, typer.Option(help="Held-out share, between 0 and 1; approximate for few items.")] = 0.1,
+    by: Annotated[str, typer.Option(help="picture | text: what the two lists must not have in common.")] = "picture",
+    seed: Annotated[int, typer.Option(help="Random seed of the split.")] = 0,
+) -> None:
+    """Write a training list and a held-out list next to the given one; images are not copied."""
+    from retouch.data.split import split as divide
+
+    with writing(path):
+        halves = divide(path, share, by, seed)
+    for written, count in halves.items():
+        typer.echo(f"{written}: {count} items")
+    items, held_out = sum(halves.values()), list(halves.values())[1]
+    if abs(held_out - share * items) > share * items / 2:
+        typer.echo(
+            f"--share: given {share:g}, but {held_out} of {items} items are held out, because items that share an "
+            "image (or text) stay together; set another --seed",
+            err=True,
+        )
+
+
+@app.command()
+def precompute(
+    run: RunFile,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder of the embeddings; existing ones are kept.")] = Path("embeddings"),
+) -> None:
+    """Encode all prompts, references and images of RUN.yaml; with model.embeddings=OUT a run needs no encoders."""
+    config = load_run(run, overrides or [])
+    from retouch.use.precompute import precompute as encode
+
+    with writing(out):
+        counts = encode(config, out)
+    typer.echo(f"{out}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="Folder to write, in the self_bench layout.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of signs.")],
+    half: Half = "train",
+    seed: Annotated[int, typer.Option(help="Random seed of texts and signs.")] = 0,
+    size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels.")] = "32x64",
+    length: Annotated[int, typer.Option(min=1, help="Number of letters of a text.")] = 4,
+    targets: Annotated[bool, typer.Option(help="Target images; --no-targets writes backgrounds and prompts.")] = True,
+    exclude: Annotated[Path | None, typer.Option(help="self_bench folder whose texts are left out.")] = None,
+    caption_noise: Annotated[
+        float, typer.Option(help="Share of letters that differ between list and image, as in scraped data.")
+    ] = 0.0,
+    styled: Annotated[
+        bool, typer.Option("--styled", help="References: other texts in the font and colour of each sign.")
+    ] = False,
+) -> None:
+    """Write signs with texts in several fonts and colours, and their masks."""
+    from retouch.tiny.signs import synthesize
+
+    with writing(out):
+        written = synthesize(
+            out, count, half, seed, parse_size(size, "--size"), length, targets, exclude, caption_noise, styled
+        )
+    typer.echo(f"{out}: {written} items")
+
+
+@app.command()
+def edits(
+    out: Annotated[Path, typer.Option(help="Folder to write: manifest.json and its images.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of tasks.")],
+    half: Half = "train",
+    seed: Annotated[int, typer.Option(help="Random seed of shapes and instructions.")] = 0,
+) -> None:
+    """Write tiny editing tasks that a program can judge: recolour the shape that the instruction describes."""
+    from retouch.tiny.edits import write_edits
+
+    if half not in ("train", "held_out"):
+        raise ConfigError(f"--half: given {half!r}; write train or held_out")
+    with writing(out):
+        typer.echo(f"{out}: {write_edits(out, count, half, seed)} tasks")
+
+
+@tiny.command()
+def build(
+    family: Annotated[str, typer.Argument(help="Model family, or image_encoder for the references of tiny runs.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
+    seed: Annotated[int, typer.Option(help="Random seed of data and weights.")] = 0,
+) -> None:
+    """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions)."""
+    start_logging()
+    from retouch.tiny.editing import build_edit
+    from retouch.tiny.image_encoder import build_encoder
+    from retouch.tiny.inpainting import SCHEDULES, build_and_measure
+
+    builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
+    builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit}
+    if family not in builders:
+        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
+    with writing(out):
+        result = builders[family](out, seed)
+    typer.echo(json.dumps(result, indent=2))

@@ -1,0 +1,118 @@
+"""Commands of rewards: serve, score, probe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retouch.cli.options import (
+    Device,
+    ScoredImage,
+    ScoredMask,
+    ScoredPrompt,
+    ScoredReference,
+    ScoredSource,
+    Scorer,
+    ScorerOptions,
+    Url,
+    Wait,
+    start_logging,
+)
+from retouch.disk import writing
+
+app = typer.Typer(no_args_is_help=True, help="Serve reward models, or score one image.")
+
+
+@app.command()
+def serve(
+    names: Annotated[str, typer.Argument(metavar="NAME[,NAME]", help="Scorers; every instance holds all of them.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the first instance, counted up for the others; 0: free ones.")
+    ] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address; any but loopback requires a token in RETOUCH_REWARD_TOKEN.")
+    ] = "127.0.0.1",
+    devices: Annotated[str, typer.Option(help="cpu, or GPU numbers like 0,1,2: one instance for each.")] = "cpu",
+    replicas: Annotated[int, typer.Option(min=1, help="Number of instances per device.")] = 1,
+    endpoints: Annotated[
+        Path, typer.Option(help="File for the addresses, which a run file names as a reward's url.")
+    ] = Path("endpoints.json"),
+    options: ScorerOptions = "{}",
+    log_dir: Annotated[Path, typer.Option(help="Folder for the log of each instance.")] = Path("reward-logs"),
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of images scored together.")] = 32,
+    max_wait_ms: Annotated[float, typer.Option(min=0, help="Maximum batching delay in milliseconds.")] = 4.0,
+    with_parent: Annotated[int | None, typer.Option("--with-parent", hidden=True)] = None,
+) -> None:
+    """Serve reward models over HTTP until stopped; an instance that dies is restarted."""
+    start_logging()
+    from retouch.rewards.server.launch import ServeOptions, parse_devices, requested
+    from retouch.rewards.server.launch import serve as serve_scorers
+
+    limits = {"max_batch": max_batch, "max_wait_ms": max_wait_ms}
+    where = ServeOptions(
+        host, port, parse_devices(devices), replicas, endpoints, log_dir, with_parent=with_parent, limits=limits
+    )
+    asked = requested(names, options)
+    with writing(endpoints.parent, "--endpoints and --log-dir"):
+        serve_scorers(asked, where)
+
+
+@app.command()
+def score(
+    reward: Scorer,
+    image: ScoredImage,
+    prompt: ScoredPrompt,
+    mask: ScoredMask = None,
+    source: ScoredSource = None,
+    url: Url = None,
+    wait: Wait = 0.0,
+    reference: ScoredReference = None,
+    options: ScorerOptions = "{}",
+    device: Device = "cpu",
+) -> None:
+    """Score one image and print the result as JSON."""
+    from retouch.rewards.probe import score_one
+    from retouch.rewards.server.launch import requested_one
+
+    given = requested_one(reward, options)
+    outcome, failed = score_one(reward, image, prompt, mask, source, url, wait, reference, given, device)
+    typer.echo(json.dumps(outcome, indent=2, ensure_ascii=False))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    reward: Scorer,
+    image: ScoredImage,
+    prompt: ScoredPrompt,
+    mask: ScoredMask = None,
+    source: ScoredSource = None,
+    reference: ScoredReference = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="JSONL of images with prompt and label, to measure agreement.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Number of times to score the image.")] = 10,
+    batch: Annotated[int, typer.Option(min=1, help="Number of images scored together.")] = 8,
+    url: Url = None,
+    wait: Wait = 0.0,
+    options: ScorerOptions = "{}",
+    device: Device = "cpu",
+) -> None:
+    """Measure a scorer: latency, repeatability, dependence of scores on the batch, agreement with labels."""
+    from retouch.rewards.probe import agreement, asking, item_of, read_labels
+    from retouch.rewards.probe import probe as measure
+    from retouch.rewards.server.launch import requested_one
+
+    item = item_of(image, prompt, mask, source, reference)
+    labelled = read_labels(labels) if labels else None
+    with asking(reward, url, wait, requested_one(reward, options), device) as ask:
+        found = measure(ask, item, repeats, batch)
+        if labelled:
+            found["agreement"] = agreement(ask, labelled, batch)
+    typer.echo(json.dumps({"reward": reward, **found}, indent=2, ensure_ascii=False))
+    if found["failures"]:
+        raise typer.Exit(1)

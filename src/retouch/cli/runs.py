@@ -1,0 +1,131 @@
+"""Commands of a run file: train, check, init, doctor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retouch.cli.options import Json, Overrides, RunFile, start_logging
+from retouch.config import load_run, numbers
+from retouch.config.advice import warnings_of
+from retouch.config.presets import preset_lines, preset_values
+from retouch.disk import writing
+from retouch.errors import ConfigError
+
+app = typer.Typer()
+
+
+@app.command()
+def train(
+    run: RunFile,
+    overrides: Overrides = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Debug messages in the log.")] = False,
+) -> None:
+    """Train from a run file; also under accelerate launch and torchrun."""
+    config = load_run(run, overrides or [])
+    start_logging(verbose)
+    from retouch.algorithms import train as recipes
+
+    with writing(Path(config.logging.dir) / config.name):
+        typer.echo(f"done: {recipes.train(config)}")
+
+
+@app.command()
+def check(
+    run: RunFile,
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of processes; default: that of --accelerate, or 1.")
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Memory estimate; downloads the configs of a model on the hub.")
+    ] = False,
+    accelerate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Accelerate configuration of a vlm_grpo run, for --memory.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a run file and print its derived numbers, without loading models."""
+    config = load_run(run, overrides or [])
+    if accelerate is not None and not memory:
+        raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
+    from retouch.texts import check_texts
+
+    check_texts(config)
+    launch = None
+    if accelerate is not None:
+        from retouch.doctor.launch import read_launch
+
+        launch = read_launch(accelerate)
+    launched: int = 1 if launch is None else launch.processes
+    processes = launched if world_size is None else world_size
+    derived = numbers(config, processes).as_dict()
+    counted = _memory(config, processes, launch) if memory else None
+    advice = warnings_of(config)
+    if as_json:
+        more: dict[str, Any] = {"warnings": advice} if counted is None else {"warnings": advice, "memory": counted}
+        if config.rollout.preset is not None:
+            more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
+        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
+        return
+    kind = config.algorithm.trained_kind(config)
+    typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
+    for name, value in derived.items():
+        typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+    for line in preset_lines(config):
+        typer.echo(f"  {line}")
+    if counted is not None:
+        from retouch.doctor.memory import memory_table
+
+        typer.echo("\n".join(memory_table(counted)))
+    for line in advice:
+        typer.echo(f"warning: {line}", err=True)
+
+
+def _memory(config: Any, world_size: int, launch: Any) -> dict[str, Any]:
+    import torch  # noqa: F401  # if it is missing, the message names the extra
+
+    from retouch.doctor.memory import report_memory
+
+    return report_memory(config, world_size, launch)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder of images, or a list of them.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Run file to write.")] = Path("run.yaml"),
+    family: Annotated[str, typer.Option(help="flux_fill | sd_inpaint | qwen_image_edit.")] = "flux_fill",
+    algorithm: Annotated[str, typer.Option(help="sft | grpo | ppo | dpo | nft.")] = "grpo",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the base, or tiny; default: $MODEL_PATH, or the released model."),
+    ] = None,
+) -> None:
+    """Write a commented run file for a folder of images, and a manifest if it has none."""
+    from retouch.use.starting import start
+
+    with writing(out.parent, "--out"):
+        typer.echo("\n".join(start(folder, out, family, algorithm, model).lines))
+
+
+@app.command()
+def doctor(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file to check as well.")] = None,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(help="Number of processes of the run.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Check the environment, and optionally whether it can run RUN.yaml; exit 1 if something must be fixed."""
+    config = load_run(run, overrides or []) if run else None
+    if config:
+        numbers(config, world_size)  # rejects a number of processes that no machine could run
+    from retouch.doctor import diagnose, table
+
+    lines = diagnose(config, world_size)
+    typer.echo(json.dumps([asdict(line) for line in lines], indent=2) if as_json else table(lines))
+    if any(line.status == "fix" for line in lines):
+        raise typer.Exit(1)

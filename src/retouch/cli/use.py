@@ -1,0 +1,223 @@
+"""Commands of trained weights and run directories: sample, demo-ui, eval, export, report, compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retouch.cli.options import (
+    Config,
+    Json,
+    Open,
+    Raw,
+    RunDir,
+    Weights,
+    find_trained,
+    parse_box,
+    parse_size,
+    start_logging,
+)
+from retouch.config.needs import DATA_SECTIONS
+from retouch.disk import writing
+from retouch.errors import ConfigError
+
+app = typer.Typer()
+
+
+@app.command()
+def sample(
+    out: Annotated[Path, typer.Option(help="Folder for the images, named after their sources; no file is replaced.")],
+    run: RunDir = None,
+    config: Config = None,
+    weights: Weights = None,
+    raw: Raw = None,
+    data: Annotated[Path | None, typer.Option(help="self_bench or BrushBench folder, or manifest.")] = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(
+            help="One image, with --mask or --box (optional for editing families) and --text or --prompt.",
+        ),
+    ] = None,
+    mask: Annotated[Path | None, typer.Option(help="Mask of --image, white = repaint.")] = None,
+    box: Annotated[
+        str | None,
+        typer.Option(metavar="LEFT,TOP,RIGHT,BOTTOM", help="Box to repaint in pixels, instead of --mask."),
+    ] = None,
+    invert_mask: Annotated[
+        bool | None,
+        typer.Option(help="Repaint black or transparent mask pixels; default: the run's data.invert_mask."),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Target text, inserted into the run's prompt template.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Whole prompt, instead of --text.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Style reference, for a run that trained a style adapter.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed for the noise.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Number of images per item.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of solver steps; default: the run's.")] = None,
+    resolution: Annotated[
+        str | None, typer.Option(help="Side or HEIGHTxWIDTH in pixels to sample at; default: the run's.")
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="crop | stretch, for an image of another aspect ratio; default: the run's.")
+    ] = None,
+    crop: Annotated[
+        str,
+        typer.Option(
+            help="auto | mask | none: the part of the image that the model sees. auto: a box around the mask in images "
+            "larger than the resolution; mask: always such a box, enlarged if it is small; none: what --fit shows."
+        ),
+    ] = "auto",
+    context: Annotated[
+        float, typer.Option(min=0, help="Margin of that box, as a share of the mask's longer side.")
+    ] = 0.25,
+    feather: Annotated[float, typer.Option(min=0, help="Width of the composite's soft edge in pixels.")] = 0.0,
+) -> None:
+    """Sample images with trained weights; pixels outside the mask stay unchanged."""
+    start_logging()
+    trained = find_trained(run, config, weights, raw, unread=DATA_SECTIONS)
+    from retouch.use.items import SampleRequest, items_to_sample, make_folder
+
+    request = SampleRequest(
+        data=data,
+        image=image,
+        mask=mask,
+        text=text,
+        prompt=prompt,
+        reference=reference,
+        seed=seed,
+        count=count,
+        steps=steps,
+        size=parse_size(resolution, "--resolution") if resolution else None,
+        fit=fit,
+        feather=feather,
+        box=parse_box(box) if box else None,
+        invert_mask=invert_mask,
+        crop=crop,
+        context=context,
+    )
+    chosen = items_to_sample(trained.config, request)
+    with writing(out):
+        make_folder(out)
+        from retouch.use.sampling import sample_to_folder
+
+        for path in sample_to_folder(trained, request, chosen, out):
+            typer.echo(str(path))
+
+
+@app.command("demo-ui")
+def demo_ui(
+    run: RunDir = None,
+    config: Config = None,
+    weights: Weights = None,
+    raw: Raw = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page on loopback.")] = 7860,
+) -> None:
+    """Serve a local page to mask an image and compare samples of the base and the trained weights."""
+    start_logging()
+    trained = find_trained(run, config, weights, raw, unread=DATA_SECTIONS)
+    from retouch.use.page import serve
+
+    serve(trained, port)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Run directory; compares the base, the weights after the supervised warm-up, and the newest. Repeat "
+            "the option to compare the newest weights of several runs."
+        ),
+    ] = None,
+    config: Config = None,
+    weights: Annotated[Path | None, typer.Option(help="Checkpoint or weights folder to compare with the base.")] = None,
+    raw: Raw = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data."),
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Style reference for every example, instead of its own.")
+    ] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Number of images per example; default: the run's.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a grid, the measures of each image and, for several runs, compare.html."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare weights with the base, or runs with each other, on fixed seeds: rewards, exact match, change outside the
+    mask."""
+    start_logging()
+    unread = DATA_SECTIONS if data else ("data", "warmup_data")
+    runs = run or []
+    if len(runs) > 1 and (config or weights):
+        raise ConfigError(
+            "--run: given several times, which compares the newest weights; leave --config and --weights out"
+        )
+    found = [find_trained(one, config, weights, raw, unread) for one in runs or [None]]
+    from retouch.observe.comparison import run_names
+    from retouch.use.comparison import compare, compare_runs, comparison_table
+
+    with writing(out or "--out"):
+        if len(runs) > 1:
+            folders = run_names(runs)
+            result = compare_runs(dict(zip(folders, found, strict=True)), folders, data, images, out, reference)
+        else:
+            result = compare(found[0], data, images, out, reference)
+    typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or run directory for its newest one.")],
+    to: Annotated[
+        str, typer.Option(help="comfyui | diffusers | diffusers-ip-adapter | diffusers-lora | ip-adapter | safetensors")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: exports/ of the run.")] = None,
+    raw: Annotated[bool, typer.Option(help="Raw weights, even if the checkpoint has EMA weights.")] = False,
+) -> None:
+    """Export trained weights in the format of another program, and print the path."""
+    start_logging()
+    from retouch.use.exporting import export_weights
+
+    typer.echo(str(export_weights(checkpoint, to, out, raw=raw)))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    open_it: Open = False,
+) -> None:
+    """Write RUN/report.html: one offline file."""
+    from retouch.observe.report import write_report
+
+    with writing(run):
+        path = write_report(run)
+    typer.echo(str(path))
+    if open_it:
+        typer.launch(str(path))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN ...]", help="Run directories.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("compare.html"),
+    open_it: Open = False,
+) -> None:
+    """Compare logged runs in one offline HTML file: last evaluations paired by example, samples and curves."""
+    from retouch.observe.comparison import run_names, write_comparison
+
+    with writing(out):
+        found = write_comparison(run_names(runs), out)
+    for problem in found.problems:
+        typer.echo(f"warning: {problem}", err=True)
+    for verdict in found.verdicts:
+        typer.echo(verdict)
+    typer.echo(str(found.path))
+    if open_it:
+        typer.launch(str(found.path))

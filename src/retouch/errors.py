@@ -1,0 +1,103 @@
+"""Every error that a user can cause, with the exit code of the command line.
+
+Exit codes: 1 the run failed, 2 wrong usage, run file or input files, 3 stopped on purpose and resumable. The message is
+complete: what was given, what is expected, what to set. The command line prints it without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class RetouchError(Exception):
+    """Base class: catch it to catch all of them."""
+
+    exit_code: int = 1
+
+
+class ConfigError(RetouchError, ValueError):
+    """A run file, an option or a combination that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(RetouchError, ValueError):
+    """A dataset that cannot be used."""
+
+    exit_code = 2
+
+
+class ImageProblem(RetouchError, ValueError):
+    """An image or mask that cannot be used."""
+
+    exit_code = 2
+
+
+class ModelFilesError(RetouchError, ValueError):
+    """Model files that are missing or differ from what the run file names."""
+
+    exit_code = 2
+
+
+class AdapterFileError(RetouchError, ValueError):
+    """A file that is no adapter, or an incomplete one."""
+
+    exit_code = 2
+
+
+class DamagedFile(RetouchError, ValueError):
+    """A file that `torch.load` cannot read."""
+
+    exit_code = 2
+
+
+class RefusedFile(DamagedFile):
+    """A pickle of more than tensors and plain values: it could run any program."""
+
+
+class CheckpointError(RetouchError, ValueError):
+    """A checkpoint that is missing, incomplete, damaged or of another model."""
+
+    exit_code = 2
+
+
+class FontsMissing(RetouchError, RuntimeError):
+    """The font packages are not installed."""
+
+    exit_code = 2
+
+
+class ResponseTooLong(RetouchError, ValueError):
+    """A completion with more tokens than the diffusion transformer takes."""
+
+    exit_code = 2
+
+
+class RewardOutage(RetouchError, RuntimeError):
+    """No reward server answers."""
+
+    exit_code = 3
+
+
+class FailureRateExceeded(RetouchError, RuntimeError):
+    """Too many rewards failed."""
+
+    exit_code = 3
+
+
+class Diverged(RetouchError, RuntimeError):
+    """A loss or gradient contains NaN or Inf. The weights are those of the last step."""
+
+
+class OutOfMemory(RetouchError, RuntimeError):
+    """The device has too little memory, and a smaller micro-batch does not help."""
+
+
+class Stopped(RetouchError):
+    """A run that stopped on purpose, with a checkpoint to resume from.
+
+    Attributes:
+        code: exit code: 3, or 0 if the time limit of the run file was reached.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = self.code = code

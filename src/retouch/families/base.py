@@ -1,0 +1,312 @@
+"""What every family has without torch: the facts of a family (`FamilySpec`) and its section of the run file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+
+from retouch.config.base import NonNegative, Positive, Section, Text, Unit
+from retouch.families import FAMILIES
+from retouch.registry import Chosen
+from retouch.types import Prediction
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
+
+TINY_SIZE_MULTIPLE = 8
+"""Size multiple of the tiny bases, whose autoencoder downsamples by 4."""
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """The style adapter (IP-Adapter) of a family.
+
+    Attributes:
+        network: class of the network that takes it.
+        host: "module:class" of the host that places it into the network; see `retouch.adapters.hosts`.
+        head: default head, from a reference vector to tokens; see `retouch.adapters.formats`.
+        tokens: default number of tokens.
+        image_encoder: hub id of the default encoder of references.
+        width: width of the vectors of that encoder.
+        normalizes_values: whether its attention can normalize values (`model.train.value_norm`).
+    """
+
+    network: str
+    host: str
+    head: Literal["mlp", "linear"]
+    tokens: int
+    image_encoder: str
+    width: int
+    normalizes_values: bool = True
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """Facts of a model family; sizes are those of the released model, or of the networks that were loaded.
+
+    Attributes:
+        prediction: "flow" or "epsilon"; step rules declare which they take.
+        latent_channels: C of the latents.
+        downsampling: pixels per side of a latent cell.
+        size_multiple: image sides must be multiples of it.
+        guidance_scale: default of the released model.
+        needs: fields of `Example` that must be set.
+        lora_targets: module-name suffixes that LoRA adapts by default.
+        network_name: component that is trained, and prefix of its LoRA keys.
+        model: "module:class" of the family; the class loads itself with `from_config`, takes a diffusers pipeline with
+            `from_pipeline`, and builds a pipeline of toy size with `tiny`.
+        pipeline: class name of the diffusers pipeline.
+        networks: component -> class name of each network of the pipeline, the trained one first. Each text encoder has
+            a tokenizer of the same number, and every pipeline has a scheduler.
+        has_processor: whether the pipeline has a processor/ of images for its text encoder.
+        released: component -> config of the network at its released size, to count weights without files.
+        hub_ids: released models, of these sizes.
+        doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
+            false where the scale is embedded.
+        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient.
+        embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
+        adapter: the style adapter; None where the family has none.
+        empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
+        reference_width: width of a reference vector; None where references are not encoded.
+    """
+
+    family: str
+    prediction: Prediction
+    latent_channels: int
+    downsampling: int
+    size_multiple: int
+    guidance_scale: float
+    needs: frozenset[str]
+    lora_targets: tuple[str, ...]
+    network_name: str
+    model: str = ""
+    pipeline: str = ""
+    networks: Mapping[str, str] = field(default_factory=dict[str, str])
+    has_processor: bool = False
+    released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    hub_ids: tuple[str, ...] = ()
+    doubles_for_guidance: bool = False
+    drops_text_stream: bool = False
+    embedded_encoder: str | None = None
+    adapter: AdapterFacts | None = None
+    empty_prompt: str = ""
+    reference_width: int | None = None
+
+    @property
+    def edits(self) -> bool:
+        """Whether it changes a whole image, and so takes a source without a mask."""
+        return "source" in self.needs and "mask" not in self.needs
+
+
+def _twice_the_rank(validated: dict[str, Any]) -> float:
+    """Default of `alpha`, which scales updates by 2 at every rank."""
+    return 2 * validated["rank"]
+
+
+def _null_is_the_default(value: object, info: ValidationInfo) -> object:
+    return _twice_the_rank(info.data) if value is None and "rank" in info.data else value
+
+
+Alpha = Annotated[Positive, BeforeValidator(_null_is_the_default)]
+"""Of low-rank adapters. Run directories record the number, so that a resumed run keeps its own strength."""
+
+
+class TrainFull(Section):
+    """Train every weight of the network, in fp32 (autocast by `training.mixed_precision`)."""
+
+    kind: Literal["full"] = "full"
+
+
+class TrainLora(Section):
+    """Train low-rank adapters (arXiv 2106.09685) on the frozen network, in fp32."""
+
+    kind: Literal["lora"] = "lora"
+    rank: PositiveInt = 32
+    """Columns of the two factors that each adapted weight gets."""
+    alpha: Alpha = Field(default_factory=_twice_the_rank)
+    """Updates are scaled by alpha / rank; null is 2 · rank."""
+    targets: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Module-name suffixes to adapt; null takes the defaults of the family."""
+
+
+class TrainIpAdapter(Section):
+    """Train a style adapter (IP-Adapter, arXiv 2308.06721) on the frozen network: a reference image becomes tokens that
+    every block attends to. Every example needs a reference."""
+
+    kind: Literal["ip_adapter"] = "ip_adapter"
+    image_encoder: Text | None = None
+    """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
+    Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
+    tokens: PositiveInt | None = None
+    """Tokens of a reference; null is 128, which ComfyUI reads; 4 for sd_inpaint, which diffusers reads."""
+    query_former: bool = False
+    """Add the second head of the released Calligrapher to the projection."""
+    weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
+    """Weights of the adapter that are trained: all; all but the last layer of each head of the projection, which is
+    nearly half of them; keys and values alone; low-rank adapters on keys and values."""
+    rank: PositiveInt = 32
+    """Columns of the factors of kv_lora."""
+    alpha: Alpha = Field(default_factory=_twice_the_rank)
+    """Updates of kv_lora are scaled by alpha / rank; null is 2 · rank."""
+    scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] | None = None
+    """Factor of the attention to the reference: one for all blocks, or one per block; null takes that of
+    `initial_adapter`, else 1. Files keep it."""
+    value_norm: bool | None = None
+    """Normalize the values of each head (RMS norm without weights), as ComfyUI-IPAdapter-Flux does: its node then
+    generates the same images, and the strength of a block is `scale` alone from the first step on. Null takes that of
+    `initial_adapter`, else false. Files record it."""
+    reference_dropout: Unit = 0.0
+    """Share of the samples of supervised steps that are trained without their reference. Such a sample attends to no
+    reference token, so that it trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
+    unconditional half of guidance."""
+    initial_adapter: Text | None = None
+    """Adapter file of any supported layout, or checkpoint folder, to start from; null starts with a new adapter, which
+    changes nothing at first."""
+
+    @field_validator("scale", mode="wrap")
+    @classmethod
+    def _is_one_or_many(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # one message instead of one per alternative
+            raise ValueError(
+                f"given {value!r}; write a factor of 0 or more, like 1.0, or a list with one for each block"
+            ) from None
+
+    def check(self, run: RunConfig, key: str = "model.train") -> None:
+        """Raise ValueError where the family, or the phases of the run, cannot train it so."""
+        spec = run.model.spec
+        if spec.adapter is None:
+            able = [name for name, section in FAMILIES.available().items() if section.spec.adapter is not None]
+            raise ValueError(
+                f"{key}.kind: given 'ip_adapter', but {spec.family} has no style adapter; set {key}.kind=lora, or "
+                f"model.family to one of {', '.join(able)}"
+            )
+        if spec.adapter.head == "linear":
+            for name, value in (("query_former", self.query_former), ("weights", self.weights == "no_last_layer")):
+                if value:
+                    raise ValueError(
+                        f"{key}.{name}: given {getattr(self, name)!r}, but the projection of {spec.family} is one "
+                        f"layer; leave {name} out"
+                    )
+        if self.value_norm and not spec.adapter.normalizes_values:
+            raise ValueError(
+                f"{key}.value_norm: given true, but {spec.family} uses the attention of diffusers, which does not "
+                "normalize values; leave value_norm out"
+            )
+        defaults = TrainIpAdapter()
+        if self.weights != "kv_lora" and (self.rank, self.alpha) != (defaults.rank, defaults.alpha):
+            raise ValueError(
+                f"{key}.rank: rank and alpha are of weights=kv_lora, but weights is {self.weights!r}; leave them out, "
+                "or set weights=kv_lora"
+            )
+        if self.reference_dropout and not run.algorithm.supervised_steps(run):
+            raise ValueError(
+                f"{key}.reference_dropout: given {self.reference_dropout}, but the run has no supervised steps; leave "
+                "it out, or set algorithm.sft_steps"
+            )
+
+
+Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
+
+
+class DistillationLora(Section):
+    """LoRA of a few-step model (Qwen-Image-Lightning), merged into the network when it is loaded: 4 or 8 steps without
+    guidance then replace 50 with guidance."""
+
+    path: Text
+    """Hub id, folder or file, in any key layout that diffusers converts."""
+    weight_name: Text | None = None
+    """File in the hub repository or the folder; null where there is only one."""
+    scale: Positive = 1.0
+    """Strength of the LoRA."""
+    shift: Positive | None = None
+    """Timestep shift that the LoRA was distilled with (Lightning: 3); null keeps the scheduler's."""
+
+
+class ModelSection(Section):
+    """The diffusion model: which family and files, in which precision, and what of it is trained."""
+
+    spec: ClassVar[FamilySpec]
+
+    family: str
+    """Registered name of the family."""
+    path: str
+    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Precision of frozen weights (network under LoRA, VAE, text encoders). Trained weights are fp32."""
+    offload_text_encoders: bool = True
+    """Keep the text encoders on the CPU and move them to the device only while they encode."""
+    vae_batch: Literal["all", "one", "tiles"] = "all"
+    """Images that the autoencoder takes at a time: "one" needs less memory and is slower; "tiles" also cuts each into
+    overlapping tiles, which slightly changes pixels near their edges."""
+    offload_vae: bool = False
+    """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
+    free_text_encoders: bool = False
+    """Encode every prompt of the run at the start, then drop the text encoders from memory."""
+    embeddings: Text | None = None
+    """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
+    not loaded. Null encodes during training."""
+    train: Train = TrainLora()
+    """What of the network is trained, and how it is saved."""
+
+    @property
+    def pipeline(self) -> str:
+        """Class name of the diffusers pipeline of `path`."""
+        return self.spec.pipeline
+
+    @property
+    def size_multiple(self) -> int:
+        """Image sides must be multiples of it."""
+        return TINY_SIZE_MULTIPLE if self.path == "tiny" else self.spec.size_multiple
+
+    @property
+    def reference_encoder(self) -> str | None:
+        """Hub id or folder of the encoder of references; None without a style adapter."""
+        if not isinstance(self.train, TrainIpAdapter) or self.spec.adapter is None:
+            return None
+        return self.train.image_encoder or self.spec.adapter.image_encoder
+
+    @property
+    def merged_lora(self) -> DistillationLora | None:
+        """LoRA that is merged into the network when it is loaded."""
+        return None
+
+    @property
+    def chat_task(self) -> Literal["draw", "edit", "edit_plus"] | None:
+        """Chat of a text encoder that is a vision-language model; None for other text encoders."""
+        return None
+
+    def vision_tokens(self, size: tuple[int, int]) -> int:
+        """Tokens of a source image of (height, width) in the text encoder; 0 where it reads no images."""
+        return 0
+
+    def check(self, run: RunConfig, key: str = "model") -> None:
+        """Raise ValueError where this model cannot do what the run asks: "key: given …; expected …; set …"."""
+        if not self.path:
+            raise ValueError(f"{key}.path: empty; set a hub id or a folder in the diffusers layout")
+        if isinstance(self.train, TrainIpAdapter):
+            self.train.check(run, f"{key}.train")
+
+    def check_size(self, key: str, size: tuple[int, int]) -> None:
+        """Raise ValueError where the images of a data section `key` of (height, width) do not fit."""
+
+
+Model = Annotated[ModelSection, Chosen(FAMILIES, "family")]
+
+
+def patches(size: tuple[int, int], side: int) -> int:
+    """Number of patches of `side` pixels that an image of (height, width) is rounded to, at least 1."""
+    return math.prod(max(1, round(pixels / side)) for pixels in size)

@@ -1,0 +1,215 @@
+"""What the families' models share: their parts, loading, latents, tokens and schedules.
+
+A family is a subclass of `FamilyModel` that encodes examples and predicts; `retouch.types.DiffusionModel` is what the
+rest of the package sees of it.
+
+Legend: B samples, C latent channels, h w latent sides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from retouch.core.schedule import FlowSchedule, Schedule, flux_shift
+from retouch.families.base import ModelSection
+from retouch.families.embeddings import EmbeddingCache, open_cache
+from retouch.families.inputs import reference_encoder
+from retouch.families.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
+from retouch.families.text import TextEncoders
+from retouch.families.vae import Autoencoder
+from retouch.image_encoder import ImageEncoder
+from retouch.types import Condition, Example
+
+if TYPE_CHECKING:
+    from retouch.families.base import FamilySpec
+
+
+class FamilyModel(ABC):
+    """The networks of a family, in use.
+
+    Args:
+        network: of diffusers; what is trained.
+        vae: of diffusers.
+        text: None where conditions are built from given text states only.
+        scheduler: of diffusers; only its config is read.
+        config: section of the run file; None takes its defaults.
+        image_encoder: of references, for a style adapter in the network.
+        latents: latents on disk that are looked up before an image is encoded.
+
+    Attributes:
+        spec: facts of the family, with the sizes of these networks.
+
+    Raises:
+        ModelFilesError: networks that do not fit the family or each other.
+    """
+
+    section: ClassVar[type[ModelSection]]
+    """The section of the run file."""
+    autoencoder_class: ClassVar[type[Autoencoder]] = Autoencoder
+    scheduler_class: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
+    patch: ClassVar[int] = 2
+    """Latent cells per side of a token of the network."""
+
+    def __init__(
+        self,
+        network: Any,
+        vae: Any,
+        text: TextEncoders | None,
+        scheduler: Any,
+        device: torch.device | str = "cpu",
+        config: Any = None,
+        image_encoder: ImageEncoder | None = None,
+        latents: EmbeddingCache | None = None,
+    ) -> None:
+        self.config: Any = config or self.section.model_validate({})
+        self.network: nn.Module = network
+        self.dtype: torch.dtype = network.dtype
+        self.text = text
+        self.scheduler = scheduler
+        self.image_encoder = image_encoder
+        vae = vae.eval().requires_grad_(False)
+        self.autoencoder = self.autoencoder_class(
+            vae, device, self.config.vae_batch, offload=self.config.offload_vae, stored=latents
+        )
+        self.spec: FamilySpec = replace(
+            self.config.spec,
+            latent_channels=self.autoencoder.channels,
+            downsampling=self.autoencoder.downsampling,
+            size_multiple=self.patch * self.autoencoder.downsampling,
+            reference_width=None if image_encoder is None else image_encoder.width,
+        )
+        takes = self.input_channels()
+        if network.config.in_channels != takes:
+            why = "a text-to-image model cannot inpaint; " if "mask" in self.spec.needs else ""
+            raise ModelFilesError(
+                f"model.path: the network takes {network.config.in_channels} channels, but {self.spec.family} with "
+                f"this autoencoder needs {takes}; {why}use {self.spec.hub_ids[0]}"
+            )
+        self.to(device)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        device: torch.device | str = "cpu",
+        *,
+        embedded: bool = False,
+        with_text: bool = True,
+        filling: EmbeddingCache | None = None,
+    ) -> Self:
+        """Load a hub id or a local folder in the diffusers layout ("tiny": the base of the package).
+
+        Args:
+            embedded: whether every example names a file with the states of `spec.embedded_encoder`, which is then not
+                loaded.
+            with_text: False loads no text encoder: only conditions from given text states can be made.
+            filling: cache that latents of encoded images are added to.
+
+        Raises:
+            ModelFilesError: a component is missing or of another class.
+            ConfigError: no such image encoder.
+        """
+        spec, path = config.spec, component_path(config.path, config.family)
+        require_pipeline(path, config.pipeline)
+        frozen = DTYPES[config.dtype]
+        network = cls.load_network(config, path, torch.float32 if config.train.kind == "full" else frozen)
+        stored = open_cache(config)
+        text = None
+        if stored is not None:
+            text = TextEncoders({}, device, stored=stored)
+        elif with_text:
+            text = cls.load_text(config, path, frozen, device, embedded=embedded)
+        return cls(
+            network,
+            load_component(getattr(diffusers, spec.networks["vae"]), path, "vae", frozen),
+            text,
+            load_component(getattr(diffusers, cls.scheduler_class), path, "scheduler", None),
+            device,
+            config,
+            reference_encoder(config),
+            filling or stored,
+        )
+
+    @classmethod
+    @abstractmethod
+    def load_text(
+        cls, config: Any, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
+    ) -> TextEncoders:
+        """The text encoders of a model folder."""
+
+    @classmethod
+    def load_network(cls, config: Any, path: str, dtype: torch.dtype) -> nn.Module:
+        """The network of a model folder that is trained."""
+        name = config.spec.network_name
+        return load_component(getattr(diffusers, config.spec.networks[name]), path, name, dtype)
+
+    @abstractmethod
+    def input_channels(self) -> int:
+        """Input channels of a network that fits the autoencoder."""
+
+    @property
+    def vae(self) -> Any:
+        """The network of the autoencoder."""
+        return self.autoencoder.vae
+
+    @property
+    def prompts(self) -> TextEncoders | None:
+        """The encoders of prompts; None without text encoders."""
+        return self.text
+
+    def texts(self) -> TextEncoders:
+        """The text encoders.
+
+        Raises:
+            RuntimeError: opened without them.
+        """
+        if self.text is None:
+            raise RuntimeError(f"{self.spec.family} was opened without its text encoder; open it with one to encode")
+        return self.text
+
+    def to(self, device: Any) -> None:
+        self.device = torch.device(device)
+        for part in (self.autoencoder, self.text, self.image_encoder):
+            if part is not None:
+                part.to(self.device)
+
+    def schedule(self, num_steps: int, size: tuple[int, int]) -> Schedule:
+        """Flow times with the shift of the scheduler's config, which may depend on the number of tokens."""
+        config = self.scheduler.config
+        shift = config.get("shift", 1.0)
+        if config.get("use_dynamic_shifting", False):
+            tokens = (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
+            first, last = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+            shift = flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
+        return FlowSchedule.make(num_steps, shift, config.get("shift_terminal"))
+
+    @abstractmethod
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition: ...
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return self.autoencoder.encode(images)
+
+    @abstractmethod
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor: ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.autoencoder.decode(latents)
+
+
+def pack(x: Tensor) -> Tensor:
+    """[B, C, h, w] -> [B, h/2 · w/2, 4 C]: 2 x 2 patches become tokens, channels outermost."""
+    b, c, h, w = x.shape
+    return x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, (h // 2) * (w // 2), c * 4)
+
+
+def unpack(tokens: Tensor, h: int, w: int) -> Tensor:
+    """The inverse of `pack`: [B, h/2 · w/2, 4 C] -> [B, C, h, w]."""
+    b, _, d = tokens.shape
+    return tokens.view(b, h // 2, w // 2, d // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(b, d // 4, h, w)

@@ -1,0 +1,45 @@
+"""The one cache of values in memory that forgets those used longest ago."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LruCache(Generic[K, V]):
+    """At most `capacity` values by key; those used longest ago are dropped."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key; `make` computes a missing one."""
+        return self.get_all([key], lambda _: [make()])[0]
+
+    def get_all(self, keys: Sequence[K], make: Callable[[list[int]], Iterable[V]]) -> list[V]:
+        """The values of keys in order, more than `capacity` of them if need be.
+
+        Args:
+            make: positions of keys whose values are missing, each key once -> their values.
+        """
+        missing = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._values}
+        positions = sorted(missing.values())
+        if positions:
+            self._values.update(zip((keys[i] for i in positions), make(positions), strict=True))
+        for key in keys:
+            self._values.move_to_end(key)
+        values = [self._values[key] for key in keys]
+        while len(self._values) > self.capacity:
+            self._values.popitem(last=False)
+        return values

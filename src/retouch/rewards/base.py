@@ -1,0 +1,247 @@
+"""What every entry under `rewards` of a run file has, and what a scorer of the package is made of.
+
+A reward is one file: its entry (a `RewardEntry`: the options, what the scorer needs) and its scorer, which `make`
+returns. The file imports without torch; a scorer imports its libraries in `load`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from retouch.config.base import NonNegative, Section, Text, Unit
+from retouch.config.errors import nearest
+from retouch.registry import Chosen
+from retouch.rewards import REWARDS
+from retouch.rewards.protocol import Scorer, ScorerSpec
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
+
+NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
+
+
+class RewardEntry(Section):
+    """One reward of the table; its key is the scorer's name unless `scorer` is set."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"noise": "min_group_std"}
+    value_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    """Lowest and highest value of the scorer; a value outside is a failure."""
+    images: ClassVar[frozenset[str]] = frozenset()
+    """Images that an item must have besides the sample: mask, source, reference."""
+    licence: ClassVar[str] = "Apache-2.0"
+    """Of the scorer's code and weights."""
+    cpu_only: ClassVar[str | None] = None
+    """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
+
+    scorer: str
+    """Name of the scorer; several entries may share one with different options."""
+    url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
+    """Null scores in this process; "auto" starts a server on loopback for the run, one per machine; else one or more
+    server addresses, or the endpoints file that `retouch reward serve` wrote."""
+    device: Text | Annotated[list[Text], Field(min_length=1)] = "cpu"
+    """Device of the scorer's network. "cuda" is the GPU that this process trains on, "auto" is that GPU, or the CPU if
+    there is none, "cuda:2" is the third GPU. With url "auto" the server has one instance per device: "cuda" means every
+    GPU of the machine that the run trains on, and a list names several, like [cuda:2, cuda:3]."""
+    weight: float = 1.0
+    """Weight of this reward in the combined score."""
+    role: Literal["train", "gold"] = "train"
+    """"gold" is scored only in evaluations and never trained on: it shows whether the run improves the images or only
+    exploits its other rewards."""
+    paste_back: bool = True
+    """Score the composite (the source with the masked region replaced), as a user would see it, instead of the raw
+    sample."""
+    crop: Literal["none", "mask_box"] = "none"
+    """"mask_box" passes only the bounding box of the mask to the scorer, of sample, source and mask."""
+    box_margin: Unit = 0.0
+    """Widens the box of `crop` by this fraction of its sides."""
+    box_min_side: PositiveInt = 224
+    """Minimum side of the box of `crop` in pixels, limited by the image size."""
+    gated_by: Text | None = None
+    """Name of another reward that gates this one: the value is multiplied by the gate's value, clamped to [0, 1]. If
+    the gate fails, this reward fails too."""
+    gate_threshold: float | None = None
+    """Replaces the product: this reward counts in full if its gate reaches this value, and not at all below it."""
+    gate_floor: float = 0.0
+    """Value of the reward when its gate is closed; set it for rewards whose values are not above 0."""
+    transform: Literal["none", "win_rate"] = "none"
+    """"win_rate" trains on the fraction of the group's other samples that a sample beats (a tie counts half) instead of
+    the value."""
+    min_group_std: NonNegative = 0.0
+    """A group whose standard deviation does not exceed this gets no advantage from this reward; for win_rate, closer
+    values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward probe`)."""
+
+    @abstractmethod
+    def make(self) -> Scorer:
+        """The scorer with these options, not loaded yet.
+
+        Raises:
+            ConfigError: the environment lacks something that no option shows.
+        """
+
+    def required_images(self) -> frozenset[str]:
+        """Images that an item must have besides the sample."""
+        return self.images
+
+    def reads_text(self) -> bool:
+        """Whether the scorer compares what it reads in the image with the target text of the example."""
+        return False
+
+    def extras(self) -> frozenset[str]:
+        """Extras of the package that the scorer needs besides `train`."""
+        return frozenset()
+
+    def models(self) -> dict[str, str]:
+        """Folders or hub ids of models, by the option that names them."""
+        named = {name: getattr(self, name) for name in ("path", "processor", "image_encoder") if hasattr(self, name)}
+        return {name: model for name, model in named.items() if model}
+
+    def advice(self, name: str) -> list[str]:
+        """Warnings about an entry that is valid but easily misunderstood."""
+        return []
+
+    @property
+    def is_made_here(self) -> bool:
+        """Whether the run makes the scorer itself, in this process or in the server of `url: auto`."""
+        return self.url in (None, "auto")
+
+    @property
+    def spec_name(self) -> str:
+        """What the scorer calls itself in failures and at /info."""
+        return self.scorer
+
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """Names of the options of the scorer, without those that every entry has."""
+        return [name for name in cls.model_fields if name not in RewardEntry.model_fields]
+
+    def scorer_options(self) -> dict[str, Any]:
+        """The options of the scorer, without those that every entry has."""
+        return {name: getattr(self, name) for name in self.own_options()}
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        """Check the entry against the run; `key` is "rewards.NAME".
+
+        Raises:
+            ValueError: an option that is never read, a gate that cannot work, or win_rate without groups.
+        """
+        if self.gated_by is None:
+            self._unread(key, ("gate_threshold", "gate_floor"), "gated_by is not set; leave it out")
+        else:
+            self._check_gate(run, key, self.gated_by)
+        if self.crop == "none":
+            self._unread(key, ("box_margin", "box_min_side"), "crop is 'none'; set crop=mask_box, or leave it out")
+        if self.role == "gold":
+            self._unread(key, ("transform", "min_group_std"), "role is 'gold', which is never trained on; leave it out")
+            if self.weight not in (0.0, 1.0):
+                raise ValueError(
+                    f"{key}.weight: given {self.weight:g}, but role is 'gold', which is never trained on; leave "
+                    "weight out, or set role=train"
+                )
+        if self.transform == "win_rate" and run.rollout.group_size == 1:
+            raise ValueError(
+                f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
+                "set rollout.group_size to 2 or more, or transform=none"
+            )
+
+    def _unread(self, key: str, names: Sequence[str], why: str) -> None:
+        for name in names:
+            if (given := getattr(self, name)) != RewardEntry.model_fields[name].default:
+                raise ValueError(f"{key}.{name}: given {given!r}, but {why}")
+
+    def _check_gate(self, run: RunConfig, key: str, gate: str) -> None:
+        where = f"{key}.gated_by: given {gate!r}"
+        others = [other for other in run.rewards if other != key.removeprefix("rewards.")]
+        if gate not in others:
+            hint = nearest(gate, others) if others else "there is no other"
+            raise ValueError(f"{where}, which is no other reward of the run; {hint}")
+        if run.rewards[gate].gated_by is not None:
+            raise ValueError(f"{where}, which is gated itself; gate both by {run.rewards[gate].gated_by!r}")
+        if run.rewards[gate].role == "gold" and self.role == "train":
+            raise ValueError(
+                f"{where}, whose role is 'gold': it is not scored in training; set its role=train, weight=0"
+            )
+
+    @field_validator("url", mode="wrap")
+    @classmethod
+    def _is_an_address(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # pydantic reports one problem per member of the union
+            raise ValueError(
+                f"given {value!r}; set null (score in this process), auto, http://host:port, a list of these, or the "
+                "endpoints file that `retouch reward serve` wrote"
+            ) from None
+
+    @field_validator("device", mode="wrap")
+    @classmethod
+    def _is_a_device(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        forms = r"cpu|auto|cuda(:\d+)?" if isinstance(value, str) else r"cpu|cuda:\d+"
+        try:
+            checked: str | list[str] = handler(value)
+        except ValidationError:  # pydantic reports one problem per member of the union
+            checked = []
+        names = [checked] if isinstance(checked, str) else checked
+        if not names or len({*names}) < len(names) or not all(re.fullmatch(forms, one) for one in names):
+            raise ValueError(
+                f"given {value!r}; set cpu, cuda, cuda:N or auto, or with url: auto a list of different devices like "
+                "[cuda:2, cuda:3]"
+            )
+        return checked
+
+    @model_validator(mode="after")
+    def _device_applies(self) -> RewardEntry:
+        if self.device == "cpu":
+            return self
+        if not self.is_made_here:
+            raise ValueError(
+                f"device: given {self.device!r} beside url {self.url!r}, but a running server keeps the devices it was "
+                f"started on; drop device here and start it with `retouch reward serve {self.scorer} --devices 0`, or "
+                "set url: auto"
+            )
+        if (reason := self.cpu_only) is not None:
+            raise ValueError(f"device: given {self.device!r}, but {reason}")
+        if self.url is None and not isinstance(self.device, str):
+            raise ValueError(
+                f"device: given {self.device!r}, but a scorer in this process computes on one device; set url: auto "
+                "for a server with one instance per device, or give one device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_served_with(self) -> RewardEntry:
+        if self.is_made_here:
+            return self
+        # compared by value, because a dumped run file writes every default
+        changed = [n for n in sorted(self.own_options()) if getattr(self, n) != type(self).model_fields[n].default]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
+                f"scores it; drop {changed[0]} here and start the server with it"
+            )
+        return self
+
+
+Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]
+
+Options = TypeVar("Options", bound=RewardEntry)
+
+
+class PackageScorer(Generic[Options]):
+    """Base of the package's scorers: its options, and a spec that follows from them and a revision."""
+
+    def __init__(self, options: Options, revision: str = "1") -> None:
+        self.options = options
+        self.set_revision(revision)
+
+    def set_revision(self, revision: str) -> None:
+        """Describe the scorer by its options; `revision` names everything that its scores depend on."""
+        o = self.options
+        self.spec = ScorerSpec(o.spec_name, o.value_range, o.required_images(), revision, o.licence)
+
+    def load(self, device: str) -> None:
+        """Nothing to load."""

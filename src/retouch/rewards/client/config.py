@@ -1,0 +1,54 @@
+"""Section `reward_client` of a run file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from retouch.config.base import NonNegative, Positive, Section, Unit
+
+COLLECTIVE_S = 7200.0
+"""Minimum timeout of a collective; NCCL's default of ten minutes is less than writing a large checkpoint takes."""
+
+
+class RewardClientConfig(Section):
+    """How the run talks to reward servers."""
+
+    timeout_s: Positive = 60.0
+    """Deadline of one request in seconds, retries included."""
+    outage_wait_s: NonNegative = 300.0
+    """Seconds to wait for servers that stopped answering before the run stops, resumable (exit 3). At the start of a
+    run at least a minute, because servers may still be loading."""
+    logged_wait_s: NonNegative = 5.0
+    """Seconds that rewards of weight 0, which are only logged, may take once the other rewards of an epoch are in."""
+    max_failure_rate: Unit = 0.2
+    """If more than this fraction of an epoch's samples, over all processes, lack a reward with a weight, the run stops,
+    resumable (exit 3): such samples cannot be trained on."""
+    max_run_failure_rate: Unit = 1.0
+    """The same limit over all samples of the run, once there were 200: it catches a low but steady failure rate."""
+    batch_size: PositiveInt = 16
+    """Images per request."""
+    balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"
+    """How one of several servers is chosen: the one expected to answer first, by its open requests and its latency; or
+    each in turn."""
+    requests_per_server: PositiveInt = 4
+    """Open requests per server; further requests wait in the client for the first free server."""
+    hedge_after_s: Positive | None = None
+    """Send the request to a second server as well if the first has not answered after this many seconds; null never
+    does."""
+    probe_every: Annotated[int, Field(ge=0)] = 0
+    """Epochs between probes: the same two images are scored again and compared with their scores at the start of the
+    run. 0 disables probes; a paid judge charges for them."""
+    probe_tolerance: NonNegative = 1e-3
+    """Largest difference between probes (absolute up to scores of 1, relative above)."""
+    on_drift: Literal["warn", "stop"] = "warn"
+    """What to do if a probe differs by more: log a warning, or stop the run, resumable (exit 3)."""
+    cache: bool = False
+    """Keep the scores of servers in RUN/rewards.sqlite, so that a resumed run does not request them again; each of
+    several machines has its own file."""
+
+    @property
+    def collective_s(self) -> float:
+        """Timeout in seconds of a collective: one process may be waiting for rewards meanwhile."""
+        return max(COLLECTIVE_S, 2 * (self.timeout_s + self.outage_wait_s))

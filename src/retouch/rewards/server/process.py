@@ -1,0 +1,104 @@
+"""The process side of a worker: `python -m retouch.rewards.server.process FD`. `worker.py` starts it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from retouch.rewards.protocol import CheckedScorer, Scorer
+from retouch.rewards.scorers import make_scorer
+from retouch.rewards.server.frames import (
+    HEAD_BYTES,
+    NO_BATCH,
+    PULSE,
+    BrokenFrame,
+    pack,
+    pack_outcome,
+    read_head,
+    read_message,
+    unpack_items,
+)
+from retouch.rewards.server.scoring import load_all, score_rewards
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Load the scorers that the front names, and answer its batches until the socket closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the front, which drains first
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("retouch").setLevel(logging.INFO)
+    channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
+    batches: queue.SimpleQueue[tuple[int, dict[str, Any], bytes]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, batches), daemon=True, name="frames").start()
+    _, start, _ = batches.get()
+    made: dict[str, Scorer] = {}
+    try:
+        for name, options in start["scorers"].items():
+            scorer = options.pop("scorer", name)
+            made[name] = make_scorer(scorer, options)
+        channel.send({"specs": _specs(made), "ready": False})
+        load_all(made, start["device"])
+    except Exception as error:  # the server reports it and does not try again
+        logger.exception("loading the scorers failed")
+        channel.send({"problem": f"{type(error).__name__}: {error}"})
+        return
+    specs = _specs(made)
+    channel.send({"specs": specs, "ready": True})
+    scorers = {name: CheckedScorer(scorer) for name, scorer in made.items()}
+    while True:
+        number, batch, pixels = batches.get()
+        items = unpack_items(batch["items"], pixels)
+        outcomes, work = score_rewards(scorers, batch["rewards"], items, batch["deadlines"])
+        if (found := _specs(made)) != specs:  # before the outcomes, which are the first of the new revision
+            specs = found
+            channel.send({"specs": specs, "ready": True})
+        rows = {name: [pack_outcome(outcome) for outcome in column] for name, column in outcomes.items()}
+        channel.send({"outcomes": rows, "calls": dict(work.calls), "seconds": dict(work.seconds)}, number)
+
+
+def _specs(scorers: Mapping[str, Scorer]) -> dict[str, dict[str, Any]]:
+    return {name: {**asdict(s.spec), "needs": sorted(s.spec.needs)} for name, s in scorers.items()}
+
+
+class _Channel:
+    """The socket to the front; frames of several threads do not interleave."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any], number: int = NO_BATCH) -> None:
+        with self._lock:
+            self.connection.sendall(pack(number, message))
+
+
+def _read(channel: _Channel, batches: queue.SimpleQueue[tuple[int, dict[str, Any], bytes]]) -> None:
+    """Queue frames as they come and answer pulses at once. The end of the socket ends this process, also in the middle
+    of a batch."""
+    try:
+        with channel.connection.makefile("rb") as stream:
+            while len(start := stream.read(HEAD_BYTES)) == HEAD_BYTES:
+                head = read_head(start)
+                text, pixels = stream.read(head.text), stream.read(head.pixels)
+                message = read_message(head, text, pixels)
+                if message == PULSE:
+                    channel.send(PULSE)
+                else:
+                    batches.put((head.number, message, pixels))
+    except (BrokenFrame, MemoryError, OSError) as error:
+        logger.error("the front cannot be read (%s: %s); this worker ends", type(error).__name__, error)
+    finally:  # also after a reset or half a frame
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

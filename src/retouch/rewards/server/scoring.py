@@ -1,0 +1,61 @@
+"""Scoring one batch by every reward: what the thread and the process of a worker share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
+from retouch.types import Failure, Outcome
+
+logger = logging.getLogger(__name__)
+
+LATE = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cost of a batch: reward -> calls of its scorer, and their seconds."""
+
+    calls: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+
+Scored = tuple[dict[str, list[Outcome]], Work]
+
+
+def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
+    """Load every scorer and log the seconds of each."""
+    for name, scorer in scorers.items():
+        started = time.monotonic()
+        scorer.load(device)
+        logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started)
+
+
+def score_rewards(
+    scorers: Mapping[str, CheckedScorer],
+    names: Sequence[str],
+    items: Sequence[RewardItem],
+    deadlines: Sequence[float],
+) -> Scored:
+    """Score one batch by each reward in turn.
+
+    Args:
+        deadlines: one per item, on the clock of `time.monotonic`; an item that is late at its turn is not scored.
+    """
+    outcomes: dict[str, list[Outcome]] = {}
+    calls: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        if name not in scorers:
+            known = ", ".join(scorers)
+            outcomes[name] = [Failure("unknown_reward", f"no reward {name!r} here; there are: {known}")] * len(items)
+            continue
+        scorer, started = scorers[name], time.monotonic()
+        before, timely = scorer.calls, [i for i, deadline in enumerate(deadlines) if started <= deadline]
+        scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
+        outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
+        calls[name], seconds[name] = scorer.calls - before, time.monotonic() - started
+    return outcomes, Work(calls, seconds)

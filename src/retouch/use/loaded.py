@@ -1,0 +1,73 @@
+"""A model in memory that any of a run's weights can be loaded into."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from retouch.adapters.train_ip_adapter import initial_adapter
+from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.config import RunConfig
+from retouch.engine import Engine, Policy
+from retouch.errors import CheckpointError
+from retouch.families.loading import load_model
+from retouch.types import DiffusionModel
+
+
+class Loaded:
+    """A model in memory: first with the weights of the base, then with any that `load` reads."""
+
+    def __init__(self, config: RunConfig, *, keep_base: bool = False, embedded: bool = False) -> None:
+        """Load the base.
+
+        Args:
+            keep_base: keep a copy of its weights on the CPU, to return to it after others.
+            embedded: every example has its own text embeddings, so that T5 is not loaded.
+        """
+        self.config = config
+        self.embedded = embedded
+        self.engine = Engine(config.training, config.optimizer, config.seed)
+        initial_adapter(config.model.train, config.model.family)
+        self.model: DiffusionModel = load_model(config.model, self.engine.device, embedded=embedded)
+        self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)
+        self.network: nn.Module = self.engine.prepare(self.model.network, gradient_checkpointing=False)
+        self.policy = Policy(self.model.network)
+        state = self.policy.state() if keep_base else {}
+        self._base: dict[str, Tensor] = {n: t.detach().to("cpu", copy=True) for n, t in state.items()}
+        self._is_base = True
+
+    @property
+    def guidance_scale(self) -> float:
+        given = self.config.rollout.guidance_scale
+        return self.model.spec.guidance_scale if given is None else given
+
+    def load(self, weights: Path | None) -> None:
+        """Use the weights of a folder; None: the base.
+
+        Raises:
+            CheckpointError: weights of another model.
+            RuntimeError: the base after other weights, without `keep_base`.
+        """
+        if weights is None:
+            if not self._is_base and not self._base:
+                raise RuntimeError("the base was replaced by other weights; use Loaded(config, keep_base=True)")
+            if not self._is_base:
+                self.policy.load(self._base)
+            self._is_base = True
+            return
+        try:
+            self.policy.load(self.trainee.load(weights))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{weights}: {error}") from None
+        self._is_base = False
+
+
+def free_memory() -> None:
+    """Free the memory of models that are no longer used: networks and hooks refer to each other, so that only the
+    garbage collector finds them."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
