@@ -1,5 +1,5 @@
-"""Which steps of a rollout are stochastic and trained, and one step of a rollout: the forward that sampling and training
-share.
+"""Which steps of a rollout are stochastic and trained, and one step of a rollout: the forward that sampling and
+training share.
 
 Both call `DiffusionModel.predict` through here, so that the policy has one forward. Legend: B rows.
 """

@@ -46,7 +46,6 @@ from retouch.observe import Stopwatch
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.table import RewardTable
-from retouch.training.noised import denoising_error
 from retouch.tiny.signs import (
     Sign,
     draw_sign,
@@ -59,6 +58,7 @@ from retouch.tiny.updates import (
     update,
 )
 from retouch.training.evaluation import evaluate
+from retouch.training.noised import denoising_error
 from retouch.types import Condition, DiffusionModel, Example
 
 logger = logging.getLogger(__name__)

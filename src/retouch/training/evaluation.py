@@ -250,9 +250,7 @@ def _reading(row: dict[str, Any]) -> str:
     return str(row["read"] or "(nothing)") if "read" in row else ""
 
 
-def _row(
-    example: Example, index: int, image: np.ndarray[Any, Any], composite: np.ndarray[Any, Any]
-) -> dict[str, Any]:
+def _row(example: Example, index: int, image: np.ndarray[Any, Any], composite: np.ndarray[Any, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
     row |= {name: kind for name in FACETS if isinstance(kind := example.metadata.get(name), str | int | float)}
     if example.source is not None and example.mask is not None:

@@ -1,5 +1,5 @@
-"""An epoch of rollouts with their rewards and advantages: sampled in batches, scored while the next batch is sampled, dealt
-evenly to the processes, and kept until it is trained on.
+"""An epoch of rollouts with their rewards and advantages: sampled in batches, scored while the next batch is sampled,
+dealt evenly to the processes, and kept until it is trained on.
 
 Legend: n samples of this process, N of all processes in rank order, S trained steps (0 if only clean images are trained
 on).
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 from PIL.Image import Image
@@ -75,6 +76,10 @@ class Experience:
     def steps(self) -> int:
         """S."""
         return self.log_probs.shape[1]
+
+    def spanned(self, name: Literal["log_probs", "means", "reference_means"], rows: Tensor, span: range) -> Tensor:
+        """[B · W, ...] of a tensor [n, S, ...]: rows over a span of trained steps, row-major."""
+        return getattr(self, name)[rows][:, span.start : span.stop].flatten(0, 1)
 
     def transitions(self, rows: Tensor, span: range) -> tuple[Tensor, Tensor, Tensor]:
         """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major."""
@@ -157,8 +162,8 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
     difficulties, stages, epochs = run.data.difficulties, run.data.stages, run.derived.epochs
     chosen = curriculum_examples(difficulties, wanted, config.seed, epoch, epochs, stages)
     too_hard = set(range(len(run.data))) - set(curriculum_pool(difficulties, epoch, epochs, stages))
-    rollouts, more = Rollouts([], [], [], [], []), chosen
-    for again in range(algorithm.resample_rounds + 1):
+    rollouts, more, again = Rollouts([], [], [], [], []), chosen, 0
+    while True:
         rollouts += sample_and_score(session, algorithm, more, policy)
         padding = [slot.padding for slot in rollouts.slots]
         tally = tally_of(run.rewards, rollouts.scores, padding)
@@ -174,7 +179,7 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
         more = other_examples(len(run.data), taken, missing, config.seed, epoch, again) if missing > 0 else []
         if not more:
             break
-        chosen += more
+        chosen, again = chosen + more, again + 1
     run.rewards.count(tally.asked, tally.lost)
     statistics = {**rewards.statistics(algorithm.combine), **judge_masses(run.engine, rewards.names, own.masses)}
     log_rollouts(session, rollouts, statistics)
@@ -203,7 +208,7 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
         for start in range(0, len(batch), rollout.batch_size_per_device):
             session.check_stop()
-            with run.policy.use(policy) if policy else torch.no_grad():
+            with run.policy.use(policy):
                 result += roll_out(session, algorithm, batch[start : start + rollout.batch_size_per_device], number)
     stopped: RewardOutage | None = None
     with run.clock.part("reward_wait"):

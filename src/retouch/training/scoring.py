@@ -1,4 +1,4 @@
-"""Rewards of samples: submitted while the next batch is sampled, settled when all are in, one pair of values and validity.
+"""Rewards of samples: submitted while the next batch is sampled, settled when all are in, one pair (values, valid).
 
 A failed reward never becomes a number. Servers that went away are waited for; if they stay away, or too many rewards
 fail, the run stops, resumable, before anything was trained on the batch.
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from retouch.core.advantages import comparable_rows, group_advantages, win_rates, zero_std_rows
 from retouch.errors import FailureRateExceeded, RewardOutage
-from retouch.rewards.protocol import RewardItem
 from retouch.rewards.addresses import start_servers
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.types import Example, Failure, Outcome, Scores
 
@@ -402,4 +402,3 @@ def judge_masses(engine: Engine, names: Sequence[str], masses: Tensor) -> dict[s
     """Mean probability that judges gave their score tokens, over all processes, of the rewards that report it."""
     totals = engine.sum(masses).cpu().tolist()
     return {f"judge_mass/{n}": mass / count for n, (mass, count) in zip(names, totals, strict=True) if count}
-

@@ -30,23 +30,23 @@ from retouch.observe.header import header
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
-from retouch.training.scoring import (
-    FailureRateExceeded,
-    RewardOutage,
-)
 from retouch.training.build import Run
 from retouch.training.evaluation import (
     Moment,
     evaluated,
     keep_evaluation,
 )
-from retouch.training.scoring import wait_for_rewards
 from retouch.training.resume import (
     has_finished,
     may_go_on,
     resume_folder,
     with_keys,
     without_keys,
+)
+from retouch.training.scoring import (
+    FailureRateExceeded,
+    RewardOutage,
+    wait_for_rewards,
 )
 from retouch.training.step import Step, step_batches
 from retouch.training.stopping import StopRequests
@@ -202,7 +202,7 @@ class Session:
             )
         return kind(**tensors)
 
-    def steps(self, rows: Rows) -> Iterator[Step]:
+    def steps(self, rows: EpochRows) -> Iterator[Step]:
         """Every optimizer step on the rows of an epoch that has not been taken yet.
 
         Args:

@@ -118,11 +118,11 @@ class Attempt:
         problem: first line of the error; None while everything fits.
     """
 
-    def __init__(self, session: Session, rows: Tensor) -> None:
+    def __init__(self, session: Session, rows: Tensor | None = None) -> None:
         self.metrics = Metrics()
         self.problem: str | None = None
         self._session = session
-        self._rows = rows
+        self._rows = torch.arange(0) if rows is None else rows
         self._forward = ExitStack()
 
     def __enter__(self) -> Attempt:
@@ -135,9 +135,10 @@ class Attempt:
         self.problem = str(error).splitlines()[0]
         return True
 
-    def chunks(self) -> tuple[Tensor, ...]:
-        """The rows of each forward."""
-        return self._rows.split(self._session.rows_per_forward) if len(self._rows) else ()
+    def chunks(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The rows of each forward: of the step, or of the given ones."""
+        rows = self._rows if rows is None else rows
+        return rows.split(self._session.rows_per_forward) if len(rows) else ()
 
     def micro_batches(self, batches: Sequence[Any] | None = None) -> Iterator[Any]:
         """Each micro-batch of an optimizer step, for one forward and one `backward`: these, or `chunks`.
@@ -163,9 +164,12 @@ class Attempt:
         self.metrics.add({**values, "loss": loss}, weight=rows)
 
 
-def attempts(session: Session, rows: Tensor) -> Iterator[Attempt]:
+def attempts(session: Session, rows: Tensor | None = None) -> Iterator[Attempt]:
     """Attempts at forwards of all rows until one fits in memory. Each has half the rows in a forward of the one before,
     and the session keeps that number.
+
+    Args:
+        rows: None if the caller gives them to `Attempt.chunks`.
 
     Raises:
         OutOfMemory: halving cannot help.

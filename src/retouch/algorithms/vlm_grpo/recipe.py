@@ -39,9 +39,8 @@ from retouch.engine.checkpoint import read_state, verify_once
 from retouch.engine.saved import require_sound
 from retouch.observe.header import header
 from retouch.observe.run_dir import read_metrics
-from retouch.training.scoring import FailureRateExceeded, RewardOutage, refuse_failures, tally_of
-from retouch.training.scoring import wait_for_rewards
 from retouch.training.resume import has_finished, resume_folder, same_kind
+from retouch.training.scoring import FailureRateExceeded, RewardOutage, refuse_failures, tally_of, wait_for_rewards
 from retouch.training.stopping import raise_together
 from retouch.types import Scores
 

@@ -31,8 +31,8 @@ from retouch.observe.guards import IdleWatch
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
-from retouch.training.scoring import RewardOutage
 from retouch.training.evaluation import Moment, record_evaluation
+from retouch.training.scoring import RewardOutage
 from retouch.training.stopping import StopRequests, raise_together
 from retouch.types import Stopped
 
