@@ -23,11 +23,11 @@ from retouch.families.loading import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.encoded import EncodedData
-from retouch.training.scoring import without_strip
 from retouch.training.build import (
     build,
     fit_one_batch,
 )
+from retouch.training.scoring import without_strip
 from retouch.types import Example, Outcome
 from tests.command_line import retouch
 from tests.tiny_models import tiny_model

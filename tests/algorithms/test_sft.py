@@ -23,11 +23,11 @@ from retouch.data.sampler import (
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.sampler import noise_for
-from retouch.training.noised import denoising_error
 from retouch.training.build import (
     Run,
     build,
 )
+from retouch.training.noised import denoising_error
 from retouch.types import Example
 from tests.command_line import retouch
 
@@ -93,7 +93,10 @@ def test_region_mask_takes_the_loss_in_the_hole_only(config: Config) -> None:
         run = build(options.model_copy(update={"name": "fresh"}))
         positions = batch_examples(len(run.warmup_data), 2, options.seed, 0)
         data = EncodedData(run.model, run.warmup_data, run.guidance_scale, run.clock)
-        condition, x0 = data.conditions(positions, run.engine.device), data.images(positions, "target", run.engine.device)
+        condition, x0 = (
+            data.conditions(positions, run.engine.device),
+            data.images(positions, "target", run.engine.device),
+        )
         noise, generators = noise_for(x0.shape[1:], [derive_seed(options.seed, "sft", 0, row) for row in range(2)])
         uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
         schedule = run.model.schedule(options.rollout.num_steps, condition.size)

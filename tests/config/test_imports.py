@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .conftest import TINY
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")

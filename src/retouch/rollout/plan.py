@@ -99,6 +99,7 @@ class Plans:
         self.rule = run.algorithm.step_rule(run)
         self.solver: Solver = run.rollout.solver
         self.seed = run.seed
+        self.log_prob_mode, self.records_means = run.algorithm.recorded_log_probs, run.algorithm.records_means
         if self.rule is None:
             return
         given = getattr(run.rollout, self.rule.strength)

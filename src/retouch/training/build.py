@@ -47,6 +47,8 @@ class Run:
         warmup_data: examples with targets; equal to `data` where the run file names no other.
         eval_data: examples to evaluate on.
         eval_is_held_out: whether training sees none of them.
+        encoded: encoded examples of `data`, under the guidance of rollouts.
+        plans: the solver plans of rollouts.
     """
 
     config: RunConfig
@@ -65,27 +67,18 @@ class Run:
     checkpoints: Checkpoints
     clock: Stopwatch
     costs: Costs
+    encoded: EncodedData
+    plans: Plans
 
     @property
     def guidance_scale(self) -> float:
         """Guidance of rollouts, of their log-probabilities, and of evaluation."""
-        given = self.config.rollout.guidance_scale
-        return self.model.spec.guidance_scale if given is None else given
-
-    @cached_property
-    def encoded(self) -> EncodedData:
-        """Encoded examples of `data`, under the guidance of rollouts."""
-        return EncodedData(self.model, self.data, self.guidance_scale, self.clock)
+        return self.encoded.guidance_scale
 
     @cached_property
     def encoded_for_denoising(self) -> EncodedData:
         """Encoded examples of `data`, under the guidance of losses on noised images."""
         return self.encoded.guided(self.denoising_guidance_scale)
-
-    @cached_property
-    def plans(self) -> Plans:
-        """The solver plans of rollouts."""
-        return Plans(self.config)
 
     @property
     def denoising_guidance_scale(self) -> float:
@@ -145,6 +138,8 @@ def build(config: RunConfig) -> Run:
         assert model.prompts is not None, "`check` refuses this for other families"
         prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
         model.prompts.cache_and_release([model.spec.empty_prompt, *prompts])
+    given = config.rollout.guidance_scale
+    guidance_scale = model.spec.guidance_scale if given is None else given
     return Run(
         config=config,
         derived=derived,
@@ -162,6 +157,8 @@ def build(config: RunConfig) -> Run:
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
         clock=clock,
         costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
+        encoded=EncodedData(model, data, guidance_scale, clock),
+        plans=Plans(config),
     )
 
 

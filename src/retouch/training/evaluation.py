@@ -42,8 +42,7 @@ from retouch.rollout.sampler import (
     sample,
     to_uint8,
 )
-from retouch.training.scoring import PendingBatch, RewardOutage, items_of, settle, without_strip
-from retouch.training.stopping import raise_together
+from retouch.training.scoring import PendingBatch, RewardOutage, items_of, raise_together, settle, without_strip
 from retouch.types import DiffusionModel, Example, Outcome, Score
 
 if TYPE_CHECKING:

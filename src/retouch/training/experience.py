@@ -8,6 +8,7 @@ on).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.algorithms.base import AdvantageConfig, RlConfig
-from retouch.core.advantages import comparable_rows
+from retouch.core.advantages import RewardRows, comparable_rows, group_count
 from retouch.data.sampler import (
     Slot,
     curriculum_examples,
@@ -31,10 +32,10 @@ from retouch.rollout.sampler import broken_rows, objective_region, sample, to_ui
 from retouch.training.scoring import (
     PendingBatch,
     RewardOutage,
-    RewardRows,
     gather_rewards,
     items_of,
     judge_masses,
+    raise_together,
     refuse_failures,
     rewards_of,
     settle,
@@ -42,7 +43,6 @@ from retouch.training.scoring import (
     without_strip,
 )
 from retouch.training.session import Session
-from retouch.training.stopping import raise_together
 from retouch.types import Scores, Trajectory
 
 
@@ -174,7 +174,7 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
         if again == algorithm.resample_rounds:
             break
         signal = comparable_rows(rewards.position, rewards.usable) & ~rewards.flat(algorithm.combine)
-        missing = wanted - rewards.position[signal].unique().numel()
+        missing = wanted - group_count(rewards.position[signal])
         taken = too_hard.union(chosen)
         more = other_examples(len(run.data), taken, missing, config.seed, epoch, again) if missing > 0 else []
         if not more:
@@ -208,7 +208,7 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
         for start in range(0, len(batch), rollout.batch_size_per_device):
             session.check_stop()
-            with run.policy.use(policy):
+            with run.policy.use(policy) if policy else nullcontext():
                 result += roll_out(session, algorithm, batch[start : start + rollout.batch_size_per_device], number)
     stopped: RewardOutage | None = None
     with run.clock.part("reward_wait"):
@@ -230,7 +230,7 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
     shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
     region = objective_region(algorithm, condition, run.model.spec.downsampling)
-    mode, means = algorithm.recorded_log_probs, algorithm.records_means
+    mode, means = run.plans.log_prob_mode, run.plans.records_means
     with run.clock.part("rollout"):
         trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=means)
     with run.clock.part("vae"):

@@ -101,6 +101,7 @@ class Session:
 
     Attributes:
         rows_per_forward: of training; halved when memory runs out.
+        supervised_steps: number of the steps before RL; all steps of SFT.
         off_policy: largest |log ratio| of what the sampler recorded in this epoch, if the record was replaced.
     """
 
@@ -108,6 +109,7 @@ class Session:
         self.run = run
         self.config = run.config
         self.progress = Progress(phase=first_phase(run.config))
+        self.supervised_steps = run.config.algorithm.supervised_steps(run.config)
         self.off_policy = 0.0
         self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
@@ -307,9 +309,8 @@ class Session:
 
     def _rl_learning_rate(self) -> float:
         """Of the next step after the warm-up."""
-        supervised = self.config.algorithm.supervised_steps(self.config)
-        steps = self.config.training.max_steps - supervised
-        return self.learning_rate(self.config.optimizer.lr, self.progress.step - supervised, steps)
+        steps = self.config.training.max_steps - self.supervised_steps
+        return self.learning_rate(self.config.optimizer.lr, self.progress.step - self.supervised_steps, steps)
 
     # --- evaluation and checkpoints ---
 
@@ -344,7 +345,7 @@ class Session:
     def _is_due(self) -> bool:
         """Whether this step is evaluated as one of many; the ends of warm-up and run have evaluations of their own."""
         progress, training = self.progress, self.config.training
-        warmed_up = progress.phase == "warmup" and progress.step == self.config.algorithm.supervised_steps(self.config)
+        warmed_up = progress.phase == "warmup" and progress.step == self.supervised_steps
         last = progress.step >= training.max_steps
         return bool(training.eval_every) and progress.step % training.eval_every == 0 and not (warmed_up or last)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from retouch.algorithms.dpo.config import DpoConfig
+from retouch.core.advantages import RewardRows
 from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
 from retouch.data.sampler import derive_seed
@@ -26,7 +27,6 @@ from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.experience import rewarded_groups, rows_of_all
 from retouch.training.noised import noised_copies, row_generators
-from retouch.training.scoring import RewardRows
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import step_positions, warm_up

@@ -41,15 +41,20 @@ def train(run: Run) -> None:
     with Session(run) as session:
         warm_up(session, algorithm)
         for _ in session.epochs():
-            experience = session.kept(Experience) or rollouts(session, algorithm)
-            spans = step_spans(experience.steps, run.config.optimizer.steps_per_forward)
-            for step in session.steps(experience):
-                for attempt in step.attempts():
-                    with attempt:
-                        parts = [(rows, span) for rows in attempt.chunks() for span in spans]
-                        for rows, span in attempt.micro_batches(parts):
-                            attempt.backward(*surrogate(run, algorithm, experience, step, rows, span))
+            train_epoch(session, algorithm)
         session.finish()
+
+
+def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
+    """Rollouts, then the optimizer steps on them."""
+    experience = session.kept(Experience) or rollouts(session, algorithm)
+    spans = step_spans(experience.steps, session.config.optimizer.steps_per_forward)
+    for step in session.steps(experience):
+        for attempt in step.attempts():
+            with attempt:
+                parts = [(rows, span) for rows in attempt.chunks() for span in spans]
+                for rows, span in attempt.micro_batches(parts):
+                    attempt.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
 
 
 def surrogate(

@@ -41,17 +41,23 @@ def train(run: Run) -> None:
     with Session(run) as session:
         warm_up(session, algorithm)
         for _ in session.epochs():
-            experience = session.kept(Experience) or collect(session, algorithm, policy="old")
-            for step in session.steps(experience):
-                for attempt in step.attempts():
-                    with attempt:
-                        prepared = prepare(session, algorithm, experience, attempt.chunks())
-                        for micro in attempt.micro_batches(prepared):
-                            attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
-                if step.ends_epoch:
-                    taken = session.progress.step + 1 - algorithm.sft_steps
-                    run.policy.blend("old", old_policy_decay(taken, algorithm.old_policy))
+            train_epoch(session, algorithm)
         session.finish()
+
+
+def train_epoch(session: Session, algorithm: NftConfig) -> None:
+    """Rollouts of the old policy, the optimizer steps on them, then the old policy follows."""
+    run = session.run
+    experience = session.kept(Experience) or collect(session, algorithm, policy="old")
+    for step in session.steps(experience):
+        for attempt in step.attempts():
+            with attempt:
+                prepared = prepare(session, algorithm, experience, attempt.chunks())
+                for micro in attempt.micro_batches(prepared):
+                    attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
+        if step.ends_epoch:
+            taken = session.progress.step + 1 - algorithm.sft_steps
+            run.policy.blend("old", old_policy_decay(taken, algorithm.old_policy))
 
 
 class Micro(NamedTuple):

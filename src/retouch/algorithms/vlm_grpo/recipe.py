@@ -40,8 +40,14 @@ from retouch.engine.saved import require_sound
 from retouch.observe.header import header
 from retouch.observe.run_dir import read_metrics
 from retouch.training.resume import has_finished, resume_folder, same_kind
-from retouch.training.scoring import FailureRateExceeded, RewardOutage, refuse_failures, tally_of, wait_for_rewards
-from retouch.training.stopping import raise_together
+from retouch.training.scoring import (
+    FailureRateExceeded,
+    RewardOutage,
+    raise_together,
+    refuse_failures,
+    tally_of,
+    wait_for_rewards,
+)
 from retouch.types import Scores
 
 logger = logging.getLogger(__name__)
