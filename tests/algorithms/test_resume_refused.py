@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from retouch.training.resume import (
     with_keys,
     without_keys,
 )
+from retouch.training.session import Session
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 

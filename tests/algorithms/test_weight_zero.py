@@ -61,10 +61,10 @@ def statistics(values: list[list[float]], groups: list[int], valid: list[bool] |
     n = len(values)
     ok = torch.tensor(valid or [True] * n)
     rewards = torch.tensor(values, dtype=torch.float64)
-    valid = ok[:, None] & ~rewards.isnan()
+    scored = ok[:, None] & ~rewards.isnan()
     index = torch.tensor([groups[:i].count(g) for i, g in enumerate(groups)])
     weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    table = RewardRows(["r", "logged"], rewards, valid, weights, torch.tensor(groups), index, torch.zeros(n).bool())
+    table = RewardRows(["r", "logged"], rewards, scored, weights, torch.tensor(groups), index, torch.zeros(n).bool())
     return table.statistics("normalize_then_sum")
 
 

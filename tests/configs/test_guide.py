@@ -16,7 +16,7 @@ from retouch.config.load import read_yaml
 from .conftest import CONFIGS, RUNS, name_of
 
 GUIDE: dict[str, list[Any]] = {
-    "algorithm.warmup_steps": [1000, (500, 1000)],
+    "algorithm.sft_steps": [1000, (500, 1000)],
     "rollout.group_size": [1, (4, 8)],
     "rollout.batches_per_epoch": [1, (1, 2)],
     "rollout.num_steps": [50, (30, 50)],

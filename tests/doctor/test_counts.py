@@ -26,7 +26,7 @@ from retouch.doctor.memory import (
     memory_parts,
     report_memory,
 )
-from retouch.doctor.model import PIPELINES, PROCESSORS, Found, find_model
+from retouch.doctor.model import Found, find_model
 from retouch.doctor.networks import build_networks
 from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
@@ -41,12 +41,12 @@ from tests.tiny_models import tiny_model
 
 PARTS = [
     (family, part)
-    for family, (_, networks) in PIPELINES.items()
+    for family, section in FAMILIES.items()
     for part in [
-        *networks,
-        *(n.replace("text_encoder", "tokenizer") for n in networks if "text" in n),
+        *section.spec.networks,
+        *(n.replace("text_encoder", "tokenizer") for n in section.spec.networks if "text" in n),
         "scheduler",
-        *(["processor"] if family in PROCESSORS else []),
+        *(["processor"] if section.spec.has_processor else []),
     ]
 ]
 
@@ -61,10 +61,6 @@ def run_of(family: str, train: dict[str, Any], **model: Any) -> RunConfig:
             "rewards": {"preservation": {}},
         }
     )
-
-
-def test_every_family_has_its_parts() -> None:
-    assert PIPELINES.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize(("family", "part"), PARTS)
@@ -290,7 +286,7 @@ def test_check_memory_downloads_configs_and_nothing_else(monkeypatch: pytest.Mon
     there["model"]["path"], there["data"]["resolution"] = "some/model", 512
     report = report_memory(parse_run(there))
     assert asked == [
-        *(f"some/model/{part}/config.json" for part in PIPELINES["flux_fill"][1]),
+        *(f"some/model/{part}/config.json" for part in FAMILIES["flux_fill"].spec.networks),
         "some/encoder/config.json",
     ]
     assert report["complete"] and report == report_memory(here)

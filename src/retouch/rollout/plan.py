@@ -102,6 +102,7 @@ class Plans:
         self.log_prob_mode, self.records_means = run.algorithm.recorded_log_probs, run.algorithm.records_means
         if self.rule is None:
             return
+        _ = self.rule.mean_std  # imported here: a rule that cannot be imported ends the run before its first rollout
         given = getattr(run.rollout, self.rule.strength)
         self.strength: float = self.rule.default if given is None else given
         self.stochastic, self.trained = stochastic_steps(run), run.algorithm.trained_steps(run)
