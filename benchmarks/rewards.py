@@ -104,13 +104,13 @@ def scorer_of(reward: str) -> Callable[[Sequence[Any]], list[float]]:
     """A function of this file, or the ocr reward read as one line."""
     if reward in FUNCTIONS:
         return FUNCTIONS[reward]
-    from retouch.rewards.protocol import score_checked
+    from retouch.rewards.protocol import CheckedScorer
     from retouch.rewards.scorers import make_scorer
     from retouch.types import Score
 
     made = make_scorer("ocr", {"detect": False, "threads": 1})
     made.load("cpu")
-    return lambda items: [o.value if isinstance(o, Score) else float("nan") for o in score_checked(made, items)]
+    return lambda items: [o.value if isinstance(o, Score) else float("nan") for o in CheckedScorer(made).score(items)]
 
 
 def item_of(body: bytes) -> Any:
