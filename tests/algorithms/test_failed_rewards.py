@@ -110,7 +110,7 @@ def two_rewards(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -
         return Score(float(item.image[..., 0].astype(float).std()) / 255)
 
     rules = itertools.cycle([brightness, b])
-    monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(next(rules)))
+    monkeypatch.setattr(preservation, "PreservationScorer", lambda *_: Scripted(next(rules)))
 
 
 @pytest.mark.parametrize(("algorithm", "composition"), COMBINED)
@@ -156,7 +156,7 @@ def test_the_gradient_with_failed_rows_is_that_without_them(
         return Score(0.0 if n in FAILED else float(item.image[..., 0].astype(float).std()) / 255)
 
     rules = itertools.cycle([brightness, false_zero])
-    monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(next(rules)))
+    monkeypatch.setattr(preservation, "PreservationScorer", lambda *_: Scripted(next(rules)))
     train(config(name="zeros", **shape))
     failed, without, zeros = gradients
     scale = float(without.abs().max())

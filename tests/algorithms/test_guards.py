@@ -32,7 +32,7 @@ def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
         return Score(-float(next(down)))
 
     rules = itertools.cycle([lambda item: Score(float(next(up))), gold])
-    monkeypatch.setattr(preservation, "PreservationScorer", lambda: Scripted(next(rules)))
+    monkeypatch.setattr(preservation, "PreservationScorer", lambda *_: Scripted(next(rules)))
 
 
 @pytest.mark.parametrize("action", ["warn", "stop"])

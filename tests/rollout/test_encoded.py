@@ -63,7 +63,7 @@ def test_every_picture_comes_in_its_role(data: EncodedData) -> None:
 
 @pytest.mark.parametrize("role", ["win", "lose"])
 def test_a_picture_that_is_not_there(role: Any, data: EncodedData) -> None:
-    with pytest.raises(ValueError, match=f"example 11 has no {role} picture"):
+    with pytest.raises(ValueError, match=f"example 11 has no {role} image"):
         data.images([0, 1], role, CPU)
 
 

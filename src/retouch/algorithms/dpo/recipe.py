@@ -26,7 +26,7 @@ from retouch.data.sampler import derive_seed
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.experience import rewarded_groups, rows_of_all
-from retouch.training.noised import noised_copies, row_generators
+from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import step_positions, warm_up
@@ -79,7 +79,7 @@ def train_step(session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step)
         with attempt:
             chunks = attempt.chunks()
             with run.clock.part("train_forward"), run.policy.use("reference"):
-                references = [errors(session, algorithm, pairs, rows) for rows in chunks]
+                references = [errors(run, algorithm, noised_pairs(session, algorithm, pairs, rows)) for rows in chunks]
             for rows, reference in attempt.micro_batches(list(zip(chunks, references, strict=True))):
                 attempt.backward(*preference_loss(session, algorithm, pairs, step, rows, reference))
 
@@ -88,25 +88,26 @@ def preference_loss(
     session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step, rows: Tensor, reference: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
     """The loss of one forward: B pairs, W noised copies of both members -> (loss, metrics, pairs that count)."""
-    win, lose = errors(session, algorithm, pairs, rows)
+    win, lose = errors(session.run, algorithm, noised_pairs(session, algorithm, pairs, rows))
     weight = pairs.weight[rows].to(win.device)
     loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, step.total)
     return loss, values, weight.sum()
 
 
-def errors(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Tensor) -> Tensor:
-    """Denoising errors of the weights in use [2, B, W]: of the preferred images, then of the others.
-
-    The noised copies are the same whenever it is called in a step, once for the reference and once for the policy:
-    kept between, a step's worth of conditions would fill a GPU.
-    """
+def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Tensor) -> NoisedRows:
+    """W noised copies of both members of B pairs, the same whenever it is called in a step: once for the reference and
+    once for the policy. Kept between, a step's worth of conditions would fill a GPU."""
     run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(pairs.position[rows].tolist(), device)
     both = condition.select(torch.arange(len(rows), device=device).repeat(2))
     # win and lose of a pair draw from generators of one seed: one time, one noise
     generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.position)
     x0 = torch.cat([pairs.win[rows], pairs.lose[rows]])
-    copies = noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair)
+    return noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair)
+
+
+def errors(run: Run, algorithm: DpoConfig, copies: NoisedRows) -> Tensor:
+    """Denoising errors of the weights in use [2, B, W]: of the preferred images, then of the others."""
     region = objective_region(algorithm, copies.condition, run.model.spec.downsampling)
     prediction = run.model.predict(run.network, copies.x, copies.time, copies.condition)
     found = denoising_rows(prediction, copies.schedule.target(copies.x0, copies.noise), region)
