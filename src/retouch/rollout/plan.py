@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,8 @@ class Plans:
         self.rule = run.algorithm.step_rule(run)
         self.solver: Solver = run.rollout.solver
         self.seed = run.seed
-        self.log_prob_mode, self.records_means = run.algorithm.recorded_log_probs, run.algorithm.records_means
+        self.log_prob_mode: Literal["exact", "cps"] = run.algorithm.recorded_log_probs
+        self.records_means = run.algorithm.records_means
         if self.rule is None:
             return
         _ = self.rule.mean_std  # imported here: a rule that cannot be imported ends the run before its first rollout
