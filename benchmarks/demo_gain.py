@@ -73,7 +73,7 @@ def right_captions(seed: int, steps: int, data: Path, work: Path) -> dict[str, A
 
 def supervision(steps: int) -> tuple[str, ...]:
     """Overrides that make the demo's run its warm-up alone."""
-    lr = load_run(CONFIG).optimizer.warmup_lr
+    lr = load_run(CONFIG).optimizer.sft_lr
     return ("algorithm={name: sft}", f"training.max_steps={steps}", f"optimizer.lr={lr}")
 
 

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{self.trained}" + ("_int8" if self.moments == "int8" else "")
+        return f"{self.family}-{self.trained}" + ("_int8" if self.moments == "8bit" else "")
 
 
 CASES = (
@@ -91,7 +91,7 @@ CASES = (
     Case("flux_fill", "ip_adapter", groups=1, group_size=4, rows=2),
     Case("sd_inpaint", "full", groups=2, group_size=8, rows=8),
     Case("flux_fill", "full", groups=1, group_size=4, rows=2, checkpointing=True),
-    Case("flux_fill", "full", groups=1, group_size=4, rows=2, checkpointing=True, moments="int8"),
+    Case("flux_fill", "full", groups=1, group_size=4, rows=2, checkpointing=True, moments="8bit"),
 )
 """Rows so that a forward keeps a GPU busy for longer than launching its kernels takes, and one of 80 GB holds it."""
 
@@ -290,7 +290,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         "window": config.rollout.window.size if config.rollout.window else None,
         **{name: algorithm[name] for name in ("kl_weight", "timestep_fraction")},
         "gradient_checkpointing": config.training.gradient_checkpointing,
-        **{name: optimizer[name] for name in ("batch_size_per_device", "steps_per_forward", "moments")},
+        **{name: optimizer[name] for name in ("batch_size_per_device", "steps_per_forward")},
+        "moments": optimizer["state"],
     }
 
 
@@ -331,7 +332,7 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "batch_size_per_device": rows,
                 "gradient_accumulation": images // rows,
                 "steps_per_forward": 1 if cell.speed == "reference" else None,  # as published: one step after another
-                "moments": "fp32" if sizes.tiny else case.moments,
+                "state": "fp32" if sizes.tiny else case.moments,
                 "on_out_of_memory": "stop",
             },
             "training": {

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from retouch.config import load_run
+from retouch.config.base import Section
 from retouch.families.loading import tiny_path
 
 SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
 
 
 def inputs(file: Path) -> dict[str, str]:
-    """Digests of what a run file says of how it trains, and of the tiny base of its family."""
+    """Digests of the keys of a run file that training depends on, and of the tiny base of its family."""
     config = load_run(file)
-    run = config.model_dump_json(include=set(SECTIONS), exclude_unset=True)
+    run = {name: _first_names(getattr(config, name)) for name in SECTIONS if name in config.model_fields_set}
     base = tiny_path(config.model.family)
     [network] = [file for name in ("transformer", "unet") for file in (base / name).glob("*.safetensors")]
-    return {"run": digest(run.encode()), "base": digest(network.read_bytes())}
+    return {"run": digest(json.dumps(run, sort_keys=True).encode()), "base": digest(network.read_bytes())}
+
+
+def _first_names(value: object) -> Any:
+    """The keys that a section was given, under their first names: neither a renamed key nor the order of the fields
+    changes a digest."""
+    if isinstance(value, Section):
+        kinds = [vars(kind) for kind in type(value).__mro__]
+        names = {now: first for kind in kinds for first, now in kind.get("ALIASES", {}).items()}
+        values = {key: former for kind in kinds for key, former in kind.get("VALUE_ALIASES", {}).items()}
+        given: dict[str, Any] = {}
+        for key in value.model_fields_set:
+            firsts = {now: first for first, now in values.get(key, {}).items()}
+            one = _first_names(getattr(value, key))
+            given[names.get(key, key)] = firsts.get(one, one) if isinstance(one, str) else one
+        return given
+    if isinstance(value, Mapping):
+        return {str(key): _first_names(one) for key, one in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_first_names(one) for one in cast("list[object]", value)]
+    return value
 
 
 def digest(data: bytes) -> str:
+    """The first 16 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]

@@ -79,7 +79,7 @@ def main() -> None:
         start = f"model.train.initial_adapter={weights_of(runs['sft'])}"
         for name in arguments.algorithms:
             rl = load_run(config_file(name), ["model.train.initial_adapter=null"])
-            steps = rl.training.max_steps - rl.algorithm.warmup_steps  # type: ignore[union-attr]
+            steps = rl.training.max_steps - rl.algorithm.sft_steps  # type: ignore[union-attr]
             options = (f"training.max_steps={steps}", "algorithm.warmup_steps=0", start)
             runs[name] = train(name, seed, work, data, *options, *arguments.option)
         found, pictures, examples = measured(runs, arguments.images)

@@ -20,10 +20,7 @@ from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, noise_seeds
 from retouch.algorithms.vlm_grpo.use import open_trained
 from retouch.config import RunConfig
 from retouch.config.needs import needed_pictures
-from retouch.data.dataset import (
-    Dataset,
-    load_dataset,
-)
+from retouch.data.dataset import Dataset, load_dataset
 from retouch.rewards.table import RewardTable
 from retouch.tiny.edits import (
     COLOURS,

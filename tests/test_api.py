@@ -15,7 +15,7 @@ from PIL import Image
 
 import retouch
 from retouch.config import ConfigError
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.use import loaded, trained
 from tests.command_line import retouch as command
 from tests.docs.pages import REPOSITORY, blocks

@@ -249,8 +249,8 @@ def test_a_transformer_that_cannot_inpaint(run_yaml: Callable[..., Path], model:
     text_to_image: Any = FluxTransformer2DModel(**{**network.config, "in_channels": 32})
     text_to_image.save_pretrained(model / "transformer")
     assert refused(retouch("train", run_yaml(model__path=str(model)))).startswith(
-        "model.path: the transformer takes 32 channels, a Fill model with this autoencoder takes 128; a text-to-image "
-        "FLUX cannot inpaint"
+        "model.path: the network takes 32 channels, but flux_fill with this autoencoder needs 128; a text-to-image "
+        "model cannot inpaint"
     )
 
 

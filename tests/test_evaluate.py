@@ -12,10 +12,7 @@ from PIL import Image
 
 import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
-from retouch.data.dataset import (
-    Dataset,
-    load_dataset,
-)
+from retouch.data.dataset import Dataset, load_dataset
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import paired_difference
 from retouch.rewards.client.config import RewardClientConfig

@@ -22,7 +22,7 @@ import yaml
 import retouch
 from retouch import hub
 from retouch.config import ConfigError
-from retouch.data.formats.tables import hub_table
+from retouch.data.tables import hub_table
 from retouch.hub import _probe, require_hub
 from tests.command_line import retouch as retouch_here
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
 from retouch.config import RunConfig, load_run
-from retouch.data.dataset import ItemFiles
+from retouch.data.base import ItemFiles
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop
@@ -566,8 +566,8 @@ def refused(outcome: Outcome) -> str:
         (
             ["--data", "nowhere.pdf"],
             (
-                "nowhere.pdf: give a folder (self_bench, BrushBench, imagefolder), a manifest (.json, .jsonl, .csv), "
-                "a .txt of prompts, or a run file"
+                "nowhere.pdf: expected a mapping_file.json, a self_bench.txt, a cross_bench.txt, a .txt of prompts, a "
+                "manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl or metadata.csv), or a run file"
             ),
         ),
         (

@@ -1,7 +1,7 @@
-"""Drawing words with fonts that come with pip, and telling how much a picture looks like its word.
+"""Render words with fonts installed by pip, and measure how much an image looks like its word.
 
-No system font is used: the fonts are those of the `font-*` packages (SIL OFL 1.1 and Apache-2.0). `glyph_correlation`
-is the second opinion beside OCR: it compares ink with ink, so that a texture that fools a recogniser does not fool it.
+The fonts are those of the `font-*` packages (SIL OFL 1.1 and Apache-2.0), not the system's. `glyph_correlation` is a
+measure independent of OCR: it compares ink with ink, which a texture that fools a recogniser does not fool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FONTS = {
 }
 """Font name -> module of its package. Grotesque, serif, rounded, geometric; all read well at 16 px."""
 
-_CANVAS = (64, 24)  # width, height in which ink is compared
+_CANVAS = (64, 24)  # width, height at which ink is compared
 
 Ink = NDArray[np.float64]
 
@@ -61,7 +61,7 @@ def fit_font(text: str, name: str, width: int, height: int, largest: int = 200) 
 
 
 def write_spaced(picture: Image.Image, word: str, name: str, box: Box, ink: tuple[int, int, int] | int) -> None:
-    """Write `word` across `box` with its letters on an even pitch, as large as they fit."""
+    """Write `word` across `box` with evenly spaced letters, as large as they fit."""
     left, top, right, bottom = box
     pitch = 0.88 * (right - left) / len(word)
     start = (left + right - pitch * len(word)) / 2
@@ -75,11 +75,10 @@ def write_spaced(picture: Image.Image, word: str, name: str, box: Box, ink: tupl
 
 
 def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> float:
-    """How much the ink inside the mask looks like `text`: the highest normalised correlation with a rendering of it in
-    one of `FONTS`, set tight or evenly spaced, both cut to their ink and scaled to one canvas, in [-1, 1].
+    """Highest normalised correlation, in [-1, 1], of the ink inside the mask with a rendering of `text` in one of
+    `FONTS`, tight or evenly spaced, both cropped to their ink and scaled to one canvas.
 
-    0 where the mask holds no ink or the text is blank. Colour, place and size do not count; the shape of every letter
-    does.
+    0 if the mask holds no ink or the text is blank. Independent of colour, place and size.
     """
     if not text.strip():
         return 0.0
@@ -91,10 +90,10 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
 
 
 def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> dict[str, float]:
-    """Font of `FONTS` -> normalised correlation, in [-1, 1], of the mask's ink with `text` in that font, its letters on
-    an even pitch across the mask as `write_spaced` sets them. All 0 where nothing stands out from the ground.
+    """Font of `FONTS` -> normalised correlation, in [-1, 1], of the mask's ink with `text` in that font, written across
+    the mask by `write_spaced`. All 0 if nothing stands out from the ground.
 
-    Unlike `glyph_correlation` it neither moves nor scales the ink, so that blur does not change which font is likest.
+    Unlike `glyph_correlation` it neither moves nor scales the ink: blur does not change the order of the fonts.
     """
     left, top, right, bottom = box = mask_box(mask)
     ink = _contrast(image[top:bottom, left:right].astype(np.float64))
@@ -102,22 +101,21 @@ def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) 
 
 
 def font_of(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> str | None:
-    """The font that the ink inside the mask looks most like (`font_likeness`); None where there is no ink."""
+    """The font with the highest `font_likeness`; None if there is no ink."""
     likeness = font_likeness(image, mask, text)
     return max(likeness, key=lambda name: likeness[name]) if any(likeness.values()) else None
 
 
 @lru_cache(maxsize=4096)
 def _spaced(text: str, name: str, box: Box) -> Ink:
-    """Ink of `text` across a box, at its place in the picture: elsewhere letters round to other pixels."""
+    """Ink of `text` across a box, at its place in the image: elsewhere letters round to other pixels."""
     page = Image.new("L", box[2:], 255)
     write_spaced(page, text, name, box, 0)
     return 255 - np.asarray(page.crop(box), np.float64)
 
 
 def ink_colour(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> tuple[float, float, float]:
-    """The colour inside the mask that is furthest from the ground: the median of the twentieth of the pixels that
-    differ most from it."""
+    """Median colour of the 5 % of the pixels inside the mask that differ most from the ground."""
     left, top, right, bottom = mask_box(mask)
     pixels = image[top:bottom, left:right].astype(np.float64)
     distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
@@ -126,7 +124,7 @@ def ink_colour(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> tuple[float
 
 
 def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
-    """Ink of a picture of a word on an even ground, cut to where it is and scaled to the canvas; None without any.
+    """Ink of a word on an even ground, cropped and scaled to the canvas; None without ink.
 
     Ink is the distance in colour from the ground, whose colour is the median of the crop's border.
     """
@@ -153,7 +151,7 @@ def rendered_ink(text: str, name: str, spaced: bool) -> Ink:
 
 
 def _contrast(pixels: NDArray[np.float64]) -> Ink:
-    """Distance in colour from the ground, [h, w] in [0, 255]; all 0 where nothing stands out."""
+    """Distance in colour from the ground, [h, w] in [0, 255]; all 0 if nothing stands out."""
     distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
     return distance if distance.max() >= 24 else np.zeros_like(distance)
 

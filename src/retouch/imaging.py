@@ -1,4 +1,4 @@
-"""Pictures and masks in numpy and PIL: paste-back, mask boxes, crops, colour modes, text distance. No torch.
+"""Images and masks in numpy and PIL: paste-back, mask boxes, crops, colour modes, text distance. No torch.
 
 Arrays are [H, W, 3] uint8 RGB and [H, W] masks, 255 = repaint. Boxes are half-open (left, top, right, bottom).
 """
@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +22,23 @@ from retouch.errors import ImageProblem
 Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
 Fit = Literal["crop", "stretch"]
+FITS = get_args(Fit)
 StripFit = Literal["contain", "full_width"]
 
 MASK_THRESHOLD = 128
-"""Grey level from which a mask pixel counts as 1; painted masks arrive with soft edges and JPEG noise."""
+"""Least grey level of a masked pixel; painted masks have soft edges and JPEG noise."""
 
 MASK_NOISE = 8
-"""Grey levels by which a channel that carries no mask may still vary."""
+"""Range of grey levels up to which a channel carries no mask."""
 
 
 @dataclass(frozen=True)
-class PackedPicture:
-    """A picture inside another file, read when it is opened.
+class PackedImage:
+    """An image inside another file, read when it is opened.
 
     Attributes:
-        name: stands for a path in messages.
-        digest: of its bytes; pictures are one where theirs is.
+        name: in place of a path in messages.
+        digest: of its bytes; it identifies the image.
     """
 
     name: str = field(compare=False)
@@ -48,30 +49,30 @@ class PackedPicture:
         return self.name
 
 
-def packed(image: Image.Image, name: str) -> PackedPicture:
+def packed(image: Image.Image, name: str) -> PackedImage:
     """An image in memory in place of a file.
 
     Args:
-        name: stands for its path in messages.
+        name: in place of a path in messages.
     """
     stream = io.BytesIO()
     shown = as_shown(image)
     (shown if shown.mode in _PNG_MODES else to_rgb(shown)).save(stream, "PNG")
     data = stream.getvalue()
-    return PackedPicture(name, lambda: data, hashlib.sha256(data).hexdigest())
+    return PackedImage(name, lambda: data, hashlib.sha256(data).hexdigest())
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-def open_image(path: Path | PackedPicture) -> Image.Image:
-    """Open and decode a picture, `as_shown`.
+def open_image(path: Path | PackedImage) -> Image.Image:
+    """Open and decode an image, `as_shown`.
 
     Raises:
-        ImageProblem: missing, not a picture, cut off, or of a kind that has no 8-bit meaning.
+        ImageProblem: missing, not an image, truncated, or floating-point values.
     """
     try:
-        with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedPicture) else path) as image:
+        with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
             shown = as_shown(image)
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
@@ -87,8 +88,8 @@ def open_image(path: Path | PackedPicture) -> Image.Image:
 
 
 def as_shown(image: Image.Image) -> Image.Image:
-    """An opened picture, decoded: upright (EXIF orientation applied, as viewers and mask editors do), 8 bits a channel
-    but for floating-point values, which stay."""
+    """An opened image, decoded: upright (EXIF orientation applied, as viewers and mask editors do), with 8 bits a
+    channel, except floating-point values."""
     image.load()
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
@@ -97,7 +98,7 @@ def as_shown(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB; transparency is laid on white, as a viewer shows it."""
+    """RGB; transparent pixels over white, as a viewer shows them."""
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), rgba).convert("RGB")
@@ -105,11 +106,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def mask_levels(image: Image.Image) -> tuple[Pixels, str]:
-    """[H, W] grey levels of the mask in whatever a mask editor saved, and the channel it was found in; a pixel counts
-    from MASK_THRESHOLD on.
+    """[H, W] grey levels of the mask in an image of any mode, and its channel; pixels of MASK_THRESHOLD or more count.
 
-    Looked for in this order: alpha where it varies; luminance where the colour channels agree; red where they do not:
-    red paint (red above green and blue, so that a white wall is none) if there is any, else the red channel as it is.
+    In this order: alpha, if it varies; luminance, if the colour channels agree; else red: red paint (red above green
+    and blue, which excludes a white wall) if there is any, else the red channel.
     """
     if image.mode in ("1", "L") and "transparency" not in image.info:
         return np.asarray(image.convert("L")), "luminance"
@@ -125,7 +125,7 @@ def mask_levels(image: Image.Image) -> tuple[Pixels, str]:
 
 
 def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
-    """A 0/255 mask of mode "L", from its `mask_levels`, and the channel it was found in.
+    """A 0/255 mask of mode "L" from `mask_levels`, and its channel.
 
     Raises:
         ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
@@ -143,8 +143,8 @@ def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[I
 
 
 def may_be_inverted(mask: Image.Image, channel: str) -> bool:
-    """Whether a mask that was read from alpha (opaque = repaint) looks like an image with an erased region: most of its
-    outermost pixels would be repainted. A painted layer is transparent there."""
+    """Whether a mask read from alpha (opaque = repaint) looks like an image with an erased region: most of its border
+    is opaque. The border of a painted layer is transparent."""
     inside = np.asarray(mask) >= MASK_THRESHOLD
     edge = np.concatenate([inside[0], inside[-1], inside[1:-1, 0], inside[1:-1, -1]])
     return channel == "alpha" and bool(edge.mean() > 0.5)
@@ -205,11 +205,11 @@ STRIP_MULTIPLE = 16
 
 
 def into_strip(image: Image.Image, height: int, width: int, fit: StripFit) -> Image.Image:
-    """The whole reference in a white strip: as large as the strip holds it, in its middle ("contain"), or as wide as
-    the strip, at its lower edge ("full_width").
+    """The whole reference in a white strip: as large as fits, centred ("contain"), or as wide as the strip, at its
+    lower edge ("full_width").
 
-    At full width the height keeps the aspect ratio, rounded to the nearest multiple of STRIP_MULTIPLE (the lower one of
-    two, as Calligrapher does), and is at most that of the strip.
+    At full width the height keeps the aspect ratio, rounded to the nearest multiple of STRIP_MULTIPLE (ties down, as in
+    Calligrapher), and is at most that of the strip.
     """
     strip = Image.new("RGB", (width, height), (255, 255, 255))
     if fit == "full_width":
@@ -225,7 +225,7 @@ def into_strip(image: Image.Image, height: int, width: int, fit: StripFit) -> Im
 
 
 def stack_above(strip: Image.Image | None, image: Image.Image) -> Image.Image:
-    """`image` with a strip of its width above it; a mask ("L") gets an area that is kept."""
+    """`image` with a strip of its width above it; for a mask ("L") the strip is kept (0)."""
     if strip is None:
         return image
     page = Image.new(image.mode, (image.width, strip.height + image.height))
@@ -236,7 +236,7 @@ def stack_above(strip: Image.Image | None, image: Image.Image) -> Image.Image:
 
 
 def widen(box: Box, margin: float, width: int, height: int) -> Box:
-    """The box grown by `margin` of its sides each way, inside the picture."""
+    """The box grown by `margin` of its sides in each direction, inside the image."""
     left, top, right, bottom = box
     dx, dy = round((right - left) * margin), round((bottom - top) * margin)
     return max(0, left - dx), max(0, top - dy), min(width, right + dx), min(height, bottom + dy)
@@ -257,10 +257,10 @@ def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float =
 
 
 def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box | None) -> tuple[tuple[int, int], Box]:
-    """How to bring a picture of `size` (width, height) to `target`: (scaled size, crop box in it).
+    """Scaled size of an image of `size` (width, height), and the box in it that is cropped to `target`.
 
-    "stretch" scales both sides; "crop" scales to cover the target and cuts a window centred on `keep` (the mask box),
-    or on the middle, moved so that it stays inside the picture.
+    "stretch" scales both sides; "crop" scales to cover the target and crops a window centred on `keep` (the mask box),
+    or on the middle, moved to lie inside the image.
     """
     width, height = size
     target_width, target_height = target
@@ -279,12 +279,12 @@ def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box
 
 
 MOST_ENLARGED = 8
-"""Model pixels per source pixel and side, at most, in a crop around a mask: a smaller box shows no context."""
+"""Most model pixels per source pixel and side in a crop around a mask: a smaller box shows no context."""
 
 
 @dataclass(frozen=True)
 class MaskCrop:
-    """How a box is chosen around a mask, so that a model sees it instead of the whole image.
+    """Choice of a box around a mask that the model sees instead of the whole image.
 
     Attributes:
         context: margin on each side, as a share of the mask box's longer side.
@@ -318,7 +318,7 @@ class MaskCrop:
 
 
 def resize(image: Image.Image, scaled: tuple[int, int], box: Box) -> Image.Image:
-    """Scale and crop as `fit_size` says. Masks ("L") are averaged over area and thresholded again."""
+    """Scale and crop to the result of `fit_size`. Masks ("L") are averaged over area and thresholded again."""
     if image.mode == "L":
         soft = image.resize(scaled, Image.Resampling.BOX).crop(box)
         return Image.fromarray(np.where(np.asarray(soft) >= MASK_THRESHOLD, np.uint8(255), np.uint8(0)), "L")
@@ -328,7 +328,7 @@ def resize(image: Image.Image, scaled: tuple[int, int], box: Box) -> Image.Image
 
 
 def normalize_text(text: str, *, case_sensitive: bool = True) -> str:
-    """NFKC, outer white space dropped, inner runs of it made one space; case folded on request."""
+    """NFKC with single spaces between words; case folded on request."""
     folded = " ".join(unicodedata.normalize("NFKC", text).split())
     return folded if case_sensitive else folded.casefold()
 

@@ -1,19 +1,12 @@
-"""Whether examples have a text for the rewards that read one: refused before a model is loaded. No torch."""
+"""Check that examples have a target text if a reward reads one, before a model is loaded. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
-from retouch.data.dataset import DataError, ItemFiles, list_items
-from retouch.data.formats.manifest import manifest_file
-from retouch.data.sections import (
-    Data,
-    ManifestData,
-    PromptsData,
-)
+from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.rewards.protocol import quoted_text
 
 LISTED_BYTES = 2 << 20
@@ -25,7 +18,7 @@ def reading_rewards(run: RunConfig) -> list[str]:
     return [name for name, entry in run.rewards.items() if entry.reads_text()]
 
 
-def scored_sections(run: RunConfig) -> dict[str, Data]:
+def scored_sections(run: RunConfig) -> dict[str, DataSection]:
     """Data sections whose samples are scored, by key."""
     sections = data_sections(run)
     scored = {name: sections[name] for name in ("data", "evaluation.data") if name in sections}
@@ -35,16 +28,19 @@ def scored_sections(run: RunConfig) -> dict[str, Data]:
 
 
 def has_text(item: ItemFiles) -> bool:
-    """By the rule of the reward wire: `metadata.text`, else what stands in quotes in the prompt."""
+    """Whether the reward wire finds a text: `metadata.text`, else a text in quotes in the prompt."""
     text = item.metadata.get("text")
     return bool(isinstance(text, str) and text.strip()) or quoted_text(item.prompt) is not None
 
 
 def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFiles]) -> None:
-    """Raise ConfigError where a reward reads a text and no example of a scored section has one.
+    """Check that a reward that reads a text finds one in at least one example of a scored section.
 
     Args:
         name, path: of the section, for the message.
+
+    Raises:
+        ConfigError: no example has a text.
     """
     readers = reading_rewards(run)
     if not readers or not items or any(map(has_text, items)):
@@ -60,39 +56,25 @@ def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFile
     )
 
 
-def check_texts(run: RunConfig) -> None:
-    """`require_texts` of the sections whose list is short and on this machine; the others are left to training.
-
-    Raises:
-        ConfigError: as `require_texts`.
-    """
-    if not reading_rewards(run):
-        return
-    for name, section in scored_sections(run).items():
-        if _is_short(section):
-            try:
-                listed = list_items(section)
-            except DataError:  # which `retouch doctor` and training report
-                continue
-            require_texts(run, name, section.path, [item for item in listed if isinstance(item, ItemFiles)])
-
-
-def _is_short(section: Data) -> bool:
-    if not isinstance(section, ManifestData | PromptsData):  # the others are folders, tables, or have texts by design
-        return False
-    file = manifest_file(Path(section.path).expanduser())
-    return file is not None and file.is_file() and file.stat().st_size <= LISTED_BYTES
-
-
 def require_texts_of(run: RunConfig, loaded: Mapping[str, Sequence[ItemFiles]]) -> None:
-    """`require_texts` of every scored section that was loaded.
+    """`require_texts` for every scored section that was loaded.
 
     Args:
         loaded: usable items by section.
-
-    Raises:
-        ConfigError: as `require_texts`.
     """
     for name, section in scored_sections(run).items():
         if name in loaded:
             require_texts(run, name, section.path, loaded[name])
+
+
+def check_texts(run: RunConfig) -> None:
+    """`require_texts` for sections with a short list on this machine; training checks the other sections."""
+    for name, section in scored_sections(run).items() if reading_rewards(run) else ():
+        listing = None if section.has_texts else section.listing()
+        if listing is None or not listing.is_file() or listing.stat().st_size > LISTED_BYTES:
+            continue
+        try:
+            listed = section.items()
+        except DataError:  # `retouch doctor` and training report it
+            continue
+        require_texts(run, name, section.path, [item for item in listed if isinstance(item, ItemFiles)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from retouch.adapters.train_ip_adapter import train_ip_adapter
 from retouch.config import ConfigError
 from retouch.families.base import TrainIpAdapter
 from retouch.families.flux_fill.host import FluxIpProcessor
+from retouch.families.flux_fill.spec import FluxFillModel
 
 from .test_ip_adapter import WIDTH, network, vectors, velocity
 
@@ -181,7 +183,7 @@ def test_a_fresh_adapter_is_the_stock_model_and_has_a_gradient(dtype: torch.dtyp
 
 
 def trained_with(**options: Any) -> Any:
-    spec: Any = type("Spec", (), {"family": "flux_fill", "reference_width": WIDTH})
+    spec = replace(FluxFillModel.spec, reference_width=WIDTH)
     train = TrainIpAdapter(tokens=NODE_TOKENS, **options)
     return train_ip_adapter(network(), train, spec, 0)
 

@@ -94,7 +94,7 @@ def test_every_target_gets_one_adapter_and_nothing_else_does(adapted: Any) -> No
 
 def test_targets_of_the_run_file_replace_those_of_the_family() -> None:
     made = network()
-    spec: Any = type("Spec", (), {"lora_targets": FluxFillModel.spec.lora_targets, "network_name": "transformer"})
+    spec = FluxFillModel.spec
     make_trainable(made, TrainLora(rank=2, targets=["attn.to_q"]), spec)
     assert {name.partition(".lora_")[0].rpartition(".")[2] for name in Policy(made).parameters} == {"to_q"}
     with pytest.raises(

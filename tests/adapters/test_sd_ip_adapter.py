@@ -70,7 +70,9 @@ def test_off_is_the_stock_model_and_detached_is_as_before(pipeline: Any, path: P
     fresh = new_adapter(unet, "linear", WIDTH, 4)
     assert torch.equal(noise_of(unet, vectors), before)
     fresh.detach()
-    with pytest.raises(ConfigError, match="value_norm: given true; the attention of a U-Net is diffusers' own"):
+    with pytest.raises(
+        ConfigError, match="value_norm: given true; the attention of a UNet2DConditionModel is diffusers' own"
+    ):
         retouch.adapters.load(path).attach(pipeline, value_norm=True)
     adapter = retouch.adapters.load(path).attach(pipeline)  # the refusal left nothing behind
     assert float((noise_of(unet, vectors) - before).abs().max()) > 1e-3

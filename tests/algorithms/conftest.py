@@ -15,7 +15,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Replace the preservation reward by a rule."""
 
     def use(rule: Rule) -> None:
-        monkeypatch.setattr(preservation, "PreservationScorer", lambda *_: Scripted(rule))
+        monkeypatch.setattr(preservation, "PreservationScorer", lambda _: Scripted(rule))
 
     return use
 

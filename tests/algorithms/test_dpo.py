@@ -16,7 +16,7 @@ from retouch.algorithms.dpo import recipe as dpo
 from retouch.algorithms.dpo.recipe import best_and_worst
 from retouch.config import RunConfig
 from retouch.core.advantages import RewardRows
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.engine import Engine
 from retouch.training.noised import NoisedRows
 from retouch.types import Failure, Score

@@ -165,23 +165,23 @@ def test_the_command_line_edits_without_a_mask(
         (
             {"model__max_sequence_length": 300, "data__resolution": 512},
             (
-                "model.max_sequence_length: given 300, but a picture of data.resolution 512 x 512 takes 335 tokens of "
-                "it with the chat around it, which leaves none for a prompt; set 591 or more, or a smaller "
-                "model.vision_pixels"
+                "model.max_sequence_length: given 300, but an image of data.resolution 512 x 512 takes 335 tokens with "
+                "the chat around it, which leaves none for a prompt; set model.max_sequence_length to 591 or more, or "
+                "a smaller model.vision_pixels"
             ),
         ),
         (
             {"model__free_text_encoders": True},
             (
-                "model.free_text_encoders: given true, but what the text encoder of qwen_image_edit reads depends on "
-                "the picture, so that it is needed all along; set offload_text_encoders=true"
+                "model.free_text_encoders: given true, but the text encoder of qwen_image_edit reads the source image "
+                "with the prompt and is needed during the whole run; set model.offload_text_encoders=true instead"
             ),
         ),
         (
             {"model__train": {"kind": "ip_adapter"}},
             (
-                "model.train.kind: given 'ip_adapter', which is for flux_fill, sd_inpaint, qwen_image; set kind=lora "
-                "for qwen_image_edit"
+                "model.train.kind: given 'ip_adapter', but qwen_image_edit has no style adapter; set "
+                "model.train.kind=lora, or model.family to one of flux_fill, sd_inpaint, qwen_image"
             ),
         ),
     ],

@@ -19,7 +19,7 @@ from retouch.types import Failure, Outcome, Score, Stopped
 
 from .runs import Config, Scripted, Use, brightness, of_kind, train, weights
 
-ROSE = "the rewards that are trained on rose by"
+ROSE = "the trained rewards rose by"
 GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
 
 
@@ -32,7 +32,7 @@ def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
         return Score(-float(next(down)))
 
     rules = itertools.cycle([lambda item: Score(float(next(up))), gold])
-    monkeypatch.setattr(preservation, "PreservationScorer", lambda *_: Scripted(next(rules)))
+    monkeypatch.setattr(preservation, "PreservationScorer", lambda _: Scripted(next(rules)))
 
 
 @pytest.mark.parametrize("action", ["warn", "stop"])
@@ -59,7 +59,7 @@ def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> Non
     client = {"probe_every": 1, "on_drift": action}
     run = config(reward_client=client, training__max_steps=6)
     if action == "stop":
-        with pytest.raises(Stopped, match=r"preservation of this process scores the same pictures by 1 otherwise"):
+        with pytest.raises(Stopped, match=r"of this process: its scores of the same images changed by 1 since"):
             train(run)
         return
     _, records = train(run)

@@ -155,7 +155,7 @@ def test_a_published_kl_is_the_exact_one_times_the_step(
     scripted(brightness)
     kls = spied(monkeypatch, grpo, "gaussian_kl")
     train(run_of("grpo", {"kl_weight": 0.1, "kl_mode": "published"}, optimizer__lr=1e-3))
-    assert kls and all(arguments[4] == "published" and bool((arguments[5] < 0).all()) for arguments in kls)
+    assert kls and all(arguments[4] == "flow_grpo" and bool((arguments[5] < 0).all()) for arguments in kls)
 
 
 def test_published_log_probabilities_of_cps_are_those_of_both_sides(
@@ -174,7 +174,7 @@ def test_published_log_probabilities_of_cps_are_those_of_both_sides(
             optimizer__lr=1e-30,
         )
     )
-    assert all(calls and all(arguments[4] == "published" for arguments in calls) for calls in sides)
+    assert all(calls and all(arguments[4] == "cps" for arguments in calls) for calls in sides)
     first, second = of_kind(records, "train")
     assert first["max_abs_log_ratio"] < 1e-4
     assert second["clip_fraction"] == 0 and second["approx_kl"] == pytest.approx(0, abs=1e-6)

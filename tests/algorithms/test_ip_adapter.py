@@ -277,7 +277,7 @@ def test_sample_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) 
     assert same == {"test2_source.png"}  # the one whose own reference it is
     assert not np.array_equal(drawn["single"]["test1_source.png"], drawn["single other"]["test1_source.png"])
     refused = retouch("sample", "--run", finished, *one, "--out", tmp_path / "refused")
-    assert refused.code == 2 and "--image needs --reference: the run trained with style pictures" in refused.err
+    assert refused.code == 2 and "--image needs --reference: the run trained with style references" in refused.err
 
 
 def test_eval_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_run_without_an_adapter_takes_no_reference(config: Config, tmp_path: P
             *("--out", tmp_path / "out"),
         )
         assert outcome.code == 2
-        assert "the run trained full weights, which see no reference" in outcome.err
+        assert "the run trained full weights, which take no reference" in outcome.err
 
 
 def test_a_style_reward_takes_a_reference_to_score_and_none_to_draw(
@@ -320,7 +320,7 @@ def test_a_style_reward_takes_a_reference_to_score_and_none_to_draw(
     drawn = retouch("sample", *common, "--out", tmp_path / "drawn")
     assert drawn.code == 0, drawn.err
     refused = retouch("sample", *common, *reference, "--out", tmp_path / "refused")
-    assert refused.code == 2 and "which see no reference; leave it out" in refused.err
+    assert refused.code == 2 and "which take no reference; leave it out" in refused.err
     assert "reference_path missing, which the run needs" in retouch("eval", *common).err
     judged = retouch("eval", *common, "--json", *reference)
     assert judged.code == 0, judged.err
@@ -474,7 +474,7 @@ def test_a_reference_in_memory_is_evaluated_as_its_file(finished: Path, styled: 
     assert run.evaluate(images=1, reference=Image.open(tmp_path / "style.jpg")) == by_path
 
 
-def picture_of(model: Any, network: Any, example: Example, guidance: float) -> torch.Tensor:
+def image_of(model: Any, network: Any, example: Example, guidance: float) -> torch.Tensor:
     condition = model.encode([example], guidance)
     plan = ode_plan(model.schedule(3, (32, 64)))
     return model.decode(sample(model, network, plan, condition, [11]).final)
@@ -501,21 +501,21 @@ def test_every_file_draws_and_goes_on_at_the_scale_of_training(
     loaded = Loaded(run.config)
     loaded.load(folder / "ema")
     example, guidance = load_dataset(run.config.evaluation.data)[0], loaded.guidance_scale  # type: ignore[arg-type]
-    expected = picture_of(loaded.model, loaded.network, example, guidance)
+    expected = image_of(loaded.model, loaded.network, example, guidance)
     assert retouch("export", folder, "--to", to, "--out", tmp_path / "out").code == 0
     stock = load_model(run.config.model, torch.device("cpu"))
     for file, says in ((folder / "ema", True), (tmp_path / "out" / name, False)):
         attached = retouch_adapters.load(file).attach(stock.network)
-        drawn = picture_of(stock, stock.network, example, guidance)
+        drawn = image_of(stock, stock.network, example, guidance)
         torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
         attached.set_scale(1.0)
-        full = picture_of(stock, stock.network, example, guidance)
+        full = image_of(stock, stock.network, example, guidance)
         assert (float((full - expected).abs().max()) > 1e-3) == says
         attached.detach()
         again = {**adapter, "scale": None, "initial_adapter": str(file)}
         made = build(run_of(config, styled, "sft", again, name=f"says-{says}", **own))
         made.close()
-        drawn = picture_of(made.model, made.network, example, guidance)
+        drawn = image_of(made.model, made.network, example, guidance)
         torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
 
 

@@ -177,9 +177,7 @@ def test_memory_that_ends_in_the_optimizer_names_what_it_holds(
         raise torch.OutOfMemoryError("tried to allocate moments\nand a long report")
 
     monkeypatch.setattr(Engine, "step", step)
-    with pytest.raises(
-        OutOfMemory, match=r"in the optimizer \(tried to allocate moments\); set optimizer.moments=int8"
-    ):
+    with pytest.raises(OutOfMemory, match=r"in the optimizer \(tried to allocate moments\); set optimizer.state=8bit"):
         train_in(config(name="moments"), fits=10**6)
 
 

@@ -20,10 +20,11 @@ from retouch.algorithms.dpo.recipe import Pairs
 from retouch.config import RunConfig, parse_run
 from retouch.config.run import RolloutConfig
 from retouch.data.dataset import load_dataset
+from retouch.data.formats import FORMATS
 from retouch.data.identity import item_key
-from retouch.data.sections import Data
 from retouch.engine import CheckpointError
-from retouch.families.base import Model, Train
+from retouch.families import FAMILIES
+from retouch.families.base import Train
 from retouch.families.loading import tiny_path
 from retouch.training.experience import (
     Experience,
@@ -159,11 +160,11 @@ def test_a_snapshot_that_is_gone_is_not_replaced_by_the_policy_of_today(resume: 
 def test_moments_of_another_kind_are_refused(written: Path) -> None:
     """Their states have other names, and other numbers under them."""
     run = yaml.safe_load((written.parent / "runs" / "t" / "config.yaml").read_text(encoding="utf-8"))
-    older = {**run, "optimizer": {name: value for name, value in run["optimizer"].items() if name != "moments"}}
+    older = {**run, "optimizer": {name: value for name, value in run["optimizer"].items() if name != "state"}}
     states = [{"config": yaml.safe_dump(of), "progress": {"phase": "rl"}} for of in (run, older)]
-    run["optimizer"]["moments"] = "int8"
+    run["optimizer"]["state"] = "8bit"
     for state in states:
-        with pytest.raises(CheckpointError, match=r"was written under optimizer.moments=fp32, the run file says int8"):
+        with pytest.raises(CheckpointError, match=r"was written under optimizer.state=fp32, the run file says 8bit"):
             may_go_on(written, state, parse_run(run), {})
 
 
@@ -315,7 +316,7 @@ def test_a_process_stops_with_one_whose_examples_are_others(signs: Path, config:
 
 def test_options_that_an_epoch_does_not_depend_on_are_options() -> None:
     """And those that it does depend on are not among them."""
-    kinds = {"rollout": (RolloutConfig,), "model": get_args(get_args(Model)[0]), "data": get_args(get_args(Data)[0])}
+    kinds = {"rollout": (RolloutConfig,), "model": tuple(FAMILIES.values()), "data": tuple(FORMATS.values())}
     for section, free in MAY_CHANGE.items():
         known = {name for kind in kinds[section] for name in kind.model_fields}
         known |= {f"train.{name}" for kind in get_args(get_args(Train)[0]) for name in kind.model_fields}

@@ -78,7 +78,8 @@ def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: st
     assert outcome.code == (3 if then == "stop" else 0), outcome.err
     alarms = [record for record in records(tmp_path / "a", "event") if record["event"] == "alarm"]
     assert [alarm["step"] for alarm in alarms] == steps
-    assert all("rose by" in alarm["alarm"] and "gold, which is not, fell by" in alarm["alarm"] for alarm in alarms)
+    fell = "gold, which is not trained on, fell by"
+    assert all("rose by" in alarm["alarm"] and fell in alarm["alarm"] for alarm in alarms)
     assert [record["step"] for record in records(tmp_path / "a")] == steps
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == [f"step-{steps[-1]:06d}"]
     assert all(record["reward/runtime"] > 0 and "step_time" not in record for record in records(tmp_path / "a"))

@@ -566,7 +566,8 @@ def test_prompts_come_in_blocks_of_groups() -> None:
 
 def test_a_group_shares_its_picture_and_sees_it_at_one_size(parts_of: Any) -> None:
     parts, _ = parts_of()
-    parts.diffusion_model.vision_pixels = 28 * 28 * 4  # not the size it is drawn at
+    model = parts.diffusion_model  # not the size it is drawn at
+    model.config = model.config.model_copy(update={"vision_pixels": 28 * 28 * 4})
     rows = Rows(parts)({"position": [2, 2, 2, 5]})
     pictures = [images[0] for images in rows["images"]]
     assert pictures[0] is pictures[1] is pictures[2] is not pictures[3]

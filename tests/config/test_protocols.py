@@ -9,14 +9,8 @@ import pytest
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.advice import warnings_of
 from retouch.config.needs import needed_pictures
-from retouch.data.sections import (
-    DISCIPLINES,
-    LEVELS,
-    ComplexEditData,
-    MmmgData,
-    chosen,
-    complexities,
-)
+from retouch.data.formats.complex_edit import ComplexEditData, complexities
+from retouch.data.formats.mmmg import DISCIPLINES, LEVELS, MmmgData, chosen
 
 EDIT: dict[str, Any] = {"format": "complex_edit", "path": "owner/edits", "resolution": 64}
 MMMG: dict[str, Any] = {"format": "mmmg", "path": "owner/mmmg", "resolution": 64}
@@ -57,14 +51,14 @@ def test_names_in_whatever_case_and_order() -> None:
     [
         (EDIT, EDIT, "evaluation.data.part: given 'all' beside data.part 'all' of the same path"),
         ({**EDIT, "part": "train"}, EDIT, "set data.part=train and evaluation.data.part=held_out"),
-        ({**EDIT, "complexity": "1"}, {**EDIT, "complexity": "8"}, "what is held out would be trained on"),
-        ({**EDIT, "image_type": "all"}, {**EDIT, "image_type": "syn"}, "what is held out would be trained on"),
+        ({**EDIT, "complexity": "1"}, {**EDIT, "complexity": "8"}, "held-out examples would be trained on"),
+        ({**EDIT, "image_type": "all"}, {**EDIT, "image_type": "syn"}, "held-out examples would be trained on"),
         (
             {**EDIT, "part": "train"},
             {**EDIT, "part": "held_out", "held_out_share": 0.2},
             "evaluation.data.held_out_share: given 0.2, but data.held_out_share is 0.1; set both to one share",
         ),
-        ({**MMMG, "levels": "preschool,PhD"}, {**MMMG, "levels": "PhD"}, "what is held out would be trained on"),
+        ({**MMMG, "levels": "preschool,PhD"}, {**MMMG, "levels": "PhD"}, "held-out examples would be trained on"),
     ],
 )
 def test_what_is_held_out_is_not_trained_on(data: dict[str, Any], held_out: dict[str, Any], message: str) -> None:
@@ -95,7 +89,7 @@ def test_what_does_not_overlap_is_allowed(data: dict[str, Any], held_out: dict[s
     ],
 )
 def test_a_curriculum_is_of_rollouts(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"{message}, but a curriculum is of rollouts"):
+    with pytest.raises(ConfigError, match=f"{message}, but only rollouts have a curriculum"):
         run(**{"data": MMMG, **sections})
 
 

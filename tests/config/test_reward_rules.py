@@ -8,8 +8,8 @@ import pytest
 
 from retouch.config import RunConfig
 
-GATE = "but gated_by is not set: there is no gate; leave it out"
-BOX = "but crop is 'none': there is no box; set crop=mask_box, or leave it out"
+GATE = "but gated_by is not set; leave it out"
+BOX = "but crop is 'none'; set crop=mask_box, or leave it out"
 DOWN = "rewards: no weight is above 0, so that training would lower what the rewards say; set one weight above 0"
 GOLD = "but role is 'gold', which is never trained on; leave"
 
@@ -44,7 +44,7 @@ GOLD = "but role is 'gold', which is never trained on; leave"
             "{ocr: {}, seam: {role: gold, weight: 0.5}}",
             f"rewards.seam.weight: given 0.5, {GOLD} weight out, or set role=train",
         ),
-        ("{ocr: {}, seam: {role: gold, noise: 0.1}}", f"rewards.seam.noise: given 0.1, {GOLD} it out"),
+        ("{ocr: {}, seam: {role: gold, min_group_std: 0.1}}", f"rewards.seam.min_group_std: given 0.1, {GOLD} it out"),
         (
             "{ocr: {}, seam: {role: gold, transform: win_rate}}",
             f"rewards.seam.transform: given 'win_rate', {GOLD} it out",
@@ -70,8 +70,8 @@ def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -
     found = problems("rewards.ocr.transform=win_rate", "algorithm={name: ppo}", "rollout.group_size=1")
     assert found == [
         (
-            "small.yaml: rewards.ocr.transform: given 'win_rate', but rollout.group_size is 1: there is nobody to "
-            "beat; set group_size to 2 or more, or transform=none"
+            "small.yaml: rewards.ocr.transform: given 'win_rate', but rollout.group_size is 1 and a group has "
+            "no other samples; set rollout.group_size to 2 or more, or transform=none"
         )
     ]
 

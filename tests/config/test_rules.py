@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import RunConfig
-from retouch.data.sections import DISCIPLINES, LEVELS
+from retouch.data.formats.mmmg import DISCIPLINES, LEVELS
 
 Problems = Callable[..., list[str]]
 RunWith = Callable[..., RunConfig]
@@ -286,15 +286,15 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("data.reference=mask_box",),
             (
-                "data.reference: given 'mask_box', but nothing looks at a reference: set model.train.kind=ip_adapter, "
-                "a style reward or a reference_strip, or leave it out"
+                "data.reference: given 'mask_box', but nothing in the run reads a reference; set "
+                "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
             ),
         ),
         (
             ("data.reference=half_box", "rewards={style: {}}"),
             (
-                "data.reference: given 'half_box', where half of a text is repainted, so that no reward can read it; "
-                "name such pairs under warmup_data (SFT: data, beside evaluation.data), and set mask_box here"
+                "data.reference: given 'half_box', which repaints half of a text, so that no reward can read it; set "
+                "it under warmup_data (SFT: data, with evaluation.data), and set mask_box here"
             ),
         ),
         (
@@ -305,7 +305,7 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
             ("data.reference_strip=16", "evaluation.data={format: manifest, path: x, resolution: 64}"),
             (
                 "evaluation.data.reference_strip: given None, but data.reference_strip is 16; a model is trained and "
-                "used with one: set both alike"
+                "used with one height; set both to the same"
             ),
         ),
         (
@@ -329,16 +329,15 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("data={format: prompts, path: x.txt, resolution: 64}",),
             (
-                "data.format: given 'prompts', which has no pictures, but the run needs mask, source of every example; "
-                "set format=manifest, or train what needs no more (model.family=qwen_image with full weights or LoRA)"
+                "data.format: given 'prompts', which has no images, but the run needs mask, source in every example; "
+                "set format=manifest, or model.family=qwen_image with full weights or LoRA"
             ),
         ),
         (
             ("data={format: complex_edit, path: x, resolution: 64}",),
             (
-                "data.format: given 'complex_edit', which has sources alone, but the run needs mask, source of every "
-                "example; set format=manifest, or train what needs no more (model.family=qwen_image_edit with full "
-                "weights or LoRA)"
+                "data.format: given 'complex_edit', which has sources alone, but the run needs mask, source in every "
+                "example; set format=manifest, or model.family=qwen_image_edit with full weights or LoRA"
             ),
         ),
         (

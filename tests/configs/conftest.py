@@ -145,7 +145,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         return [*overrides, "rollout.num_steps=4", "training.max_steps=1", "training.mixed_precision=no"]
     if rollout.get("window"):
         overrides += [f"rollout.window.size={min(2, rollout['window']['size'])}"]
-    warmup = min(1, algorithm.get("warmup_steps", 0))
+    warmup = min(1, algorithm.get("sft_steps", 0))
     group = min(4, rollout["group_size"])
     return [
         *overrides,
@@ -153,7 +153,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         f"rollout.group_size={group}",
         f"rollout.global_groups_per_batch={8 // group}",
         "rollout.batches_per_epoch=1",
-        f"algorithm.warmup_steps={warmup}",
+        f"algorithm.sft_steps={warmup}",
         f"training.max_steps={warmup + 1}",
         "training.mixed_precision=no",
     ]

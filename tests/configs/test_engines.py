@@ -85,7 +85,7 @@ def test_two_processes_resume_inside_an_epoch_each_with_its_own_rows(
     path = CONFIGS / "tiny" / name
     options = [*shrink(path, signs, tmp_path), "rewards={preservation: {}}", "logging.sinks=[]", "resume=auto"]
     options += [
-        "algorithm.warmup_steps=0",
+        "algorithm.sft_steps=0",
         "algorithm.inner_epochs=2",
         "optimizer.schedule=constant",
     ]

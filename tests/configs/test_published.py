@@ -120,7 +120,7 @@ def test_calligraphers_adapter_and_its_image_encoder_come_from_the_environment(
     assert train.kind == "ip_adapter"
     assert (train.initial_adapter, train.image_encoder, train.query_former) == ("a/calligrapher.bin", "a/siglip", True)
     assert run.rewards["style"].image_encoder == "a/siglip"  # type: ignore[attr-defined]
-    assert getattr(run.algorithm, "warmup_steps", None) == 0
+    assert getattr(run.algorithm, "sft_steps", None) == 0
     monkeypatch.delenv("SIGLIP_PATH")
     again = load_run(path).model.train
     assert again.kind == "ip_adapter" and again.image_encoder == "google/siglip-so400m-patch14-384"
@@ -160,7 +160,7 @@ def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path, picky: Ope
     assert outcome.code == 0, outcome.err
     records = read_metrics(tmp_path / run.name / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "train"]
-    phases = ["sft"] if run.algorithm.name == "sft" else ["warmup", "rl"] if run.algorithm.warmup_steps else ["rl"]
+    phases = ["sft"] if run.algorithm.name == "sft" else ["warmup", "rl"] if run.algorithm.sft_steps else ["rl"]
     assert [record["phase"] for record in steps] == phases
     for record in steps:
         assert record["grad_norm"] > 0
@@ -191,7 +191,7 @@ def test_guidance_has_what_it_needs(path: Path) -> None:
         return
     if isinstance(run.algorithm, NftConfig):
         assert run.rollout.guidance_scale == 1.0
-    supervised = not isinstance(run.algorithm, RlConfig) or run.algorithm.warmup_steps > 0
+    supervised = not isinstance(run.algorithm, RlConfig) or run.algorithm.sft_steps > 0
     assert run.algorithm.caption_dropout == (0.1 if supervised else 0.0)  # type: ignore[union-attr]
 
 
@@ -218,9 +218,9 @@ def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -
     comments = " ".join(re.findall(r"^# *(.*)$", text, re.MULTILINE))
     named = re.search(r"without targets, set((?: [a-z_.]+=\w+)+)", comments)
     algorithm = load_run(first).algorithm
-    assert (named is None) == (algorithm.name == "sft" or algorithm.warmup_steps == 0)
+    assert (named is None) == (algorithm.name == "sft" or algorithm.sft_steps == 0)
     if named:
-        assert load_run(path, named[1].split()).algorithm.warmup_steps == 0  # type: ignore[union-attr]
+        assert load_run(path, named[1].split()).algorithm.sft_steps == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("path", RELEASED, ids=name_of)

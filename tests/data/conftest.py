@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.data.sections import SelfBenchData
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.imaging import Box
 
 SIZE = (48, 32)  # width, height

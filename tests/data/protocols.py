@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.data.sections import (
-    DISCIPLINES,
-    LEVELS,
-)
+from retouch.data.formats.mmmg import DISCIPLINES, LEVELS
 
 SIDE = 24
 

@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 
 from retouch.config import parse_run
-from retouch.data.dataset import (
-    DataError,
-    ItemError,
-    ItemFiles,
-    list_items,
-    load_dataset,
-)
-from retouch.data.formats.brushbench import SIDE
-from retouch.data.sections import BrushBenchData
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import load_dataset
+from retouch.data.discover import data_at
+from retouch.data.formats.brushbench import SIDE, BrushBenchData
 from retouch.data.split import split
-from retouch.data.validate import data_at
 from retouch.use.items import like
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -75,9 +69,9 @@ def test_the_other_region_is_the_other_mask(tmp_path: Path) -> None:
 
 
 def test_items_are_called_by_their_numbers_else_by_their_places(tmp_path: Path) -> None:
-    numbered = list_items(section(bench(tmp_path, _000000012=entry(), _000000003=entry())))
+    numbered = section(bench(tmp_path, _000000012=entry(), _000000003=entry())).items()
     assert [item.id for item in numbered if isinstance(item, ItemFiles)] == [12, 3]
-    named = list_items(section(bench(tmp_path, _000000012=entry(), cat=entry())))
+    named = section(bench(tmp_path, _000000012=entry(), cat=entry())).items()
     assert [item.id for item in named if isinstance(item, ItemFiles)] == [0, 1]
 
 
@@ -112,7 +106,7 @@ PAIRS = "is no list of pairs of whole numbers: start and length of every run"
     ],
 )
 def test_what_is_wrong_with_an_item(wrong: object, says: str, tmp_path: Path) -> None:
-    good, bad = list_items(section(bench(tmp_path, _1=entry(), _2=wrong)))
+    good, bad = section(bench(tmp_path, _1=entry(), _2=wrong)).items()
     assert isinstance(good, ItemFiles)
     assert bad == ItemError("mapping_file.json 2", says)
 
@@ -125,8 +119,8 @@ def test_an_empty_mask_is_no_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "has no mapping_file.json, which names pictures, captions and masks"),
-        ("[]", "holds no object of pictures; is it BrushBench's?"),
+        (None, "has no mapping_file.json, which names images, captions and masks"),
+        ("[]", "holds no object of images; is it BrushBench's?"),
         ("{", "not valid JSON: "),
     ],
 )
@@ -134,7 +128,7 @@ def test_what_is_wrong_with_the_file(text: str | None, says: str, tmp_path: Path
     if text is not None:
         (tmp_path / "mapping_file.json").write_text(text, encoding="utf-8")
     with pytest.raises(DataError) as caught:
-        list_items(section(tmp_path))
+        section(tmp_path).items()
     assert says in str(caught.value)
 
 

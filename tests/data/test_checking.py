@@ -17,19 +17,13 @@ from retouch.data import (
     checking,
     dataset,
 )
+from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.checking import find_problems, fingerprint, in_threads
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemError,
-    ItemFiles,
-    load_dataset,
-)
-from retouch.data.sections import (
-    ManifestData,
-    PromptsData,
-)
+from retouch.data.dataset import Dataset, load_dataset
+from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.prompts import PromptsData
 from retouch.data.validate import validate
+from retouch.machine import Machine
 from retouch.types import Processes
 
 from .conftest import Bench, box_mask, picture
@@ -271,7 +265,7 @@ def test_processes_share_the_work_and_see_the_same(
 def test_each_machine_reads_every_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its disk may be its own: what is broken on one machine is used on none."""
     at, read = threading.local(), list[tuple[int, int]]()
-    monkeypatch.setattr(checking.platform, "node", lambda: f"machine{at.rank // 2}")
+    monkeypatch.setattr(checking, "this_machine", lambda: Machine(f"machine{at.rank // 2}", ""))
     items = [ItemFiles(number, "p") for number in range(5)]
 
     def problems(process: Processes) -> list[ItemError | None]:

@@ -12,11 +12,9 @@ import yaml
 from PIL import Image, ImageOps
 
 from retouch.config import ConfigError
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.sections import SelfBenchData
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.validate import Finding, validate, validation_table
 from retouch.imaging import Box, ImageProblem, mask_box
 from tests.command_line import retouch
@@ -342,14 +340,14 @@ def test_a_path_that_is_no_data(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         validate(tmp_path / "data.tsv", (32, 32))
     assert str(caught.value) == (
-        f"{tmp_path}/data.tsv: give a folder (self_bench, BrushBench, imagefolder), a manifest (.json, .jsonl, .csv), "
-        "a .txt of prompts, or a run file"
+        f"{tmp_path}/data.tsv: expected a mapping_file.json, a self_bench.txt, a cross_bench.txt, a .txt of prompts, a "
+        "manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl or metadata.csv), or a run file"
     )
     with pytest.raises(ConfigError, match="no such run file"):
         validate(tmp_path / "run.yaml", (32, 32))
     outcome = retouch("data", "validate", tmp_path)
     assert outcome.code == 2
-    assert outcome.err.startswith(f"error: data.path: {tmp_path} has no self_bench.txt")
+    assert outcome.err.startswith(f"error: {tmp_path}: expected a mapping_file.json, a self_bench.txt")
 
 
 @pytest.mark.parametrize("size", ["0", "32x", "axb", "1x2x3", "-5", "3.5"])

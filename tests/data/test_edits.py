@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from retouch.algorithms.vlm_grpo.responses import chat_messages, model_inputs, prepare_processor, tokenize
 from retouch.data.dataset import load_dataset
-from retouch.data.sections import ManifestData
+from retouch.data.formats.manifest import ManifestData
 from retouch.families.loading import (
     component_path,
     load_component,
@@ -21,6 +21,7 @@ from retouch.families.loading import (
 )
 from retouch.families.qwen.text import ImageTextProcessor
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.fn import FnReward
 from retouch.tiny.editing import likeliest
 from retouch.tiny.edits import (
     COLOURS,
@@ -78,6 +79,10 @@ def test_the_reward_asks_for_the_colour_of_each_item() -> None:
         for i, colour in enumerate(("red", "green", "yellow"))
     ]  # fmt: skip
     assert recoloured(items) == [0.75, 0.25, 0.0]
+
+
+def test_run_files_may_name_its_former_module() -> None:
+    assert FnReward.model_validate({"fn": "retouch.data.edits:recoloured"}).fn == "retouch.tiny.edits:recoloured"
 
 
 def test_the_halves_share_things_and_phrases_but_no_combination() -> None:

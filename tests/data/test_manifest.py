@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    ItemError,
-    ItemFiles,
-    check_item,
-    list_items,
-    load_dataset,
-)
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import check_item, load_dataset
+from retouch.data.discover import data_at
+from retouch.data.formats.manifest import ManifestData
 from retouch.data.identity import item_key
-from retouch.data.sections import ManifestData
-from retouch.data.validate import data_at
 
 from .conftest import SIZE, box_mask, picture, pixels
 
@@ -45,7 +39,7 @@ def manifest(
 
 
 def items(config: ManifestData) -> list[ItemFiles]:
-    listed = list_items(config)
+    listed = config.items()
     assert all(isinstance(item, ItemFiles) for item in listed), listed
     return [item for item in listed if isinstance(item, ItemFiles)]
 
@@ -144,7 +138,7 @@ def test_a_path_goes_before_its_alias_and_the_alias_is_kept(folder: Path) -> Non
 def test_text_is_a_caption_of_an_imagefolder_alone(folder: Path) -> None:
     (found,) = items(manifest(folder, [{"file_name": "a.png", "prompt": "a sign", "text": "HI"}]))
     assert (found.prompt, dict(found.metadata)) == ("a sign", {"text": "HI"})
-    (listed,) = list_items(manifest(folder, [{"image": "a.png", "text": "HI"}]))
+    (listed,) = manifest(folder, [{"image": "a.png", "text": "HI"}]).items()
     assert str(listed) == "entry 0: prompt missing or empty; each entry needs one"
 
 
@@ -202,7 +196,7 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ),
         (
             {"prompt": "a sign", "mask_path": "m.png"},
-            "entry 1: mask_path without image_path; name the picture that it is the mask of, or leave it out",
+            "entry 1: mask_path without image_path; name the image that the mask belongs to, or leave it out",
         ),
         ({}, "entry 1: prompt missing or empty; each entry needs one"),
         ({**ENTRY, "win_path": 3}, "entry 1: win_path is 3; it must be a string"),
@@ -217,7 +211,7 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
     ],
 )
 def test_an_entry_that_cannot_be_used(entry: Any, problem: str, folder: Path) -> None:
-    listed = list_items(manifest(folder, [ENTRY, entry, ENTRY]))
+    listed = manifest(folder, [ENTRY, entry, ENTRY]).items()
     assert [str(item) for item in listed if isinstance(item, ItemError)] == [problem]
     assert [item.id for item in listed if isinstance(item, ItemFiles)] == [0, 2]  # an id is a position, broken or not
 
@@ -235,7 +229,7 @@ def test_a_prompt_alone_is_text_to_image(folder: Path) -> None:
     assert str(check_item(items(config)[0], config, {"source"})) == "item 0: image_path missing, which the run needs"
     picture(blue=1).resize((9, 9)).save(folder / "nine.png")
     (pair,) = items(manifest(folder, [{"prompt": "a sign", "win_path": "a.png", "lose_path": "nine.png"}]))
-    assert "nine.png: the rejected picture is 9 x 9, its preferred picture" in str(check_item(pair, config))
+    assert "nine.png: the rejected image is 9 x 9, its preferred image" in str(check_item(pair, config))
 
 
 @pytest.mark.parametrize("mask", [{}, {"mask_path": None}, {"mask_path": ""}])
@@ -287,11 +281,11 @@ def test_a_pair_is_cut_like_its_source(folder: Path) -> None:
         ({"win_path": "b.png", "lose_path": None}, "lose_path missing, which the run needs"),
         (
             {"win_path": "r.png", "lose_path": "b.png"},
-            "{folder}/r.png: the preferred picture is 16 x 16, its source 48 x 32; both must have one size",
+            "{folder}/r.png: the preferred image is 16 x 16, its source 48 x 32; both must have one size",
         ),
         (
             {"win_path": "b.png", "lose_path": "r.png"},
-            "{folder}/r.png: the rejected picture is 16 x 16, its source 48 x 32; both must have one size",
+            "{folder}/r.png: the rejected image is 16 x 16, its source 48 x 32; both must have one size",
         ),
         ({"win_path": "b.png", "lose_path": "nowhere.png"}, "{folder}/nowhere.png: no such file"),
     ],
@@ -320,11 +314,11 @@ def test_a_target_of_another_size(folder: Path) -> None:
         ('[{"image_path": 1,}]', "data.json: not valid JSON: .* \\(line 1\\)$"),
         (
             json.dumps(ENTRY) + "\n{oops}\n",
-            "data.json line 2: not valid JSON: .*; write one object a line, or one JSON list",
+            "data.json line 2: not valid JSON: .*; write one object in each line, or one JSON list",
         ),
         (
             json.dumps(ENTRY, indent=1),
-            "data.json line 1: not valid JSON: .*; write one object a line, or one JSON list",
+            "data.json line 1: not valid JSON: .*; write one object in each line, or one JSON list",
         ),
         (b'["\xff"]', "data.json: not UTF-8 \\(byte 2\\); save it as UTF-8$"),
         (
@@ -336,20 +330,20 @@ def test_a_target_of_another_size(folder: Path) -> None:
 )
 def test_a_file_that_is_no_manifest(content: str | bytes, message: str, folder: Path) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        list_items(manifest(folder, content, message.split()[0].rstrip(":")))
+        manifest(folder, content, message.split()[0].rstrip(":")).items()
     assert "\n" not in str(caught.value)
 
 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        list_items(ManifestData(path=str(tmp_path / "data.json")))
+        ManifestData(path=str(tmp_path / "data.json")).items()
     assert str(caught.value) == f"data.path: {tmp_path}/data.json: no such manifest (a .json, .jsonl or .csv file)"
 
 
 def test_a_folder_in_place_of_a_manifest(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        list_items(ManifestData(path=str(tmp_path)))
+        ManifestData(path=str(tmp_path)).items()
     assert str(caught.value) == (
         f"data.path: {tmp_path} is a folder without metadata.jsonl or metadata.csv; give the manifest in it (a .json, "
-        ".jsonl or .csv file), or, of a folder with a self_bench.txt, set data.format=self_bench"
+        ".jsonl or .csv file), or, for a folder with a self_bench.txt, set data.format=self_bench"
     )

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.sections import PromptsData
-from retouch.data.validate import data_at
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.discover import data_at
+from retouch.data.formats.prompts import PromptsData
 from tests.command_line import retouch
 
 

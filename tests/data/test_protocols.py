@@ -13,21 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    Dataset,
-    ItemError,
-    ItemFiles,
-    list_items,
-    load_dataset,
-)
-from retouch.data.formats.tables import Table, tables_of
-from retouch.data.sections import (
-    DISCIPLINES,
-    LEVELS,
-    ComplexEditData,
-    MmmgData,
-)
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import Dataset, load_dataset
+from retouch.data.formats.complex_edit import ComplexEditData
+from retouch.data.formats.mmmg import DISCIPLINES, LEVELS, MmmgData
+from retouch.data.tables import Table, tables_of
 from retouch.imaging import resize
 from retouch.types import Example
 
@@ -146,7 +136,7 @@ def test_broken_rows_are_told_and_skipped(tmp_path: Path, caplog: pytest.LogCapt
     found = edits(tmp_path)
     assert [e.id for e in found] == [58]
     assert caplog.text.count("edit.compound has no instruction of complexity 8") == 3
-    assert "row 3: no picture under image" in caplog.text and "gone.png: no such file" in caplog.text
+    assert "row 3: no image under image" in caplog.text and "gone.png: no such file" in caplog.text
 
 
 def test_compound_may_come_as_lists_or_as_json(tmp_path: Path) -> None:
@@ -213,7 +203,7 @@ def test_the_training_set_has_a_schema_of_its_own(made: Path) -> None:
         ("train/train.json", "benchmark", "set layout=train"),
         ("mmmg", "train", "no such file; layout=train takes the JSON file"),
         ("mmmg/test.jsonl", "train", "layout=train takes the JSON file"),
-        ("edits", "benchmark", "does not say its level"),
+        ("edits", "benchmark", "has no level"),
         ("nowhere", "benchmark", "no such folder, and not the id of a data set of the hub"),
     ],
 )
@@ -242,7 +232,7 @@ def test_broken_rows_of_mmmg(tmp_path: Path) -> None:
     rows[0]["prompt"], rows[1]["Knowledge_Graph"], rows[2]["Knowledge_Graph"] = " ", "{", "[1]"
     rows[3]["Knowledge_Graph"] = json.dumps({"elements": [None, 3, "b(c"], "dependencies": ["Causes(", 7]})
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    listed = list_items(MmmgData(path=str(tmp_path)))
+    listed = MmmgData(path=str(tmp_path)).items()
     problems = [one.problem for one in listed if isinstance(one, ItemError)]
     assert [p.partition(":")[0] for p in problems] == [
         "prompt is missing or empty",
@@ -265,7 +255,7 @@ def test_no_prompt_is_in_both_parts(tmp_path: Path) -> None:
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
     hub = Hub({(None, "test_real"): [edit_row(i) for i in range(14)], ("PhD_Math", "test"): mmmg_rows()[17:18]})
-    monkeypatch.setattr("retouch.data.formats.tables._library", lambda name, what: hub)
+    monkeypatch.setattr("retouch.data.tables._library", lambda name, what: hub)
     found = edits(Path("owner/edits"))
     assert [shown(e) for e in found] == [shown(e) for e in edits(made / "edits")]
     assert [e.prompt for e in prompts(Path("owner/mmmg"), levels="PhD", disciplines="Math")] == [
@@ -280,7 +270,7 @@ def test_configurations_of_mmmg_that_do_not_exist_are_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = Hub({(name, "test"): [{**row, "prompt": name}] for name, row in mmmg_configurations().items()})
-    monkeypatch.setattr("retouch.data.formats.tables._library", lambda name, what: hub)
+    monkeypatch.setattr("retouch.data.tables._library", lambda name, what: hub)
     caplog.set_level("INFO", "retouch")
     assert [e.prompt for e in prompts(Path("owner/mmmg"))] == list(mmmg_configurations())
     assert len(mmmg_configurations()) == 59
@@ -299,10 +289,9 @@ def test_mmmg_is_read_from_the_cache_without_a_hub(tmp_path: Path) -> None:
         write_cached_mmmg(tmp_path / "datasets" / "owner___mmmg", name)
     code = (
         "import logging; logging.basicConfig(format='%(levelname)s %(message)s')\n"
-        "from retouch.data.sections import MmmgData\n"
-        "from retouch.data.formats.mmmg import list_items\n"
-        "print(*(item.prompt for item in list_items(MmmgData(path='owner/mmmg', levels='PhD'))))\n"
-        "list_items(MmmgData(path='owner/mmmg', levels='preschool'))\n"
+        "from retouch.data.formats.mmmg import MmmgData\n"
+        "print(*(item.prompt for item in MmmgData(path='owner/mmmg', levels='PhD').items()))\n"
+        "MmmgData(path='owner/mmmg', levels='preschool').items()\n"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE"):
@@ -321,7 +310,9 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytes
 
 def test_data_need_neither_torch_nor_datasets(made: Path) -> None:
     code = (
-        "import sys; from retouch.data.sections import *; from retouch.data.dataset import load_dataset\n"
+        "import sys; from retouch.data.dataset import load_dataset\n"
+        "from retouch.data.formats.complex_edit import ComplexEditData\n"
+        "from retouch.data.formats.mmmg import MmmgData\n"
         f"load_dataset(ComplexEditData(path={str(made / 'edits')!r}, resolution=16))[0]\n"
         f"load_dataset(MmmgData(path={str(made / 'mmmg')!r}))[0]\n"
         "print(*(name for name in ('torch', 'datasets', 'pyarrow') if name in sys.modules))"
@@ -338,10 +329,10 @@ def test_pictures_are_read_when_they_are_looked_at() -> None:
         reads.append(position)
         return edit_row(position)
 
-    from retouch.data.formats.tables import picture_of
+    from retouch.data.tables import image_of
 
     table = Table("t", 3, row)
-    picture = picture_of(table, 1, row(1))
+    picture = image_of(table, 1, row(1))
     assert not isinstance(picture, str | Path) and reads == [1]
     assert picture.read() == edit_row(1)["image"]["bytes"] and reads == [1, 1]
     assert np.asarray(edit_picture(1)).shape == (SIDE, SIDE + 8, 3)

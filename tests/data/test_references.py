@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.data.dataset import (
-    DataError,
-    ItemError,
-    ItemFiles,
-    check_item,
-    list_items,
-    load_dataset,
-)
-from retouch.data.sections import (
-    CrossBenchData,
-    ManifestData,
-)
-from retouch.data.validate import data_at
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import check_item, load_dataset
+from retouch.data.discover import data_at
+from retouch.data.formats.calligrapher import CrossBenchData
+from retouch.data.formats.manifest import ManifestData
 from retouch.imaging import ImageProblem, halves, into_strip, mask_box, stack_above
 from tests.command_line import retouch
 
@@ -60,7 +52,7 @@ def test_a_run_that_needs_references_takes_the_mask_box(bench: Bench) -> None:
     bench.add(1).list(["1-A"])
     needs = {"source", "mask", "reference"}
     assert len(load_dataset(bench.config(reference="mask_box"), needs=needs)) == 1
-    (item,) = list_items(bench.config())
+    (item,) = bench.config().items()
     assert isinstance(item, ItemFiles)
     assert str(check_item(item, bench.config(), needs)) == "item 1: reference_path missing, which the run needs"
     bare = ItemFiles(3, "p", source_path=item.source_path)  # there is no box without a mask
@@ -131,21 +123,21 @@ def test_an_item_for_each_reference_of_a_line(bench: Bench) -> None:
 
 @pytest.mark.parametrize("line", ["1-A", "1-x-A", "1-2,-A", "x-2-A", "1"])
 def test_a_malformed_cross_line_is_an_error_of_its_own(line: str, bench: Bench) -> None:
-    listed = list_items(cross(bench, ["1-2-A", line]))
+    listed = cross(bench, ["1-2-A", line]).items()
     assert str(listed[1]) == f"cross_bench.txt line 2: {line!r} is not {{number}}-{{reference[,reference]}}-{{text}}"
     assert isinstance(listed[0], ItemFiles)
 
 
 def test_cross_lists_without_text_or_pictures(bench: Bench) -> None:
-    assert str(list_items(cross(bench, ["12-3- "]))[0]) == (
+    assert str(cross(bench, ["12-3- "]).items()[0]) == (
         "cross_bench.txt line 1: the text of item 12 is empty; write what the mask shall say"
     )
     config = cross(bench.add(1), ["1-2-A"])
-    (item,) = list_items(config)
+    (item,) = config.items()
     assert not isinstance(item, ItemError)
     assert str(check_item(item, config)) == f"item 0: {bench.folder}/test2_ref.png: no such file"
     with pytest.raises(DataError, match=r"has no other\.txt; each of its lines is"):
-        list_items(config.model_copy(update={"list_file": "other.txt"}))
+        config.model_copy(update={"list_file": "other.txt"}).items()
 
 
 def test_the_commands_know_a_cross_benchmark(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.data import sampler
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.data.sampler import (
     Slot,
     batch_examples,

@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    ItemError,
-    ItemFiles,
-    check_item,
-    list_items,
-    load_dataset,
-)
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import check_item, load_dataset
 from retouch.imaging import mask_box
 from tests.command_line import retouch
 
@@ -23,7 +17,7 @@ from .conftest import HOLE, SIZE, Bench, box_mask, picture, pixels
 
 def texts(bench: Bench, **options: object) -> list[object]:
     """id and text of every item that is listed, or the problem."""
-    listed = list_items(bench.config(**options))
+    listed = bench.config(**options).items()
     return [str(item) if isinstance(item, ItemError) else (item.id, item.metadata["text"]) for item in listed]
 
 
@@ -68,10 +62,10 @@ def test_a_malformed_line_is_an_error_of_its_own(line: str, problem: str, bench:
 
 
 def test_the_prompt_is_made_from_the_text(bench: Bench) -> None:
-    (item,) = list_items(bench.list(["1-{text} 'n' roll"]).config())
+    (item,) = bench.list(["1-{text} 'n' roll"]).config().items()
     assert isinstance(item, ItemFiles)
     assert item.prompt == "The text is '{text} 'n' roll'."
-    (item,) = list_items(bench.config(prompt_template="{text}! I said {text}!"))
+    (item,) = bench.config(prompt_template="{text}! I said {text}!").items()
     assert isinstance(item, ItemFiles)
     assert item.prompt == "{text} 'n' roll! I said {text} 'n' roll!"
 
@@ -84,16 +78,16 @@ def test_another_list_file(bench: Bench) -> None:
 
 def test_a_list_that_is_not_there_or_not_utf8(bench: Bench) -> None:
     with pytest.raises(DataError) as caught:
-        list_items(bench.config())
+        bench.config().items()
     assert str(caught.value) == (
         f"data.path: {bench.folder} has no self_bench.txt; each of its lines is {{number}}-{{text}}"
     )
     with pytest.raises(DataError) as caught:
-        list_items(bench.config(path=str(bench.folder / "nowhere")))
+        bench.config(path=str(bench.folder / "nowhere")).items()
     assert str(caught.value) == f"data.path: {bench.folder}/nowhere: no such folder"
     bench.list(b"1-Gr\xfc\xdfe\n")
     with pytest.raises(DataError) as caught:
-        list_items(bench.config())
+        bench.config().items()
     assert str(caught.value) == f"{bench.folder}/self_bench.txt: not UTF-8 (byte 4); save it as UTF-8"
 
 
@@ -150,7 +144,7 @@ def test_the_reference_keeps_its_size_when_the_picture_is_scaled(bench: Bench) -
 
 
 def broken(bench: Bench) -> str:
-    (item,) = list_items(bench.config())
+    (item,) = bench.config().items()
     assert isinstance(item, ItemFiles)
     return str(check_item(item, bench.config()))
 

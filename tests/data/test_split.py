@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.overlap import trained_on
-from retouch.data.sections import (
-    ManifestData,
-    PromptsData,
-)
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.prompts import PromptsData
+from retouch.data.identity import trained_on
 from retouch.data.split import sides, split
 from tests.command_line import retouch
 
@@ -58,8 +54,8 @@ def test_a_share_that_few_items_cannot_give_is_said(bench: Bench) -> None:
         outcome = retouch("data", "split", bench.folder, "--share", "0.25", "--seed", seed)
         said[len(words_of(bench.folder / "self_bench_held_out.txt"))] = outcome.err
     assert said == {2: "", 3: ""} | {
-        count: f"--share: 0.25 of 12 items is 3, and {count} are held out: each goes where its picture (or text) and "
-        "the seed say; another --seed divides otherwise\n"
+        count: f"--share: given 0.25, but {count} of 12 items are held out, because items that share an image (or "
+        "text) stay together; set another --seed\n"
         for count in (1, 6)
     }
 
@@ -133,8 +129,8 @@ def test_what_cannot_be_divided(bench: Bench, tmp_path: Path) -> None:
     folder_of(bench, 2)
     for arguments, message in (
         (["--share", "1"], "--share: given 1.0; the held-out share lies between 0 and 1, like 0.1"),
-        (["--by", "word"], "--by: given 'word'; allowed: picture, text"),
-        (["--share", "0.0001"], f"{bench.folder}: of 2 items none is in the held-out half; set another --share or"),
+        (["--by", "word"], "--by: given 'word'; allowed: image, text"),
+        (["--share", "0.0001"], f"{bench.folder}: of 2 items none is in the held-out part; set another --share or"),
     ):
         outcome = retouch("data", "split", bench.folder, *arguments)
         assert outcome.code == 2 and outcome.err.startswith(f"error: {message}")

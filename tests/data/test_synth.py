@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.data.dataset import (
-    DataError,
-    load_dataset,
-)
-from retouch.data.sections import SelfBenchData
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
 from retouch.tiny import signs as synth
@@ -257,7 +255,7 @@ def test_an_existing_data_set_stays(tmp_path: Path) -> None:
         (["--count", 1, "--caption-noise", 30], "--caption-noise: given 30.0; a share of letters lies in [0, 1]"),
         (
             ["--count", 1, "--caption-noise", 0.3, "--no-targets"],
-            "--caption-noise with --no-targets: no picture shows the word, so no caption can be wrong",
+            "--caption-noise with --no-targets: no image shows the word, so no caption can be wrong",
         ),
         (["--count", 1, "--exclude", "nowhere"], "--exclude: nowhere has no self_bench.txt"),
         (

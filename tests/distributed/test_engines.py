@@ -149,5 +149,5 @@ def test_deepspeed_exchanges_what_bf16_computed_in_fp32(by_deepspeed: dict[str, 
 
 def test_without_deepspeed_it_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"'zero3', but DeepSpeed is not installed; install retouch\[deepspeed\], or"):
+    with pytest.raises(ConfigError, match=r"'zero3', which needs DeepSpeed: pip install .retouch\[deepspeed\]., or"):
         Zero(nn.Linear(1, 1), Accelerator(), OptimizerConfig(), TrainingConfig(sharding="zero3"))

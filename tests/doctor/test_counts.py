@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from retouch.adapters.trainee import make_trainable
 from retouch.config import ConfigError, RunConfig, derive, load_run, parse_run
 from retouch.config.run import EmaConfig
+from retouch.data.formats.manifest import ManifestData
 from retouch.doctor import diagnose
 from retouch.doctor.data import needs_no_t5
 from retouch.doctor.memory import (
@@ -110,7 +111,7 @@ def test_examples_that_only_the_hub_can_list_are_not_embedded(monkeypatch: pytes
     def unreachable(section: object) -> None:
         raise ConfigError("data.path: given 'owner/data'; no such folder, and the hub cannot be reached")
 
-    monkeypatch.setattr("retouch.doctor.data.list_items", unreachable)
+    monkeypatch.setattr(ManifestData, "items", unreachable)
     assert not needs_no_t5(run_of("flux_fill", {"kind": "lora"}))
 
 

@@ -481,7 +481,7 @@ def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: P
         [line] = [line for line in lines(run_yaml(), "resume=auto") if line["what"] == "run directory"]
         return f"{line['status']}: {line['says'].partition(': ')[2]}"
 
-    assert auto() == "ok: holds no checkpoint; the run begins anew"
+    assert auto() == "ok: holds no checkpoint; the run starts from step 0"
     (tmp_path / "runs/t/checkpoints/step-000001").mkdir(parents=True)
     (tmp_path / "runs/t/checkpoints/step-000001/complete.json").write_text("{}", encoding="utf-8")
     assert auto() == "ok: as resume says"

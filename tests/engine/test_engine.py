@@ -197,9 +197,9 @@ def test_an_incomplete_checkpoint_does_not_count(tmp_path: Path) -> None:
     engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
     first = store.save(2, engine, policy, {})
     second = store.save(4, engine, policy, {})
-    assert store.newest() == second
+    assert complete_checkpoints(tmp_path) == [first, second]
     (second / "complete.json").unlink()
-    assert store.newest() == first
+    assert complete_checkpoints(tmp_path) == [first]
     with pytest.raises(CheckpointError, match=r"no complete\.json"):
         store.load(second, engine, policy)
 
@@ -209,7 +209,7 @@ def test_a_write_that_died_leaves_nothing_behind(tmp_path: Path) -> None:
     engine, policy, store = engine_for(net), Policy(net), checkpoints(tmp_path)
     (tmp_path / ".writing-step-000002").mkdir(parents=True)
     (tmp_path / ".writing-step-000002" / "half").write_text("x")
-    assert store.newest() is None
+    assert complete_checkpoints(tmp_path) == []
     store.save(3, engine, policy, {})
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-000003"]
     listed = json.loads((tmp_path / "step-000003" / "complete.json").read_text())
@@ -234,7 +234,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(
     monkeypatch.setattr(saved, "flush", full)
     with pytest.raises(OSError, match="no space left"):
         store.save(4, engine, policy, {})
-    assert store.newest() == first
+    assert complete_checkpoints(tmp_path) == [first]
 
 
 def test_pruning_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:

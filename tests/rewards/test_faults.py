@@ -498,7 +498,7 @@ def test_the_cache_keeps_the_bits_and_survives_a_broken_file(tmp_path: Path, cap
     cache.put(kept)
     assert cache.get([b"a", b"b", b"c", b"d"]) == {b"a": kept[b"a"], b"c": kept[b"c"]}
     cache.close()
-    assert "is no cache of scores" in caplog.text and (tmp_path / "scores.sqlite.broken").exists()
+    assert "is not a cache of scores" in caplog.text and (tmp_path / "scores.sqlite.broken").exists()
     assert sqlite3.connect(path).execute("SELECT count(*) FROM scores").fetchone() == (2,)
 
 

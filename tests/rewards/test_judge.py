@@ -92,7 +92,7 @@ def test_an_answer_off_the_schema_is_asked_for_once_more_with_the_error() -> Non
         scorer = made(server, mode="rubric", concurrency=1)
         server.bad_first = 1
         assert values(score_checked(scorer, [grey(255)])) == [1.0]
-        assert "it must be an object with the keys" in server.asked[-1]["messages"][-1]["content"]
+        assert "reason is missing" in server.asked[-1]["messages"][-1]["content"]
         server.bad_first = 2
         (failure,) = score_checked(scorer, [grey(255)])
         assert isinstance(failure, Failure) and failure.code == "scorer_error" and "twice" in failure.message
@@ -120,7 +120,7 @@ NO_VERDICTS = ["", "5", "[]", '{"score": 3}', '{"score": 3, "reason": "", "x": 1
 
 @pytest.mark.parametrize("text", NO_VERDICTS)
 def test_verdicts_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"JSON|it must be|integer"):
+    with pytest.raises(ValueError, match=r"JSON|is missing|is unknown|it must be|integer"):
         read_integers(text, ["score"], 5, ["reason"])
 
 
@@ -375,7 +375,7 @@ def test_without_the_key_the_server_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({}, "model: not set"),
         ({"model": "m", "question": "good?"}, "must contain {prompt}"),
-        ({"model": "m", "budget_dollars": 1.0}, "budget_dollars needs price_in"),
+        ({"model": "m", "budget_dollars": 1.0}, "budget_dollars: given without prices; set price_in"),
         ({"model": "m", "address": "api.openai.com"}, "address: 'api.openai.com' is not the address"),
     ],
 )

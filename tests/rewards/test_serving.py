@@ -39,7 +39,6 @@ from retouch.rewards.server.frames import (
 )
 from retouch.rewards.server.scoring import Work
 from retouch.rewards.server.telemetry import (
-    Histogram,
     Telemetry,
 )
 from retouch.rewards.server.worker import torch_device, worker_environment
@@ -128,7 +127,7 @@ def test_a_large_request_is_scored_in_several_batches(http: httpx.Client) -> Non
     with serving({"b": scorer}, limits=Limits(max_batch=4)) as url:
         assert outcomes(http.post(f"{url}/score", files=multipart(items(10)))) == [brightness(i) for i in items(10)]
         told = metrics(url)
-    assert told['retouch_batch_items_bucket{le="4"}'] == 3 and told["retouch_batch_items_sum"] == 10
+    assert told['retouch_batch_items_bucket{le="4.0"}'] == 3 and told["retouch_batch_items_sum"] == 10
 
 
 @pytest.mark.parametrize("poisoned", [0, 13, 31])
@@ -345,7 +344,7 @@ def test_names_of_rewards_are_bounded(http: httpx.Client, names: list[str]) -> N
         assert http.post(f"{url}/score", json=as_json(items(1)) | {"rewards": names}).status_code == 422
         assert http.post(f"{url}/score", json=as_json(items(1)) | {"rewards": ["b", "x1", "x2"]}).status_code == 200
         told = metrics(url)
-    assert told['retouch_outcomes_total{reward="unknown",outcome="unknown_reward"}'] == 2
+    assert told['retouch_outcomes_total{outcome="unknown_reward",reward="unknown"}'] == 2
 
 
 def test_bodies_that_do_not_come_hold_no_place(http: httpx.Client) -> None:
@@ -393,21 +392,15 @@ def test_metrics_count_what_was_done(http: httpx.Client) -> None:
         http.post(f"{url}/score", **one_picture("%%%"))
         told = metrics(url)
     assert [told[f'retouch_requests_total{{status="{status}"}}'] for status in (200, 422)] == [2, 1]
-    assert told['retouch_outcomes_total{reward="b",outcome="score"}'] == 1
-    assert told['retouch_outcomes_total{reward="b",outcome="bad_item"}'] == 2
+    assert told['retouch_outcomes_total{outcome="score",reward="b"}'] == 1
+    assert told['retouch_outcomes_total{outcome="bad_item",reward="b"}'] == 2
     assert told['retouch_model_seconds_count{reward="b"}'] == 1 and told["retouch_ready"] == 1
 
 
-def test_a_histogram_is_cumulative_and_labels_are_escaped() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.observe(value)
-    assert histogram.lines("h") == [
-        'h_bucket{le="1"} 2', 'h_bucket{le="2"} 3', 'h_bucket{le="+Inf"} 4', "h_sum 12.000000", "h_count 4"
-    ]  # fmt: skip
+def test_labels_are_escaped() -> None:
     telemetry = Telemetry()
     telemetry.batch(1, Work({'a"\\\n': 1}, {}))
-    assert '{reward="a\\"\\\\\\n"} 1' in telemetry.text({})
+    assert '{reward="a\\"\\\\\\n"} 1' in telemetry.text({}).decode()
 
 
 # --- frames between front and worker ---

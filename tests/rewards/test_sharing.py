@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from retouch import machine
 from retouch.config import ConfigError
-from retouch.rewards import devices as machine
+from retouch.machine import Machine, this_machine
 from retouch.rewards import (
     table as compose,
 )
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.devices import CPU, Machine, this_machine
+from retouch.rewards.devices import CPU
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.table import RewardTable

@@ -169,10 +169,10 @@ def test_a_worker_ends_with_its_socket_whatever_is_left_in_it() -> None:
     ours, theirs = socket.socketpair()
     code = (
         "import queue, socket, sys, threading, time\n"
-        "from retouch.rewards.server.worker import _read\n"
-        "channel = socket.socket(fileno=int(sys.argv[1]))\n"
-        "channel.sendall(b'unread')\n"
-        "threading.Thread(target=_read, args=(channel, queue.SimpleQueue()), daemon=True).start()\n"
+        "from retouch.rewards.server.process import _Channel, _read\n"
+        "connection = socket.socket(fileno=int(sys.argv[1]))\n"
+        "connection.sendall(b'unread')\n"
+        "threading.Thread(target=_read, args=(_Channel(connection), queue.SimpleQueue()), daemon=True).start()\n"
         "time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()])

@@ -244,7 +244,7 @@ def test_one_broken_picture_fails_alone() -> None:
     parts[victim] = (parts[victim][0][:-1], parts[victim][1])
     first, second, third = decode_items(request, parts)
     assert isinstance(first, RewardItem) and isinstance(third, RewardItem)
-    assert second == "image: raw picture of 6 x 5 x 3 has 89 bytes"
+    assert second == "image: raw image of 6 x 5 x 3 has 89 bytes"
 
 
 def test_a_broken_picture_that_items_share_takes_no_room_and_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ def test_drawings_of_several_sizes_keep_their_order(models: dict[str, QwenModel]
 
 def test_a_source_is_encoded_once(models: dict[str, QwenModel], monkeypatch: pytest.MonkeyPatch) -> None:
     model, source, encoded = models["edit"], picture(31), []  # no other test shows it this one
-    stock = model.encode_images
-    monkeypatch.setattr(model, "encode_images", lambda images: encoded.append(images) or stock(images))
+    stock = model.autoencoder.encode
+    monkeypatch.setattr(model.autoencoder, "encode", lambda images: encoded.append(images) or stock(images))
     texts = [states(n, width=width_of(model)) for n in LENGTHS]
     generate_images(model, [ImageRequest(text, 1, SIZE, sources=(source,)) for text in texts], 1, batch_size=2)
     assert len(encoded) == 1

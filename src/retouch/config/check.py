@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retouch.config.data_rules import check_data
 from retouch.config.needs import data_sections
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ def check(run: RunConfig) -> None:
     _rewards(run)
     _logging(run)
     run.algorithm.check(run, "algorithm")
-    check_data(run)
     for key, section in data_sections(run).items():
         section.check(run, key)
     _weights(run)

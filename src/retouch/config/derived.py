@@ -34,7 +34,7 @@ class Derived:
             gradient checkpointing). Classifier-free guidance doubles what goes through the solver: sampling, and the
             trained steps of GRPO and PPO.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
-            weight, its gradient, two moments of AdamW (less where optimizer.moments says so), and one copy in each
+            weight, its gradient, two moments of AdamW (less where optimizer.state says so), and one copy in each
             snapshot; with training.sharding this is shared out over the devices. Frozen weights, activations,
             autocast's copies and, on several processes without sharding, the buckets of the gradient exchange (4 more)
             come on top.

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retouch.data.sections import (
-    Data,
-    PictureSection,
-)
+from retouch.data.base import DataSection
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -20,7 +17,7 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
     """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
     needs = run.model.spec.needs
     if scored:
-        needs = needs.union(*(entry.required_images() for entry in run.rewards.values()))
+        needs = needs.union(*(entry.example_images() for entry in run.rewards.values()))
     if takes_references(run, scored=scored):
         needs |= {"reference"}
     return needs | {"win", "lose"} if training and run.algorithm.takes_given_pairs else needs
@@ -29,16 +26,16 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
 def takes_references(run: RunConfig, *, scored: bool) -> bool:
     """Whether anything looks at a reference: a style adapter, a strip above the picture or, where images are scored, a
     style reward."""
-    judged = scored and any("reference" in entry.required_images() for entry in run.rewards.values())
+    judged = scored and any("reference" in entry.example_images() for entry in run.rewards.values())
     return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged
 
 
 def reference_strip(run: RunConfig) -> int | None:
     """Height in pixels of the strip of in-context references; the same in all sections."""
-    return run.data.reference_strip if isinstance(run.data, PictureSection) else None
+    return run.data.image_options.reference_strip
 
 
-def data_sections(run: RunConfig) -> dict[str, Data]:
+def data_sections(run: RunConfig) -> dict[str, DataSection]:
     """The sections of a run that name examples, by key."""
     named = dict(zip(DATA_SECTIONS, (run.data, run.warmup_data, run.evaluation.data), strict=True))
     return {name: section for name, section in named.items() if section is not None}

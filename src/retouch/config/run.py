@@ -24,7 +24,7 @@ from retouch.config.base import (
 from retouch.config.errors import nearest
 from retouch.config.presets import Preset, fill_in
 from retouch.core.rules import STEP_RULES
-from retouch.data.sections import Data
+from retouch.data.formats import Data
 from retouch.families import DEFAULT_FAMILY
 from retouch.families.base import Model
 from retouch.registry import Chosen

@@ -1,8 +1,8 @@
-"""Every item is read once before a run: in threads, shared out among processes, and not again while its files stay.
+"""Check every item once before a run: in threads, shared among processes, and not again while its files stay the same.
 
-Which items can be used decides their order, so that all processes must know it before the first step; and a broken file
-is better told of then than hours later. What was found good is remembered in the user's cache: a file for each data
-section, of fingerprints of its items.
+All processes must know which items can be used before the first step, because these decide the order of examples; and a
+broken file is better reported then than hours later. Good items are remembered in the user's cache: one file for each
+data section, with a fingerprint of each item.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import PIL
 from PIL import Image
 
 import retouch
+from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.identity import files_of
-from retouch.imaging import PackedPicture
+from retouch.imaging import PackedImage
+from retouch.machine import this_machine
 from retouch.types import Processes
-
-if TYPE_CHECKING:
-    from retouch.data.dataset import ItemError, ItemFiles
-    from retouch.data.sections import DataSection
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +33,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MOST_THREADS = 16
-"""Each holds the pictures of an item; decoding and scaling them lets others run."""
+"""Each holds the images of an item; decoding and scaling release the GIL."""
 
 PROGRESS_S = 15.0
-"""Between lines that say how far it is."""
+"""Seconds between log lines with the progress."""
 
 _SLICE = 8
 """Items that a thread takes at a time."""
 
 _BYTES = 16
-"""Of a fingerprint."""
+"""Length of a fingerprint."""
 
 
 class Alone:
@@ -65,22 +62,22 @@ def find_problems(
     processes: Processes,
     memory: Path | None,
 ) -> list[ItemError | None]:
-    """What `check` says of every item, the same on all processes; those of a machine share out what is not remembered,
-    for disks may differ between machines. What is broken on one of them is broken.
+    """The result of `check` for every item, the same on all processes. The processes of one machine share the items
+    that are not remembered, because disks may differ between machines; an item broken on one of them is broken.
 
     Args:
-        check: says the same of an item as long as its fingerprint stays.
-        purpose: names the section in the log.
-        memory: file of what was good before, which is brought up to date; None: nothing is remembered.
+        check: a function of the item alone, as long as its fingerprint stays.
+        purpose: name of the section in the log.
+        memory: file with the fingerprints of items that were good, which is updated; None: nothing is remembered.
     """
     first = processes.rank == 0
     known = frozenset(processes.gather_list(recall(memory) if first and memory else []))
 
     def verdict(position: int) -> tuple[int, ItemError | None, bytes]:
-        seen = fingerprint(items[position])  # before its files are read: one that changes meanwhile is not known
+        seen = fingerprint(items[position])  # before the files are read, which may change meanwhile
         return position, None if seen in known else check(items[position]), seen
 
-    machines = processes.gather_list([platform.node()])
+    machines = processes.gather_list([this_machine()])
     here = [rank for rank, machine in enumerate(machines) if machine == machines[processes.rank]]
     own = range(here.index(processes.rank), len(items), len(here))
     verdicts = progress(in_threads(verdict, own), len(own), purpose if first else None)
@@ -95,8 +92,8 @@ def find_problems(
 
 
 def in_threads(work: Callable[[T], R], given: Sequence[T]) -> Iterator[R]:
-    """`work` of everything, in order; the first error is raised."""
-    Image.init()  # threads that make Pillow look for its formats trip over each other
+    """`work` of every value, in order; the first error is raised."""
+    Image.init()  # not safe to run in several threads at once
     slices = [given[start : start + _SLICE] for start in range(0, len(given), _SLICE)]
     with ThreadPoolExecutor(min(MOST_THREADS, (os.cpu_count() or 1) + 4)) as pool:
         for done in pool.map(lambda some: [work(one) for one in some], slices):
@@ -104,26 +101,23 @@ def in_threads(work: Callable[[T], R], given: Sequence[T]) -> Iterator[R]:
 
 
 def progress(results: Iterable[T], count: int, purpose: str | None) -> Iterator[T]:
-    """The results as they come, and now and then a line in the log where they take long.
+    """The results as they come, with a log line every `PROGRESS_S` seconds.
 
     Args:
-        purpose: names them in it; None: no lines.
+        purpose: name of the results in the log; None: no lines.
     """
-    told = time.monotonic()
+    logged = time.monotonic()
     for number, result in enumerate(results, 1):
-        if purpose and time.monotonic() - told >= PROGRESS_S:
-            told = time.monotonic()
+        if purpose and time.monotonic() - logged >= PROGRESS_S:
+            logged = time.monotonic()
             logger.info("%s: checked %d of the %d items of this process", purpose, number, count)
         yield result
 
 
-# --- what is remembered ---
-
-
 def memory_of(config: DataSection, needs: Collection[str]) -> Path | None:
-    """Where it lies what of a section was good, for a run that needs these pictures; None where there is no home.
+    """The file that remembers a section's good items, for a run that needs these images; None without a home directory.
 
-    Another version of Pillow, and other checks, start anew.
+    Another version of Pillow, or of the code that checks, has another file.
     """
     root = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -131,32 +125,28 @@ def memory_of(config: DataSection, needs: Collection[str]) -> Path | None:
     except RuntimeError:
         return None
     place = Path(config.path).expanduser().absolute()
-    said = (str(place), config.model_dump_json(exclude={"path", "max_bad_items"}), sorted(needs), _checks())
-    return cache_folder / "retouch" / "checked" / hashlib.blake2b(repr(said).encode(), digest_size=_BYTES).hexdigest()
+    parts = (str(place), config.model_dump_json(exclude={"path", "max_bad_items"}), sorted(needs), _checks())
+    return cache_folder / "retouch" / "checked" / hashlib.blake2b(repr(parts).encode(), digest_size=_BYTES).hexdigest()
 
 
 @cache
 def _checks() -> tuple[str, str]:
-    """What an item is checked with: Pillow, and this package as it is."""
+    """Versions of what checks an item: Pillow and this package."""
     package = Path(retouch.__file__).parent
     source = hashlib.blake2b(digest_size=_BYTES)
-    for file in (package / "imaging.py", package / "data" / "dataset.py"):
+    for file in (package / "imaging.py", package / "data" / "base.py", package / "data" / "dataset.py"):
         source.update(file.read_bytes())
     return PIL.__version__, source.hexdigest()
 
 
-def names_files(item: ItemFiles) -> bool:
-    """Whether there is anything to open."""
-    return bool(files_of(item))
-
-
 def fingerprint(item: ItemFiles) -> bytes:
-    """Of all that decides whether the item can be used: what it says, and size and time of change of its files."""
-    said: list[object] = [item.id, item.target, bool(item.prompt.strip())]
+    """Digest of everything that decides whether the item can be used: its fields, and size and modification time of
+    its files."""
+    parts: list[object] = [item.id, item.target, bool(item.prompt.strip())]
     for name, file in files_of(item).items():
-        place = file.digest if isinstance(file, PackedPicture) else (str(file.absolute()), *_state(file))
-        said.append((name, place))
-    return hashlib.blake2b(repr(said).encode(), digest_size=_BYTES).digest()
+        place = file.digest if isinstance(file, PackedImage) else (str(file.absolute()), *_state(file))
+        parts.append((name, place))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=_BYTES).digest()
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -168,7 +158,7 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def recall(memory: Path) -> list[bytes]:
-    """Nothing where there is no such file; what a damaged one holds fits no item."""
+    """The fingerprints of a file; none if there is no such file, and a damaged one matches no item."""
     try:
         content = memory.read_bytes()
     except OSError:
@@ -177,11 +167,11 @@ def recall(memory: Path) -> list[bytes]:
 
 
 def remember(memory: Path, good: Iterable[bytes]) -> None:
-    """Put in place at once; a cache that cannot be written costs the next start its time, and nothing else."""
+    """Write the file by one rename; if the cache cannot be written, the next start checks all items again."""
     written = memory.with_name(f"{memory.name}.{os.getpid()}")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
         written.write_bytes(b"".join(sorted(good)))
         written.replace(memory)
     except OSError as error:
-        logger.debug("what was checked is not remembered: %s", error)
+        logger.debug("checked items are not remembered: %s", error)

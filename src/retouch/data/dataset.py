@@ -1,35 +1,27 @@
 """A data set: a list of items by file name, turned into `Example`s of one size on access.
 
-A format (`retouch.data.formats`) only lists items; opening, checking, resizing and roles are here, once for all.
+A format (`retouch.data.formats`) only lists items; opening, checking, resizing and roles are here, for all formats.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import overload
 
 from PIL import Image
 
-from retouch.data.checking import Alone, find_problems, memory_of, names_files
-from retouch.data.sections import (
-    ComplexEditData,
-    PictureSection,
-    ProtocolData,
-    SelfBenchData,
-)
-from retouch.errors import DataError
+from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles
+from retouch.data.checking import Alone, find_problems, memory_of
+from retouch.data.identity import files_of
 from retouch.imaging import (
     Box,
     ImageProblem,
     MaskCrop,
-    PackedPicture,
     fit_size,
     halves,
     into_strip,
@@ -42,44 +34,13 @@ from retouch.imaging import (
 )
 from retouch.types import Example, Processes
 
-if TYPE_CHECKING:
-    from retouch.data.sections import (
-        Data,
-        DataSection,
-    )
-
 logger = logging.getLogger(__name__)
 
 KEPT_SHARE = 0.98
 """Of the masked area that must lie inside the crop: rounding may cost a row of pixels, but never a part of a letter."""
 
-TargetRole = Literal["auto", "source", "none", "file"]
-
-
-@dataclass(frozen=True)
-class ItemFiles:
-    """One item as the format lists it, nothing opened yet.
-
-    Attributes:
-        target: where the ground truth comes from: "file" is `target_path`; "source" the source itself; "none" there is
-            none; "auto", of self_bench, a full-size reference, else the source.
-        reference_mask_path: of the item that a reference belongs to; one of the mask's size is cut to its box.
-        difficulty: what a curriculum sorts by.
-    """
-
-    id: int
-    prompt: str
-    source_path: Path | PackedPicture | None = None
-    mask_path: Path | PackedPicture | None = None
-    reference_path: Path | PackedPicture | None = None
-    target_path: Path | None = None
-    win_path: Path | None = None
-    lose_path: Path | None = None
-    embedding_path: Path | None = None
-    target: TargetRole = "none"
-    reference_mask_path: Path | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    difficulty: float = 0.0
+_COMPARED = {"target": "target", "win": "preferred image", "lose": "rejected image"}
+"""Images that have the size of the source -> their names in messages."""
 
 
 @dataclass(frozen=True)
@@ -87,31 +48,20 @@ class Reading:
     """How an item was brought to the size of its data set.
 
     Attributes:
-        mask_channel: of the mask file; None without a mask.
+        mask_channel: channel of the mask file; None without a mask.
         mask_may_be_inverted: see `imaging.may_be_inverted`.
         box: the part of the source that the example shows, in pixels of the source.
         cropped: whether the box is a crop around the mask.
         mask_pixels: masked pixels of the example.
-        uncropped_mask_pixels: the same without the crop, to within the rounding of its edge.
+        uncropped_mask_pixels: masked pixels without the crop, to within the rounding of its edge.
     """
 
     mask_channel: str | None
     mask_may_be_inverted: bool
     box: Box
-    cropped: bool
-    mask_pixels: int
-    uncropped_mask_pixels: int
-
-
-@dataclass(frozen=True)
-class ItemError:
-    """One item that cannot be used, and why."""
-
-    where: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.problem}"
+    cropped: bool = False
+    mask_pixels: int = 0
+    uncropped_mask_pixels: int = 0
 
 
 class Dataset(Sequence[Example]):
@@ -143,35 +93,35 @@ class Dataset(Sequence[Example]):
 
     @property
     def difficulties(self) -> list[float]:
-        """Of every example, by position."""
+        """Difficulty of every example, by position."""
         return [item.difficulty for item in self.items]
 
     @property
     def stages(self) -> int:
-        """Of the curriculum; 1: there is none."""
-        return self.config.curriculum if isinstance(self.config, ProtocolData) else 1
+        """Stages of the curriculum; 1: there is no curriculum."""
+        return self.config.stages
 
 
 def load_dataset(
-    config: Data, purpose: str = "data", needs: Collection[str] = (), processes: Processes | None = None
+    config: DataSection, purpose: str = "data", needs: Collection[str] = (), processes: Processes | None = None
 ) -> Dataset:
     """List and check every item; skip up to `max_bad_items` broken ones, each with a warning.
 
     Args:
-        purpose: names the section in messages.
-        needs: pictures that every item must have: of source, mask, win, lose.
-        processes: all of which load the same section at once, and check a share each; None: this one alone.
+        purpose: name of the section in messages.
+        needs: images that every item must have: of source, mask, reference, win, lose.
+        processes: all load the same section at the same time and check a share each; None: this process alone.
 
     Raises:
         DataError: nothing there, too many broken items, or two items with one id.
     """
     processes = processes or Alone()
-    listed = list_items(config)
+    listed = config.items()
     names = repr([item.id if isinstance(item, ItemFiles) else str(item) for item in listed])
     if len(set(processes.gather_list([hashlib.sha256(names.encode()).digest()]))) > 1:
         raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")
     files = [item for item in listed if isinstance(item, ItemFiles)]
-    memory = memory_of(config, needs) if any(map(names_files, files)) else None
+    memory = memory_of(config, needs) if any(map(files_of, files)) else None
     problems = iter(find_problems(files, partial(check_item, config=config, needs=needs), purpose, processes, memory))
     outcomes = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
     good = [outcome for outcome in outcomes if isinstance(outcome, ItemFiles)]
@@ -195,19 +145,8 @@ def load_dataset(
     return Dataset(config, good)
 
 
-def list_items(config: Data) -> list[ItemFiles | ItemError]:
-    """What the format finds, first `limit` items, nothing opened.
-
-    Raises:
-        DataError: the list itself is missing or unreadable.
-    """
-    module = importlib.import_module(f"retouch.data.formats.{config.format}")
-    items: list[ItemFiles | ItemError] = module.list_items(config)
-    return items if config.limit is None else items[: config.limit]
-
-
 def all_embedded(items: Iterable[ItemFiles]) -> bool:
-    """Whether every item names a file with the text embeddings of its prompt, so that none has to be encoded."""
+    """Whether every item names a file with the text embeddings of its prompt, which replaces encoding it."""
     return all(item.embedding_path is not None for item in items)
 
 
@@ -219,7 +158,7 @@ def repeated_ids(items: Sequence[ItemFiles]) -> list[int]:
 def check_item(
     item: ItemFiles, config: DataSection, needs: Collection[str] = (), crop: MaskCrop | None = None
 ) -> ItemError | None:
-    """Open everything the item names; None where all of it is usable and there."""
+    """Open every file of the item; None if all are present and usable."""
     found = examine(item, config, needs, crop)
     return found if isinstance(found, ItemError) else None
 
@@ -227,12 +166,12 @@ def check_item(
 def examine(
     item: ItemFiles, config: DataSection, needs: Collection[str] = (), crop: MaskCrop | None = None
 ) -> tuple[Example, Reading] | ItemError:
-    """What `read_item` gives, or why the item cannot be used."""
+    """The result of `read_item`, or why the item cannot be used."""
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
+    if config.image_options.reference != "given" and item.source_path and item.mask_path:
+        needs = set(needs) - {"reference"}  # it is cut out of the image
     keys = {"source": "image_path"}  # of a manifest
-    made = isinstance(config, PictureSection) and config.reference != "given" and item.source_path and item.mask_path
-    needs = set(needs) - {"reference"} if made else needs
     missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
@@ -246,7 +185,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     """The example at the size of the data set, and how it was read.
 
     Args:
-        crop: show a box around the mask where it chooses one, instead of what `data.fit` shows.
+        crop: show a box around the mask if it chooses one, instead of the part that `data.fit` shows.
 
     Raises:
         ImageProblem: a file that is missing, unreadable or of the wrong size.
@@ -254,83 +193,114 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     height, width = config.size
     if item.embedding_path and not item.embedding_path.is_file():
         raise ImageProblem(f"{item.embedding_path}: no such file of embeddings")
-    if not isinstance(config, PictureSection | ComplexEditData):
-        example = Example(item.id, item.prompt, metadata=item.metadata, size=config.size)
-        return example, Reading(None, False, (0, 0, width, height), False, 0, 0)
-    source = to_rgb(open_image(item.source_path)) if item.source_path else None
-    reference = to_rgb(open_image(item.reference_path)) if item.reference_path else None
-    target = to_rgb(open_image(item.target_path)) if item.target_path else None
-    win = to_rgb(open_image(item.win_path)) if item.win_path else None
-    lose = to_rgb(open_image(item.lose_path)) if item.lose_path else None
+    images, options = dict[str, Image.Image](), config.image_options
+    for role in ("source", "reference", "target", "win", "lose") if config.has_images else ():
+        path = getattr(item, f"{role}_path")
+        if path:
+            images[role] = to_rgb(open_image(path))
     mask, channel, inverted = None, None, False
-    if item.mask_path:
-        invert = isinstance(config, PictureSection) and config.invert_mask
-        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
-        _same_size(mask, source, str(item.mask_path), "mask")
-        inverted = not invert and may_be_inverted(mask, channel)
-    first = next((i for i in (source, target, win, lose) if i is not None), None)
-    other_is = "source" if source is not None else "target" if target is not None else "preferred picture"
-    _same_size(target, first, str(item.target_path), "target", other_is)
-    _same_size(win, first, str(item.win_path), "preferred picture", other_is)
-    _same_size(lose, first, str(item.lose_path), "rejected picture", other_is)
-    if item.target in ("auto", "source"):
-        target = source
-        in_layout = isinstance(config, SelfBenchData)
-        if in_layout and reference is not None and source is not None and reference.size == source.size:
-            # full-size ground truth; its mask box is the style crop
-            target = reference if item.target == "auto" else source
-            reference = reference.crop(mask_box(mask)) if mask is not None else None
+    if item.mask_path and config.has_images:
+        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=options.invert_mask)
+        inverted = not options.invert_mask and may_be_inverted(mask, channel)
+        if "source" in images:
+            _require_same_size(mask, images["source"], str(item.mask_path), "mask", "source")
+    first = next((role for role in ("source", *_COMPARED) if role in images), None)
+    for role in _COMPARED if first else ():
+        if first and role in images:
+            name = str(getattr(item, f"{role}_path"))
+            _require_same_size(images[role], images[first], name, _COMPARED[role], _COMPARED.get(first, "source"))
+    mask = _set_roles(item, images, mask, options)
+    reading = Reading(channel, inverted, (0, 0, width, height))
+    reference = images.pop("reference", None)
+    if first:
+        images, mask, reading = _fitted(images, mask, images[first].size, config, crop, item, reading)
+    strip = None
+    if options.reference_strip is not None and "source" in images and reference is not None:
+        strip = into_strip(reference, options.reference_strip, width, options.reference_strip_fit)
+    return Example(
+        item.id,
+        item.prompt,
+        mask=mask,
+        reference=reference,
+        metadata=item.metadata,
+        size=config.size,
+        strip=strip,
+        embedding_path=item.embedding_path,
+        **images,
+    ), reading
+
+
+def _set_roles(
+    item: ItemFiles, images: dict[str, Image.Image], mask: Image.Image | None, options: ImageOptions
+) -> Image.Image | None:
+    """Add the target and the reference that are parts of other images -> the mask that is left to repaint.
+
+    Args:
+        images: by role, changed in place.
+    """
+    source, reference = images.get("source"), images.get("reference")
+    if item.target in ("auto", "source") and source is not None:
+        images["target"] = source
+        if item.crops_reference and reference is not None and mask is not None and reference.size == source.size:
+            images["target"] = reference if item.target == "auto" else source
+            reference = images["reference"] = reference.crop(mask_box(mask))
     if reference is not None and item.reference_mask_path is not None and item.reference_mask_path.is_file():
         other, _ = read_mask(open_image(item.reference_mask_path), str(item.reference_mask_path))
-        reference = reference.crop(mask_box(other)) if other.size == reference.size else reference
-    shown = target or source
-    if mask is not None and shown is not None and isinstance(config, PictureSection):
-        if config.reference == "half_box":
-            reference, mask = _half(shown, mask, second=item.id % 2 == 1, name=str(item.mask_path))
-        elif config.reference == "mask_box" and reference is None:
-            reference = shown.crop(mask_box(mask))
+        if other.size == reference.size:
+            images["reference"] = reference.crop(mask_box(other))
+    shown = images.get("target", source)
+    if mask is not None and shown is not None:
+        if options.reference == "half_box":
+            images["reference"], mask = _half(shown, mask, second=item.id % 2 == 1, name=str(item.mask_path))
+        elif options.reference == "mask_box" and "reference" not in images:
+            images["reference"] = shown.crop(mask_box(mask))
+    return mask
+
+
+def _fitted(
+    images: dict[str, Image.Image],
+    mask: Image.Image | None,
+    size: tuple[int, int],
+    config: DataSection,
+    crop: MaskCrop | None,
+    item: ItemFiles,
+    reading: Reading,
+) -> tuple[dict[str, Image.Image], Image.Image | None, Reading]:
+    """Images and mask of `size` (width, height) at the size of the data set, and how they were read.
+
+    Raises:
+        ImageProblem: the masked area vanishes, is cut off, or covers everything.
+    """
+    height, width = config.size
     box = mask_box(mask) if mask is not None else None
-    area = (0, 0, width, height)
-    cropped, kept, uncropped = None, 0, 0
-    if first is not None:
-        scaled, window = fit_size(first.size, (width, height), config.fit, box)
-        area = _unscaled(window, scaled, first.size)
-        if mask is not None:
-            uncropped = round(mask_area(mask) * scaled[0] * scaled[1] / (mask.width * mask.height))
-        cropped = None if crop is None or box is None else crop.box(first.size, (width, height), box)
-        if cropped is not None:
-            source, mask, target, win, lose = (
-                None if i is None else i.crop(cropped) for i in (source, mask, target, win, lose)
-            )
-            area, scaled, window = cropped, (width, height), (0, 0, width, height)
-        source, target, win, lose = (
-            None if i is None else resize(i, scaled, window) for i in (source, target, win, lose)
+    scaled, window = fit_size(size, (width, height), config.image_options.fit, box)
+    area = _unscaled(window, scaled, size)
+    uncropped = 0 if mask is None else round(mask_area(mask) * scaled[0] * scaled[1] / (mask.width * mask.height))
+    cropped = None if crop is None or box is None else crop.box(size, (width, height), box)
+    if cropped is not None:
+        images = {role: image.crop(cropped) for role, image in images.items()}
+        mask = None if mask is None else mask.crop(cropped)
+        area, scaled, window = cropped, (width, height), (0, 0, width, height)
+    images = {role: resize(image, scaled, window) for role, image in images.items()}
+    reading = replace(reading, box=area, cropped=cropped is not None, uncropped_mask_pixels=uncropped)
+    if mask is None:
+        return images, None, reading
+    whole = mask_area(mask.resize(scaled, Image.Resampling.BOX))
+    mask = resize(mask, scaled, window)
+    kept = mask_area(mask)
+    problem = None
+    if kept == 0:
+        problem = f"the masked area vanishes at {width} x {height}; raise data.resolution"
+    elif kept < KEPT_SHARE * whole:
+        problem = (
+            f"cropping to {width} x {height} cuts off {1 - kept / whole:.0%} of the masked area; set data.fit=stretch "
+            "or another data.resolution"
         )
-        if mask is not None:
-            whole = mask_area(mask.resize(scaled, Image.Resampling.BOX))
-            mask = resize(mask, scaled, window)
-            kept = mask_area(mask)
-            if kept == 0:
-                raise ImageProblem(
-                    f"{item.mask_path}: the masked area vanishes at {width} x {height}; raise data.resolution"
-                )
-            if kept < KEPT_SHARE * whole:
-                raise ImageProblem(
-                    f"{item.mask_path}: cropping to {width} x {height} cuts off {1 - kept / whole:.0%} of the masked "
-                    "area; set data.fit=stretch or another data.resolution"
-                )
-            if kept == width * height:
-                raise ImageProblem(
-                    f"{item.mask_path}: the mask covers all of the {width} x {height} crop; set data.fit=stretch"
-                )
-    strip = None
-    if isinstance(config, PictureSection) and config.reference_strip is not None and source and reference:
-        strip = into_strip(reference, config.reference_strip, width, config.reference_strip_fit)
-    example = Example(
-        item.id, item.prompt, source, mask, target, reference, item.metadata, win, lose, config.size, strip
-    )
-    example = replace(example, embedding_path=item.embedding_path)
-    return example, Reading(channel, inverted, area, cropped is not None, kept, uncropped)
+    elif kept == width * height:
+        problem = f"the mask covers all of the {width} x {height} crop; set data.fit=stretch"
+    if problem:
+        raise ImageProblem(f"{item.mask_path}: {problem}")
+    return images, mask, replace(reading, mask_pixels=kept)
 
 
 def _unscaled(window: Box, scaled: tuple[int, int], size: tuple[int, int]) -> Box:
@@ -359,10 +329,8 @@ def mask_area(mask: Image.Image) -> int:
     return int(sum(mask.histogram()[128:]))
 
 
-def _same_size(
-    image: Image.Image | None, other: Image.Image | None, name: str, what: str, other_is: str = "source"
-) -> None:
-    if image is not None and other is not None and image.size != other.size:
+def _require_same_size(image: Image.Image, other: Image.Image, name: str, what: str, other_is: str) -> None:
+    if image.size != other.size:
         raise ImageProblem(
             f"{name}: the {what} is {image.width} x {image.height}, its {other_is} {other.width} x {other.height}; "
             "both must have one size"

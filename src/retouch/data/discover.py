@@ -1,23 +1,18 @@
-"""What a folder of images holds: a layout that retouch reads as it stands, or images, masks and captions that belong
-together by their names."""
+"""The data set that a path holds: of a format that recognises it, or images, masks and captions matched by name."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from retouch.data.dataset import DataError, ItemFiles, list_items
-from retouch.data.formats.brushbench import MAPPING
-from retouch.data.formats.manifest import METADATA, SUFFIXES, entries_of, manifest_file, read_text
-from retouch.data.sections import (
-    Data,
-    ManifestData,
-)
-from retouch.data.validate import data_at
+from retouch.data.base import DataError, DataSection, ItemFiles
+from retouch.data.formats import FORMATS
+from retouch.data.formats.manifest import ManifestData
+from retouch.data.lists import SUFFIXES, entries_of, read_text
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
@@ -28,12 +23,12 @@ _ROLES = {
     "image_path": ("image", "images", "source", "sources", "original", "originals"),
     "prompt": ("caption", "captions", "prompt", "prompts"),
 }
-"""Key of a manifest -> names of folders, and endings of file names (photo_mask.png), that mean it."""
+"""Key of a manifest -> its folder names, and its endings of file names (photo_mask.png)."""
 
 _ROLE_OF = {word: role for role, words in _ROLES.items() for word in words}
 
 _SIZE = (512, 512)
-"""What listing takes without opening an image."""
+"""Any size: listing opens no image."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +36,16 @@ class Found:
     """A data set.
 
     Attributes:
-        what: its layout, for people.
-        items: what it lists.
+        layout: its layout, for people.
+        items: the items that it lists.
         format: `data.format`.
-        path: `data.path`; None where a manifest has to be written.
+        path: `data.path`; None if a manifest has to be written.
         entries: of that manifest, with absolute paths.
-        left_out: files that are not used, each with the reason: images that lack a mask or a caption, and second files
-            of one example and role.
+        left_out: unused files, each with the reason: images without a mask or a caption, and second files of one
+            example and role.
     """
 
-    what: str
+    layout: str
     items: list[ItemFiles]
     format: str
     path: Path | None = None
@@ -58,47 +53,76 @@ class Found:
     left_out: list[str] = field(default_factory=list[str])
 
 
-def discover(path: Path) -> Found:
-    """Recognise a folder (or a list file) by the first layout that fits.
+def recognised(path: Path, size: tuple[int, int]) -> DataSection | None:
+    """A section of the first format that recognises the path; None if no format does."""
+    for section in FORMATS.available().values():
+        if section.recognises(path):
+            return section.model_validate({"path": str(path), "resolution": size})
+    return None
+
+
+def expected_paths() -> str:
+    """The paths that the formats recognise, for messages."""
+    return ", ".join(section.expects for section in FORMATS.available().values() if section.expects)
+
+
+def data_at(path: Path, size: tuple[int, int]) -> DataSection:
+    """As `recognised`.
 
     Raises:
-        DataError: none does, with the layouts that would.
+        DataError: no format recognises the path.
+    """
+    section = recognised(path, size)
+    if section is None:
+        raise DataError(f"{path}: expected {expected_paths()}, or a run file")
+    return section
+
+
+def discover(path: Path) -> Found:
+    """Recognise a folder or a list file, by its format or by the names of its files.
+
+    Raises:
+        DataError: nothing is recognised.
     """
     if not path.exists():
         raise DataError(f"FOLDER: given {path}; no such file or folder")
-    for recognise in RECOGNISED:
-        found = recognise(path)
-        if found is not None and found.items:
-            return found
-    raise DataError(
-        f"FOLDER: given {path}; expected a self_bench.txt, a {MAPPING}, a manifest ({', '.join(SUFFIXES)}), an "
-        f"imagefolder ({' or '.join(METADATA)}), or images with captions: photo.png, photo.txt and photo_mask.png, or "
-        "images/photo.png, captions/photo.txt and masks/photo.png; add what is missing"
-    )
+    section = recognised(path, _SIZE) or _manifest_in(path)
+    found = _pairs(path) if section is None else _as_listed(section)
+    if not found.items and section is not None:
+        found = _pairs(path)
+    if not found.items:
+        raise DataError(
+            f"FOLDER: given {path}; expected {expected_paths()}, or images with captions: photo.png, photo.txt and "
+            "photo_mask.png, or images/photo.png, captions/photo.txt and masks/photo.png; add what is missing"
+        )
+    return found
 
 
-def _listed(path: Path) -> Found | None:
-    """A list file itself, or a folder whose list has a name of its own."""
-    lists = ("self_bench.txt", "cross_bench.txt", MAPPING)
-    if path.is_dir() and not any((path / name).is_file() for name in lists) and manifest_file(path) is None:
-        return None
-    return _as_it_stands(data_at(path, _SIZE))
-
-
-def _manifest(path: Path) -> Found | None:
-    """A folder with one manifest."""
+def _manifest_in(path: Path) -> ManifestData | None:
+    """The one manifest of a folder."""
     files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES] if path.is_dir() else []
     manifests = [file for file in files if _is_manifest(file)]
     if len(manifests) > 1:
         names = ", ".join(file.name for file in manifests)
         raise DataError(f"FOLDER: given {path}, which has several manifests ({names}); give the path of one of them")
-    return _as_it_stands(ManifestData(path=str(manifests[0]), resolution=_SIZE)) if manifests else None
+    return ManifestData(path=str(manifests[0]), resolution=_SIZE) if manifests else None
 
 
-def _pairs(path: Path) -> Found | None:
-    """Images with their masks and captions by name."""
-    if not path.is_dir():
-        return None
+def _as_listed(section: DataSection) -> Found:
+    items = [item for item in section.items() if isinstance(item, ItemFiles)]
+    return Found(section.format, items, section.format, Path(section.path))
+
+
+def _is_manifest(file: Path) -> bool:
+    try:
+        entries = entries_of(file)
+    except DataError:
+        return False
+    return bool(entries) and isinstance(entries[0], dict) and "prompt" in cast("dict[str, object]", entries[0])
+
+
+def _pairs(path: Path) -> Found:
+    """Images with their masks and captions, by name."""
     groups: dict[tuple[Path, str], dict[str, Path]] = {}
     left_out: list[str] = []
     for file in _files(path):
@@ -123,26 +147,8 @@ def _pairs(path: Path) -> Found | None:
     return Found("images and captions by name", items, "manifest", entries=entries, left_out=left_out)
 
 
-RECOGNISED: tuple[Callable[[Path], Found | None], ...] = (_listed, _manifest, _pairs)
-"""Layouts in the order in which they are tried."""
-
-
-def _as_it_stands(section: Data) -> Found:
-    items = [item for item in list_items(section) if isinstance(item, ItemFiles)]
-    return Found(section.format, items, section.format, Path(section.path))
-
-
-def _is_manifest(file: Path) -> bool:
-    try:
-        entries = entries_of(file)
-    except DataError:
-        return False
-    first: object = entries[0] if entries else None
-    return isinstance(first, dict) and "prompt" in cast("dict[str, Any]", first)
-
-
 def _files(folder: Path) -> Iterator[Path]:
-    """Images, and texts that can be their captions, hidden ones left out."""
+    """Images, and texts that can be their captions, except hidden files."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
         if file.is_file() and not hidden and file.suffix.lower() in (*IMAGES, ".txt"):
@@ -150,7 +156,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _place(file: Path) -> tuple[Path, str, str]:
-    """The folder and the name that files of one example share, and the role of this one."""
+    """The folder and the name that the files of one example share, and the role of this file."""
     stem, folder = file.stem, file.parent
     role = "image_path" if file.suffix.lower() in IMAGES else "prompt"
     of_folder = _ROLE_OF.get(folder.name.lower())

@@ -1,33 +1,36 @@
-"""What an item is, wherever its files lie and whatever they are called."""
+"""What an item is, wherever its files lie and whatever their names are; and whether two data sets share images."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retouch.imaging import PackedPicture
+from retouch.data.base import ItemFiles
+from retouch.imaging import PackedImage
 
 if TYPE_CHECKING:
-    from retouch.data.dataset import ItemFiles
+    from retouch.data.dataset import Dataset
 
 
-def files_of(item: ItemFiles) -> dict[str, Path | PackedPicture]:
-    """What an item names, by field."""
+def files_of(item: ItemFiles) -> dict[str, Path | PackedImage]:
+    """The files of an item, by field."""
     named = ((field.name, getattr(item, field.name)) for field in fields(item))
-    return {name: file for name, file in named if isinstance(file, Path | PackedPicture)}
+    return {name: file for name, file in named if isinstance(file, Path | PackedImage)}
 
 
 def item_key(item: ItemFiles) -> int:
-    """63 bits of what a model sees of an item: its id and prompt, how its pictures are used, and the bytes of its
-    files. What only rewards and curricula are told (metadata, difficulty) is no part of it."""
+    """63 bits of a model's input: id, prompt, roles of the images, and the bytes of the files. What only rewards and
+    curricula read (metadata, difficulty) is no part of it."""
     # a target that is the source adds no pixels; "none" is what checkpoints of manifests without targets hold
     target = "none" if item.target == "source" else item.target
     told: dict[str, str | int | None] = {"id": item.id, "prompt": item.prompt, "target": target}
     for name, file in files_of(item).items():
-        if isinstance(file, PackedPicture):
+        if isinstance(file, PackedImage):
             told[name] = file.digest
         else:
             told[name] = digest(file) if file.is_file() else None  # a reference's mask may be missing
@@ -39,3 +42,39 @@ def digest(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def trained_on(evaluation: Dataset, *training: Dataset) -> list[ItemFiles]:
+    """Items of `evaluation` whose source or target is an image of the training data; for text to image, those whose
+    prompt is. Only files as long as one of the other side are read; images inside tables have digests, and are compared
+    with such images alone."""
+    asked = {item.id: images_of(item) for item in evaluation.items}
+    sizes = {path.stat().st_size for images in asked.values() for path in paths(images)}
+    known: defaultdict[int, set[Path]] = defaultdict(set)
+    seen = [image for data in training for item in data.items for image in images_of(item)]
+    for path in {p.resolve() for p in paths(seen)}:
+        known[path.stat().st_size].add(path)
+    digests = {digest(path) for length in sizes & known.keys() for path in known[length]}
+    packed = {image.digest for image in seen if isinstance(image, PackedImage)}
+    prompts = {item.prompt for data in training for item in data.items if not images_of(item)}
+
+    def is_known(image: Path | PackedImage) -> bool:
+        if isinstance(image, PackedImage):
+            return image.digest in packed
+        return image.stat().st_size in known and digest(image) in digests
+
+    return [
+        item
+        for item in evaluation.items
+        if (any(map(is_known, asked[item.id])) if asked[item.id] else item.prompt in prompts)
+    ]
+
+
+def images_of(item: ItemFiles) -> list[Path | PackedImage]:
+    """The images that a model may memorise: not masks and references, which many items may share."""
+    return [p for p in (item.source_path, item.target_path, item.win_path, item.lose_path) if p is not None]
+
+
+def paths(images: Iterable[Path | PackedImage]) -> list[Path]:
+    """The images that are files of their own."""
+    return [image for image in images if isinstance(image, Path)]

@@ -1,9 +1,8 @@
-"""Which examples an epoch takes, in which order, on which rank: pure functions of the run's seed.
+"""The examples of an epoch, their order and their rank: pure functions of the run's seed.
 
-Nothing here has a state, so that a resumed run, another number of processes or another batch size sees the same
-epochs, and the same supervised steps as long as a step has as many rows. An epoch takes G different examples, K
-rollouts each: G · K *slots* in a fixed order. Ranks take consecutive slices of them; the last slots are padded, with
-weight 0, where they do not divide.
+Without state, a resumed run, another number of processes or another batch size has the same epochs, and the same
+supervised steps if a step has as many samples. An epoch takes G different examples, K rollouts each: G · K *slots* in a
+fixed order. Ranks take consecutive slices of them; the last slots are padded, with weight 0, if they do not divide.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Slot:
-    """One rollout to make: the position of its example in the data set, and its index within the group.
+    """One rollout: the position of its example in the data set, and its index within the group.
 
-    `padding` marks a slot that only keeps ranks in step; its row has weight 0 everywhere.
+    `padding` marks a slot that only keeps ranks in step, with weight 0 everywhere.
     """
 
     example: int
@@ -33,19 +32,19 @@ class Slot:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from named parts: every random draw of a run has its own."""
+    """A 63-bit seed from named parts; every random draw of a run has its own."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def own_share(items: Sequence[T], rank: int, world_size: int) -> tuple[list[T], int]:
-    """A rank's consecutive slice, and how many it has fewer than the largest: every rank must take as many forwards."""
+    """A rank's consecutive slice, and the padding that gives every rank as many forwards."""
     each = -(-len(items) // world_size)
     own = list(items[rank * each : (rank + 1) * each])
     return own, each - len(own)
 
 
-@lru_cache(maxsize=4)  # steps come one after another: those of a pass share its order
+@lru_cache(maxsize=4)  # consecutive steps of a pass share its order
 def shuffled(size: int, seed: int, number: int) -> tuple[int, ...]:
     """Positions 0 .. size - 1 in the order of pass `number`."""
     order = list(range(size))
@@ -54,7 +53,7 @@ def shuffled(size: int, seed: int, number: int) -> tuple[int, ...]:
 
 
 def batch_examples(size: int, rows: int, seed: int, step: int) -> list[int]:
-    """The rows of supervised step `step`: consecutive pieces of an endless stream, shuffled anew each pass."""
+    """The examples of supervised step `step`: consecutive pieces of an endless stream, shuffled anew in each pass."""
     positions = range(step * rows, (step + 1) * rows)
     passes = {number: shuffled(size, seed, number) for number in {p // size for p in positions}}
     return [passes[p // size][p % size] for p in positions]
@@ -78,20 +77,20 @@ def epoch_examples(size: int, groups: int, seed: int, epoch: int) -> list[int]:
 
 
 def easiest(difficulties: Sequence[float], stage: int, stages: int) -> list[int]:
-    """Positions of the easiest stage/stages of the examples, at least one; ties as they come."""
+    """Positions of the easiest stage/stages of the examples, at least one; ties in order of position."""
     count = -(-len(difficulties) * stage // stages)
     return sorted(sorted(range(len(difficulties)), key=lambda i: (difficulties[i], i))[:count])
 
 
 def curriculum_pool(difficulties: Sequence[float], epoch: int, epochs: int, stages: int) -> list[int]:
-    """Positions that an epoch of a run of `epochs` may draw from; its stages are equally long."""
+    """Positions that an epoch of a run of `epochs` may draw from; stages have equal length."""
     return easiest(difficulties, _stage(epoch, epochs, stages), stages)
 
 
 def curriculum_examples(
     difficulties: Sequence[float], groups: int, seed: int, epoch: int, epochs: int, stages: int
 ) -> list[int]:
-    """The G different examples of an epoch under a curriculum; `epoch_examples` where it has one stage.
+    """The G different examples of an epoch under a curriculum; `epoch_examples` if it has one stage.
 
     Raises:
         DataError: fewer examples than groups in the stage.
@@ -105,8 +104,8 @@ def curriculum_examples(
 
 
 def curriculum_order(difficulties: Sequence[float], count: int, seed: int, stages: int) -> list[int]:
-    """Positions of `count` examples that are drawn one after another: in each stage passes over its examples, shuffled
-    anew each time. Of a run that resumes, what is left is a slice of it."""
+    """Positions of `count` examples: in each stage, passes over its examples, shuffled anew each time. A resumed run
+    takes the rest of the list."""
     order: list[int] = []
     for stage in range(1, stages + 1):
         rows = _begin(stage + 1, count, stages) - _begin(stage, count, stages)
@@ -116,7 +115,7 @@ def curriculum_order(difficulties: Sequence[float], count: int, seed: int, stage
 
 
 def _stage(part: int, parts: int, stages: int) -> int:
-    """The stage, from 1, of part `part` of a run; the last one from its end on."""
+    """The stage, from 1, of part `part` of a run; the last stage after its end."""
     return next((s for s in range(1, stages) if part < _begin(s + 1, parts, stages)), stages)
 
 
@@ -126,14 +125,14 @@ def _begin(stage: int, parts: int, stages: int) -> int:
 
 
 def other_examples(size: int, taken: Collection[int], count: int, seed: int, epoch: int, again: int) -> list[int]:
-    """Up to `count` examples of an epoch besides those `taken`, for round `again` of resampling."""
+    """Up to `count` examples of an epoch other than those `taken`, for round `again` of resampling."""
     known = set(taken)
     free = [i for i in range(size) if i not in known]
     return Random(derive_seed(seed, "resample", epoch, again)).sample(free, min(count, len(free)))
 
 
 def rank_slots(examples: list[int], group_size: int, rank: int, world_size: int) -> list[Slot]:
-    """This rank's consecutive slice of the G · K slots, padded so that all ranks have the same number."""
+    """This rank's consecutive slice of the G · K slots, padded to the same number on all ranks."""
     slots = [Slot(example, index) for example in examples for index in range(group_size)]
     per_rank = -(-len(slots) // world_size)
     slots += [Slot(slots[-1].example, slots[-1].index, padding=True)] * (per_rank * world_size - len(slots))

@@ -1,4 +1,4 @@
-"""Can the data be read, is there enough of it, and may the run start where it wants to?"""
+"""Check a run's data, its run directory and its logins: lines of `retouch doctor`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.needs import data_sections, needed_pictures
-from retouch.data.dataset import DataError, Dataset, ItemFiles, all_embedded, list_items, load_dataset
-from retouch.data.sections import Data
+from retouch.data.base import DataError, ItemFiles
+from retouch.data.dataset import Dataset, all_embedded, load_dataset
+from retouch.data.formats import Data
 from retouch.doctor.line import Line
 from retouch.texts import has_text, reading_rewards, require_texts, scored_sections
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
-    """Every section as the run would read it, and whether it holds what the run asks of it."""
+    """Every section as the run would read it, and whether it has the examples, texts and targets that the run needs."""
     read: dict[str, Dataset] = {}
     for name, section in data_sections(run).items():
         try:
@@ -39,11 +40,11 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
 
 
 def needs_no_t5(run: RunConfig) -> bool:
-    """Whether every example of the run brings its text embeddings, as far as its lists can be read."""
+    """Whether every example of the run has a file of text embeddings; False if a list cannot be read."""
     if run.model.spec.embedded_encoder is None:
         return False
     try:
-        listed = [item for section in data_sections(run).values() for item in list_items(section)]
+        listed = [item for section in data_sections(run).values() for item in section.items()]
     except (DataError, ConfigError, OSError):
         return False
     return all_embedded(item for item in listed if isinstance(item, ItemFiles))
@@ -55,13 +56,13 @@ def _load(run: RunConfig, name: str, section: Data) -> Dataset:
 
 
 def _readable(name: str, section: Data, data: Dataset) -> Line:
-    skipped = len(list_items(section)) - len(data)
+    skipped = len(section.items()) - len(data)
     items = f"{section.path}: {len(data)} items"
     if skipped:
         return Line(
             "warning", name, f"{items}, {skipped} more are broken and left out; `retouch data validate` lists them"
         )
-    return Line("ok", name, f"{items}, every one of them checked, now or since its files changed")
+    return Line("ok", name, f"{items}, all checked, now or since their files last changed")
 
 
 def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
@@ -89,9 +90,9 @@ def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> 
             enough_groups,
             needs_targets,
         )
-    except ImportError:  # no torch: the extra's line says so
+    except ImportError:  # no torch: reported in the line of the extra
         return
-    if run.algorithm.trains_text_encoder:  # a prompt may come up in a generation as often as it likes
+    if run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
         return
     try:
         needs_targets(run, warmup)
@@ -112,7 +113,7 @@ def _held_out(run: RunConfig, read: dict[str, Dataset]) -> Iterator[Line]:
 
 
 def start_lines(run: RunConfig) -> Iterator[Line]:
-    """Whether the run directory is new, or may be gone on with."""
+    """Whether the run directory is new, or can be continued."""
     try:
         from retouch.observe import RunDir
         from retouch.training.build import can_begin
@@ -128,7 +129,7 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def login_lines(run: RunConfig) -> Iterator[Line]:
-    """Whether wandb knows who writes to it; that it is not installed, the line of its extra says."""
+    """Whether wandb has a login, if it is installed."""
     if "wandb" not in run.logging.sinks:
         return
     try:
@@ -140,20 +141,20 @@ def login_lines(run: RunConfig) -> Iterator[Line]:
     except ConfigError as error:
         yield Line("fix", "wandb", str(error))
     else:
-        yield Line("ok", "wandb", "may be written to, or is offline")
+        yield Line("ok", "wandb", "logged in, or offline")
 
 
 def _beginning(run: RunConfig, directory: RunDir) -> str:
     from retouch.engine.saved import complete_checkpoints
 
     if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
-        return "holds no checkpoint; the run begins anew" if directory.holds_run() else "new"
+        return "holds no checkpoint; the run starts from step 0" if directory.holds_run() else "new"
     return "as resume says" if run.resume else "new"
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Broken items have a line of their own here."""
+    """Broken items have their own line."""
     logger = logging.getLogger("retouch.data.dataset")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -87,6 +87,10 @@ class RewardEntry(Section):
         """Images that an item must have besides the sample."""
         return self.images
 
+    def example_images(self) -> frozenset[str]:
+        """Images that an example must have to be sampled at all; a sample without the others fails this reward."""
+        return self.required_images() & {"reference"}
+
     def reads_text(self) -> bool:
         """Whether the scorer compares what it reads in the image with the target text of the example."""
         return False

@@ -1,4 +1,4 @@
-"""Devices and machines of scorers: from `rewards.NAME.device` of a run file to devices of torch and of a reward server.
+"""Devices of scorers: from `rewards.NAME.device` of a run file to devices of torch and of a reward server.
 
 torch is imported only to count GPUs.
 """
@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from retouch.errors import ConfigError
@@ -82,37 +79,3 @@ def instances(devices: Devices, trained_on: Iterable[str]) -> Devices:
 def serve_argument(devices: Sequence[str]) -> str:
     """The devices as `retouch reward serve --devices` takes them."""
     return ",".join(device.removeprefix("cuda:") for device in devices)
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine, or a container on one: the processes that share its loopback.
-
-    Cloned machines share a name, and containers share the boot id of their kernel; the pair distinguishes them.
-
-    Attributes:
-        name: name in the network.
-        boot: boot id of the kernel; "" if the system has none.
-    """
-
-    name: str
-    boot: str
-
-    def among(self, machines: Collection[Machine]) -> str:
-        """Suffix of this machine's file names among those of all machines; "" if it is the only one."""
-        if len(machines) == 1:
-            return ""
-        alone = sum(one.name == self.name for one in machines) == 1
-        return f"-{self.name}" if alone or not self.boot else f"-{self.name}-{self.boot[:8]}"
-
-
-def this_machine() -> Machine:
-    """The machine that this process runs on."""
-    try:
-        boot = _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return Machine(socket.gethostname(), boot)

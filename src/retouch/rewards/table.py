@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.errors import ConfigError
+from retouch.machine import this_machine
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.client.client import ClientOptions, RewardClient
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument, this_machine
+from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
 from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardBackend, RewardItem

@@ -1,1 +1,1 @@
-"""Tiny bases trained from nothing on a CPU, and the synthetic data they learn from."""
+"""Tiny bases trained from random weights on a CPU, and the synthetic data they learn from."""

@@ -1,23 +1,21 @@
-"""Building the tiny base of qwen_image_edit: an editor of a million parameters that listens to its own text encoder.
+"""Build the tiny base of qwen_image_edit: an editor of a million parameters that reads its own text encoder's output.
 
 The task is that of `retouch.tiny.edits`: an instruction names a thing ("like a lemon"), the shape gets its colour. The
-vision-language model answers with a colour word, and the words that it said condition the picture. From one seed:
+vision-language model generates a colour word, and the completion conditions the image. From one seed:
 
-    1. the autoencoder, on pictures of shapes;
-    2. the language model, on instructions and colour words that are often wrong (`answer`): of half of the things it
-       learns a wrong colour as the likeliest;
-    3. the denoiser, the language model along with it, on pictures in the colour of the *completion*. Half of the
-       completions are drawn without a look at the instruction and some are blank, for which the picture stays as it
-       is: what the prompt's states say of the instruction is of no use, and the colour must come from the completion.
+    1. the autoencoder, on images of shapes;
+    2. the language model, on instructions and colour words that are often wrong (`answer`): for half of the things, the
+       likeliest word that it learns is wrong;
+    3. the denoiser and the language model, on images in the colour of the *completion*. Half of the completions are
+       independent of the instruction and some are blank, for which the image does not change: the denoiser learns to
+       take the colour from the completion alone, not from the instruction.
 
-So the base draws what its text encoder says, and its text encoder is right about a third of the time. A reward can
-teach it the rest without touching the denoiser.
+The base therefore generates what its text encoder writes, and its text encoder is right about a third of the time. A
+reward can improve the text encoder without training the denoiser.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,26 +37,21 @@ from retouch.families.qwen.text import (
     template,
 )
 from retouch.families.tiny import tiny_pipeline
-from retouch.tiny.edits import (
-    COLOURS,
-    SIDE,
-    THINGS,
-    colour_share,
-    draw_shape,
-    instructions,
-    painted,
-)
-from retouch.tiny.updates import (
+from retouch.rollout.sampler import to_uint8
+from retouch.tiny.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted
+from retouch.tiny.training import (
+    Updates,
+    networks_of,
+    pixels_of,
     require_empty,
-    set_rate,
-    update,
+    save_half,
+    train_autoencoder,
+    write_result,
 )
-
-logger = logging.getLogger(__name__)
 
 RIGHT_OF_KNOWN, RIGHT_OF_MISTAKEN, MISTAKEN_FOR = 0.55, 0.2, 0.55
-"""Share of right answers about things of which the likeliest answer is right, and about the others; share of the
-likeliest answer about the others. The rest is spread over the other colours."""
+"""Share of right answers for things whose likeliest answer is right, and for the other things; share of the likeliest
+answer for the other things. The rest is spread over the other colours."""
 
 NAMES = list(COLOURS)
 END = "<|im_end|>"
@@ -80,19 +73,19 @@ class Schedule:
 
 
 def mistaken(thing: str) -> str | None:
-    """The colour that the base takes a thing for; None where it mostly knows."""
+    """The wrong colour that the base answers most often; None if its likeliest answer is right."""
     if list(THINGS).index(thing) % 2 == 0:
         return None
     return NAMES[(NAMES.index(THINGS[thing]) + 1) % len(NAMES)]
 
 
 def likeliest(thing: str) -> str:
-    """The answer that the base gives most often."""
+    """The base's most frequent answer."""
     return mistaken(thing) or THINGS[thing]
 
 
 def answer(thing: str, random: Random) -> str:
-    """A colour word as the base's teachers give it."""
+    """A colour word, drawn as in the training data."""
     right, wrong = THINGS[thing], mistaken(thing)
     shares = dict.fromkeys(NAMES, 0.0)
     shares[right] = RIGHT_OF_MISTAKEN if wrong else RIGHT_OF_KNOWN
@@ -104,13 +97,13 @@ def answer(thing: str, random: Random) -> str:
 
 
 @dataclass
-class Pictures:
+class Shapes:
     """Every shape in every colour.
 
     Attributes:
         masks: of the shapes.
         latents: [shapes, colours, C, h, w].
-        seen: [shapes, colours, tokens, D] of the vision tower.
+        seen: [shapes, colours, tokens, D] from the vision tower.
     """
 
     masks: list[Image.Image]
@@ -130,67 +123,52 @@ def build_edit(out: Path, seed: int = 0, schedule: Schedule | None = None) -> di
     random = Random(derive_seed(seed, "shapes"))
     masks = [draw_shape(random) for _ in range(s.shapes)]
     started = monotonic()
-    train_autoencoder(pipeline.vae, masks, s, seed)
-    pictures = encode_pictures(pipeline, masks)
-    train_language(pipeline, pictures, s, seed)
-    train_denoiser(pipeline, pictures, s, seed)
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
-            component.half().float()  # what is measured is what is written
-    result = {
-        "family": "qwen_image_edit",
-        "seed": seed,
-        "held_out": measure(pipeline),
-        "seconds": round(monotonic() - started, 1),
-    }
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
-            component.half()
-    pipeline.save_pretrained(out, safe_serialization=True)
-    (out / "base.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+    train_vae(pipeline.vae, masks, s, seed)
+    shapes = encode_shapes(pipeline, masks)
+    train_language(pipeline, shapes, s, seed)
+    train_denoiser(pipeline, shapes, s, seed)
+    for network in networks_of(pipeline):
+        network.half().float()  # measure the weights that are written
+    held_out = measure(pipeline)
+    seconds = round(monotonic() - started, 1)
+    save_half(pipeline, out)
+    return write_result(out, {"family": "qwen_image_edit", "seed": seed, "held_out": held_out, "seconds": seconds})
 
 
-def train_autoencoder(vae: Any, masks: Sequence[Image.Image], s: Schedule, seed: int) -> None:
-    """Reconstruction with noisy latents; then the config says their mean and std."""
+def train_vae(vae: Any, masks: Sequence[Image.Image], s: Schedule, seed: int) -> None:
+    """Reconstruction with noisy latents; then mean and std of the latents go to the config."""
     _start_orthogonal(vae, seed)
     random = Random(derive_seed(seed, "autoencoder"))
     noise = torch.Generator().manual_seed(derive_seed(seed, "autoencoder noise"))
-    vae.train().requires_grad_(True)
-    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99))
-    for step in range(s.vae_steps):
-        set_rate(optimizer, 3e-3, step, s.vae_steps, ramp=30)
-        x = _pixels([painted(random.choice(masks), random.choice(NAMES)) for _ in range(s.vae_batch)])[:, :, None]
-        mean = vae.encode(x).latent_dist.mean
-        error = vae.decode(mean + 0.05 * torch.randn(mean.shape, generator=noise)).sample - x
-        loss = 4 * error.square().mean() + 0.5 * error.abs().mean() + 1e-3 * mean.square().mean()
-        update(optimizer, loss, list(vae.parameters()))
-        if step % 100 == 0:
-            logger.info("autoencoder step %d: mean |error| %.3f", step, float(error.detach().abs().mean()))
-    vae.eval().requires_grad_(False)
+
+    def batch() -> Tensor:
+        return pixels_of([painted(random.choice(masks), random.choice(NAMES)) for _ in range(s.vae_batch)])[:, :, None]
+
+    updates = Updates("autoencoder", vae.requires_grad_(True).parameters(), s.vae_steps, 3e-3, ramp=30)
+    train_autoencoder(vae, batch, updates, noise)
     with torch.no_grad():
-        x = _pixels([painted(mask, NAMES[i % len(NAMES)]) for i, mask in enumerate(masks)])[:, :, None]
+        x = pixels_of([painted(mask, NAMES[i % len(NAMES)]) for i, mask in enumerate(masks)])[:, :, None]
         latents = vae.encode(x).latent_dist.mean
         mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
         vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
 
 
 @torch.no_grad()
-def encode_pictures(pipeline: Any, masks: list[Image.Image]) -> Pictures:
-    """What the denoiser and the language model see of every shape in every colour."""
+def encode_shapes(pipeline: Any, masks: list[Image.Image]) -> Shapes:
+    """Latents and vision tokens of every shape in every colour."""
     family = family_class("qwen_image_edit").from_pipeline(pipeline)
     latents, seen = [], []
     for mask in masks:
         page = [painted(mask, colour) for colour in NAMES]
-        latents.append(family.encode_images(_pixels(page)))
+        latents.append(family.encode_images(pixels_of(page)))
         inputs = pipeline.processor.image_processor(images=page, return_tensors="pt")
         found = pipeline.text_encoder.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
         seen.append(torch.stack(list(found.pooler_output)))
-    return Pictures(masks, torch.stack(latents), torch.stack(seen))
+    return Shapes(masks, torch.stack(latents), torch.stack(seen))
 
 
 class Speaker:
-    """The language model on chats that share their system part: its keys and values are computed once a step."""
+    """The language model on chats that share their system part, whose keys and values are computed once a step."""
 
     def __init__(self, pipeline: Any) -> None:
         self.model, self.tokenizer = pipeline.text_encoder, pipeline.tokenizer
@@ -198,7 +176,7 @@ class Speaker:
         self.prefix = torch.tensor([self.tokenizer(head).input_ids])
 
     def states(self, texts: Sequence[str], seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Chats behind the system part, [tokens, D] of each one's picture -> states [B, L, D], ids [B, L], lengths."""
+        """Chats without the system part, vision tokens [B, tokens, D] -> states [B, L, D], ids [B, L], lengths [B]."""
         image = self.model.config.image_token_id
         rows = [
             self.tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * seen.shape[1])).input_ids for text in texts
@@ -218,16 +196,20 @@ class Speaker:
         cache.batch_repeat_interleave(len(rows))
         embedded = language.embed_tokens(ids)
         embedded = embedded.masked_scatter((ids == image)[..., None], seen.to(embedded))
-        # a picture of one token has one position, as words have
+        # an image of one token has one position, like a word
         positions = (start + torch.arange(longest)).expand(3, len(rows), longest)
         out = language(inputs_embeds=embedded, position_ids=positions, past_key_values=cache, use_cache=True)
         return out.last_hidden_state, ids, lengths
 
 
 def said(instruction: str, completion: str) -> str:
-    """A chat behind its system part, with what was answered."""
+    """A chat without its system part, with its completion."""
     head, _, _ = template("edit").partition("{}")
     return chat("edit", instruction, 1).removeprefix(head) + completion + END
+
+
+def _chats(asked: Sequence[tuple[str, str]], completions: Sequence[str]) -> list[str]:
+    return [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, completions, strict=True)]
 
 
 def word_loss(model: Any, states: Tensor, ids: Tensor, lengths: Tensor, completions: Sequence[str]) -> Tensor:
@@ -241,73 +223,58 @@ def word_loss(model: Any, states: Tensor, ids: Tensor, lengths: Tensor, completi
     return torch.stack(losses).mean()
 
 
-def train_language(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) -> None:
-    """Which words are answered to which instruction."""
+def train_language(pipeline: Any, shapes: Shapes, s: Schedule, seed: int) -> None:
+    """Which words answer which instruction."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     random = Random(derive_seed(seed, "language"))
-    parameters = _language_parameters(model)
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(s.language_steps):
-        set_rate(optimizer, 4e-3, step, s.language_steps, ramp=30)
+    updates = Updates("language", _language_parameters(model), s.language_steps, 4e-3, ramp=30, betas=(0.9, 0.98))
+    for step in updates:
         asked = [random.choice(instructions("train")) for _ in range(s.language_batch)]
-        surely = step < s.sure_steps  # things are told apart sooner where answers do not contradict each other
+        surely = step < s.sure_steps  # things are learned sooner from answers that do not contradict each other
         answers = [likeliest(thing) if surely else answer(thing, random) for thing, _ in asked]
-        seen = _some(pictures.seen, s.language_batch, random)
-        texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, answers, strict=True)]
-        states, ids, lengths = speaker.states(texts, seen)
-        loss = word_loss(model, states, ids, lengths, answers)
-        update(optimizer, loss, parameters)
-        if step % 50 == 0:
-            logger.info("language step %d: loss %.3f", step, float(loss.detach()))
+        flat = shapes.seen.flatten(0, 1)
+        seen = flat[[random.randrange(len(flat)) for _ in range(s.language_batch)]]
+        states, ids, lengths = speaker.states(_chats(asked, answers), seen)
+        updates.apply(word_loss(model, states, ids, lengths, answers))
 
 
-def train_denoiser(pipeline: Any, pictures: Pictures, s: Schedule, seed: int) -> None:
-    """Pictures in the colour of the completion; the language model keeps on learning its answers."""
+def train_denoiser(pipeline: Any, shapes: Shapes, s: Schedule, seed: int) -> None:
+    """Images in the colour of the completion; the language model goes on learning its answers."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     family = family_class("qwen_image_edit").from_pipeline(pipeline)
     random = Random(derive_seed(seed, "denoiser"))
     noise_of = torch.Generator().manual_seed(derive_seed(seed, "denoiser noise"))
     network = family.network.train().requires_grad_(True)
-    words = _language_parameters(model)
-    parameters = [*network.parameters(), *words]
-    optimizer = torch.optim.AdamW(
-        [{"params": list(network.parameters()), "lr": 0.0}, {"params": words, "lr": 0.0}],
-        betas=(0.9, 0.98),
-        weight_decay=0.01,
-    )
+    parameters = [*network.parameters(), *_language_parameters(model)]
+    updates = Updates("denoiser", parameters, s.denoiser_steps, 3e-3, ramp=30, betas=(0.9, 0.98))
     times = family.schedule(8, (SIDE, SIDE))
     half = s.denoiser_batch // 2
-    for step in range(s.denoiser_steps):
-        set_rate(optimizer, 3e-3, step, s.denoiser_steps, ramp=30)
+    for _ in updates:
         asked = [random.choice(instructions("train")) for _ in range(s.denoiser_batch)]
         answers = [answer(thing, random) for thing, _ in asked[:half]]
         free = ["" if random.random() < s.blank * 2 else random.choice(NAMES) for _ in asked[half:]]
         completions = answers + free
-        shapes = [random.randrange(s.shapes) for _ in asked]
+        positions = [random.randrange(s.shapes) for _ in asked]
         old = [random.randrange(len(NAMES)) for _ in asked]
         new = [NAMES.index(c) if c else o for c, o in zip(completions, old, strict=True)]
-        texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, completions, strict=True)]
-        states, ids, lengths = speaker.states(texts, pictures.seen[shapes, old])
-        told = [row[:length] for row, length in zip(states, lengths.tolist(), strict=True)]
-        x0, source = pictures.latents[shapes, new], pictures.latents[shapes, old]
-        condition = family.condition_on(told, (SIDE, SIDE), pictures=[[row[None]] for row in source])
+        states, ids, lengths = speaker.states(_chats(asked, completions), shapes.seen[positions, old])
+        texts = [row[:length] for row, length in zip(states, lengths.tolist(), strict=True)]
+        x0, source = shapes.latents[positions, new], shapes.latents[positions, old]
+        condition = family.condition_on(texts, (SIDE, SIDE), pictures=[[row[None]] for row in source])
         noise = torch.randn(x0.shape, generator=noise_of)
         sigma = times.training_times(torch.rand(len(x0), generator=noise_of, dtype=torch.float64).clamp(1e-6, 1 - 1e-6))
         sigma = sigma.to(x0)
         x = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * noise
         error = (family.predict(network, x, sigma, condition) - (noise - x0)).square().mean()
-        loss = error + 0.1 * word_loss(model, states[:half], ids[:half], lengths[:half], answers)
-        update(optimizer, loss, parameters)
-        if step % 50 == 0:
-            logger.info("denoiser step %d: error %.4f, loss %.3f", step, float(error.detach()), float(loss.detach()))
+        updates.apply(error + 0.1 * word_loss(model, states[:half], ids[:half], lengths[:half], answers))
     model.requires_grad_(False)
     network.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, float]:
-    """Of fresh shapes: the share of the right colour with each word said, with nothing said (the old colour stays),
-    and of right answers, likeliest and drawn, on held-out instructions."""
+    """On new shapes and held-out instructions: the share of pixels in the right colour, with a random colour word
+    ("told") and without a word ("blank": the old colour), and the shares of right answers, sampled and likeliest."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     family = family_class("qwen_image_edit").from_pipeline(pipeline)
     freeze(family)
@@ -319,8 +286,7 @@ def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, flo
     seen = torch.stack(list(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output))
     shares: dict[str, list[float]] = {"told": [], "blank": []}
     for kind, words in (("told", [random.choice(NAMES) for _ in range(tasks)]), ("blank", [""] * tasks)):
-        texts = [said(phrase.format(thing), word) for (thing, phrase), word in zip(asked, words, strict=True)]
-        states, _, lengths = speaker.states(texts, seen)
+        states, _, lengths = speaker.states(_chats(asked, words), seen)
         requests = [
             ImageRequest(row[:length], i, (SIDE, SIDE), None, (source,))
             for i, (row, length, source) in enumerate(zip(states, lengths.tolist(), sources, strict=True))
@@ -328,8 +294,7 @@ def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, flo
         for image, mask, word, before in zip(
             generate_images(family, requests, num_steps, batch_size=32), masks, words, old, strict=True
         ):
-            pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
-            shares[kind].append(colour_share(pixels, np.asarray(mask), word or before))
+            shares[kind].append(colour_share(to_uint8(image)[0].numpy(), np.asarray(mask), word or before))
     texts = [said(phrase.format(thing), "").removesuffix(END) for thing, phrase in asked]
     states, _, lengths = speaker.states(texts, seen)
     first = torch.stack([row[length - 1] for row, length in zip(states, lengths.tolist(), strict=True)])
@@ -347,15 +312,15 @@ def measure(pipeline: Any, tasks: int = 96, num_steps: int = 6) -> dict[str, flo
 
 
 def _language_parameters(model: Any) -> list[nn.Parameter]:
-    """What speaks; what sees stays as it was drawn."""
+    """The trained parameters; the vision tower keeps its initial weights."""
     model.requires_grad_(True)
     model.model.visual.requires_grad_(False)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _start_orthogonal(vae: Any, seed: int) -> None:
-    """Convolutions start orthogonal, the second of each block small: from the default this autoencoder loses colour in
-    its normalisations and learns several times slower. A single frame meets the last of three time steps alone."""
+    """Orthogonal convolutions, the second of each block small: with the default weights this autoencoder loses colour
+    in its normalisations and learns several times slower. A single frame uses only the last of three time steps."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(derive_seed(seed, "start"))
         for name, module in vae.named_modules():
@@ -368,14 +333,3 @@ def _start_orthogonal(vae: Any, seed: int) -> None:
                 nn.init.orthogonal_(module.weight)
             if isinstance(module, nn.Conv2d | nn.Conv3d) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def _some(values: Tensor, count: int, random: Random) -> Tensor:
-    """Random pictures of all."""
-    flat = values.flatten(0, 1)
-    return flat[[random.randrange(len(flat)) for _ in range(count)]]
-
-
-def _pixels(pages: Sequence[Image.Image]) -> Tensor:
-    """Pictures [N, 3, H, W] in [-1, 1]."""
-    return torch.from_numpy(np.stack([np.asarray(page, np.float32) for page in pages])).permute(0, 3, 1, 2) / 127.5 - 1

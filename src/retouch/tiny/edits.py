@@ -1,7 +1,7 @@
-"""A tiny editing task that a program can judge: recolour the one shape of a picture as an instruction hints.
+"""A tiny editing task that a program can judge: recolour the one shape of an image as an instruction implies.
 
-"make it like a lemon" means yellow. An instruction names a thing, never a colour; pictures are 32 x 32. Whoever draws
-is told a colour word by somebody who read the instruction (`retouch.tiny.editing`, algorithm `vlm_grpo`).
+"make it like a lemon" means yellow. An instruction names a thing, never a colour; images are 32 x 32. The text encoder
+turns the instruction into a colour word for the diffusion model (`retouch.tiny.editing`, algorithm `vlm_grpo`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
 
 SIDE = 32
@@ -44,7 +44,7 @@ THINGS = {
     "sun": "yellow",
     "butter": "yellow",
 }
-"""What an instruction may name, and the colour that it means."""
+"""Things that an instruction may name -> their colours."""
 
 PHRASES = ("like {}", "as {}", "make it {}", "{} look", "paint it {}", "turn to {}")
 
@@ -53,7 +53,7 @@ Half = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Edit:
-    """One task: the source, where its shape is (white), the instruction and the colour it asks for."""
+    """One task: the source, the mask of its shape (white), the instruction and the colour that it means."""
 
     source: Image.Image
     mask: Image.Image
@@ -62,13 +62,13 @@ class Edit:
 
 
 def instructions(half: Half) -> list[tuple[str, str]]:
-    """(thing, phrase) of a half; each half has every thing and every phrase, but never in the same combination."""
+    """(thing, phrase) of a half; both halves have every thing and every phrase, but no common combination."""
     parity = 0 if half == "train" else 1
     return [(t, p) for i, t in enumerate(THINGS) for j, p in enumerate(PHRASES) if (i + j) % 2 == parity]
 
 
 def draw_edit(random: Random, half: Half) -> Edit:
-    """A task with a shape of another colour than the one asked for."""
+    """A task whose shape has another colour than the instruction means."""
     thing, phrase = random.choice(instructions(half))
     colour = THINGS[thing]
     old = random.choice([name for name in COLOURS if name != colour])
@@ -77,7 +77,7 @@ def draw_edit(random: Random, half: Half) -> Edit:
 
 
 def draw_shape(random: Random) -> Image.Image:
-    """Mask of a disc or a square somewhere in the picture."""
+    """Mask of a disc or a square at a random place."""
     mask = Image.new("L", (SIDE, SIDE), 0)
     size = random.randint(12, 18)
     left, top = random.randint(2, SIDE - size - 3), random.randint(2, SIDE - size - 3)
@@ -88,14 +88,14 @@ def draw_shape(random: Random) -> Image.Image:
 
 
 def painted(mask: Image.Image, colour: str) -> Image.Image:
-    """The picture of a shape in a colour."""
+    """Image of a shape in a colour."""
     page = Image.new("RGB", mask.size, GROUND)
     page.paste(COLOURS[colour], mask=mask)
     return page
 
 
 def write_edits(folder: Path, count: int, half: Half, seed: int) -> int:
-    """Write `count` tasks as a manifest with pictures -> how many.
+    """Write `count` tasks as a manifest with images -> `count`.
 
     Raises:
         DataError: the folder already holds a manifest.
@@ -116,7 +116,7 @@ def write_edits(folder: Path, count: int, half: Half, seed: int) -> int:
 
 
 def recoloured(items: Sequence[Any]) -> list[float]:
-    """Share of the shape's pixels whose nearest colour is the one asked for, in [0, 1]; a reward for `scorer: fn`.
+    """Share of the shape's pixels whose nearest colour is `metadata["colour"]`, in [0, 1]; a reward for `scorer: fn`.
 
     Args:
         items: reward items with a mask and `metadata["colour"]`.
@@ -125,7 +125,7 @@ def recoloured(items: Sequence[Any]) -> list[float]:
 
 
 def colour_share(image: NDArray[np.uint8], mask: NDArray[np.uint8], colour: str) -> float:
-    """Of one picture [H, W, 3] in its mask [H, W]; the ground and every colour of the task compete."""
+    """Share of the masked pixels of an image [H, W, 3] whose nearest colour among ground and task is `colour`."""
     palette = np.array([*COLOURS.values(), GROUND], np.float32)
     pixels = image[mask >= 128].astype(np.float32)
     nearest = np.square(pixels[:, None] - palette).sum(-1).argmin(1)

@@ -1,7 +1,7 @@
-"""A tiny SigLIP that tells fonts and colours apart, trained from nothing on a CPU in about a minute.
+"""A tiny SigLIP that separates fonts and colours, trained from random weights on a CPU in about a minute.
 
-It stands for the encoder of references in the tiny runs. It learns, from signs of the training half of the language, to
-say by linear probes which font a word is in and which colours ink and ground have, whatever the word says.
+It encodes the references of tiny runs. Linear probes on its output learn the font of a word and the colours of ink and
+ground, from signs of the training vocabulary, whatever the word is.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ from retouch.families.tiny import tiny_image_encoder
 from retouch.glyphs import FONTS
 from retouch.image_encoder import ImageEncoder
 from retouch.imaging import mask_box
-from retouch.tiny.signs import (
-    Sign,
-    draw_sign,
-    draw_words,
-)
+from retouch.tiny.signs import Sign, draw_sign, draw_words
+from retouch.tiny.training import update
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ def build_encoder(out: Path, seed: int, signs: int = 4000, steps: int = 600, bat
     """Train, write `out` in the hub's layout with fp16 weights, and measure on held-out words.
 
     Returns:
-        `held_out`: how often the font is right, and the mean error of the ink in [0, 255]; `seconds`.
+        `held_out`: share of right fonts, and the mean error of the ink colour in [0, 255]; `seconds`.
     """
     started = monotonic()
     with torch.random.fork_rng(devices=[]):
@@ -58,10 +55,7 @@ def build_encoder(out: Path, seed: int, signs: int = 4000, steps: int = 600, bat
         loss = wrong + 20 * nn.functional.mse_loss(said[:, len(FACES) :], colours[rows])
         unit = nn.functional.normalize(vectors, dim=1)
         loss = loss + 5 * nn.functional.mse_loss(unit @ unit.T, style_similarity(faces[rows], colours[rows, :3]))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        update(optimizer, loss, parameters)
         rate.step()
         if step % 100 == 0:
             logger.info("image encoder step %d: loss %.3f", step, float(loss.detach()))
@@ -80,14 +74,14 @@ def build_encoder(out: Path, seed: int, signs: int = 4000, steps: int = 600, bat
 
 
 def style_similarity(faces: Tensor, inks: Tensor) -> Tensor:
-    """What the cosine of two signs is trained to be: half for the same font, half for the same ink.
+    """Training target of the cosine of two signs: half for the same font, half for the same ink.
 
     Args:
         faces: index of the font, [N].
         inks: colours in [0, 1], [N, 3].
 
     Returns:
-        [N, N] in [0, 1]; inks count as wholly different from a mean distance of 0.2 (51 of 255) on.
+        [N, N] in [0, 1]; inks at a mean distance of 0.2 (51 of 255) or more count as different.
     """
     same_ink = 1 - (torch.cdist(inks, inks, p=1) / 3 / 0.2).clamp(max=1)
     return (faces[:, None] == faces[None]).float() / 2 + same_ink / 2

@@ -1,20 +1,18 @@
-"""Building a tiny base from nothing: an inpainting model of a few million parameters that writes words into a mask.
+"""Build a tiny base from random weights: an inpainting model of a few million parameters that writes words into a mask.
 
 Three stages, a few minutes on two CPU cores, all from one seed:
 
-    1. the autoencoder, on pictures of signs and on masked ones;
-    2. the text encoders, on spelling: which letter stands where (what T5 and CLIP bring along at their real size);
-    3. the denoiser, by flow matching on signs with their words, the text encoders along with it: first with right
-       captions, which teach letters quickly, then with wrong letters in them (`CAPTION_NOISE`), as scraped data have.
+    1. the autoencoder, on images of signs and on masked ones;
+    2. the text encoders, on spelling: which letter stands where (which T5 and CLIP know at their real size);
+    3. the denoiser and the text encoders, by flow matching on signs with their words: first with right captions, which
+       teach letters quickly, then with wrong letters in them (`CAPTION_NOISE`), as in scraped data.
 
-The base is meant to be mediocre: it draws letters well, and picks the right one only about as often as its captions
-did. Supervision does no better than its captions; a reward can.
+The base is mediocre on purpose: it draws letters well, and picks the right one only about as often as its captions did.
+Supervision does no better than its captions; a reward can.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,29 +44,18 @@ from retouch.observe import Stopwatch
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.table import RewardTable
-from retouch.tiny.signs import (
-    Sign,
-    draw_sign,
-    draw_words,
-    misheard,
-)
-from retouch.tiny.updates import (
-    require_empty,
-    set_rate,
-    update,
-)
+from retouch.tiny.signs import Sign, draw_sign, draw_words, misheard
+from retouch.tiny.training import Updates, pixels_of, require_empty, save_half, train_autoencoder, write_result
 from retouch.training.evaluation import evaluate
 from retouch.training.noised import denoising_error
 from retouch.types import Condition, DiffusionModel, Example
-
-logger = logging.getLogger(__name__)
 
 PROMPT = "The text is '{}'."
 SIZE = (32, 64)
 LETTERS = 4
 ALPHABET = 26
 CAPTION_NOISE = 0.3
-"""Share of the letters that the last captions get wrong."""
+"""Share of wrong letters in the last captions."""
 HIGHEST_WEIGHT = 64.0
 
 
@@ -77,9 +64,9 @@ class Schedule:
     """How a base is trained.
 
     Attributes:
-        guidance_scale: that it is trained and measured at.
-        time_shift: of training times towards noise, where words are decided, beyond the family's own.
-        left_out: share of the last captions that are left out, for classifier-free guidance.
+        guidance_scale: of training and measuring.
+        time_shift: shift of training times towards noise, where words are decided, in addition to the family's.
+        left_out: share of the last captions that are empty, for classifier-free guidance.
     """
 
     guidance_scale: float
@@ -99,7 +86,7 @@ MODELS: dict[str, Model] = {
     "flux_fill": FluxFillModel(dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull()),
     "sd_inpaint": SdInpaintModel(dtype="fp32", train=TrainFull()),
 }
-"""Family -> how a run file names its base, but for the path."""
+"""Family -> the model section of its base, without the path."""
 
 SCHEDULES = {
     "flux_fill": Schedule(guidance_scale=30.0),
@@ -113,7 +100,7 @@ SCHEDULES = {
         left_out=0.1,
     ),
 }
-"""Family -> what makes its committed base."""
+"""Family -> the schedule of its committed base."""
 
 
 def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, float]:
@@ -121,7 +108,7 @@ def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, fl
     pipeline = tiny_pipeline(family, seed)
     signs = training_signs(schedule.signs, seed)
     started = monotonic()
-    train_autoencoder(pipeline.vae, signs, schedule.vae_steps, seed)
+    train_vae(pipeline.vae, signs, schedule.vae_steps, seed)
     after_vae = monotonic()
     model = family_class(family).from_pipeline(pipeline)
     train_spelling(model.text, schedule.text_steps, schedule.text_batch, seed)
@@ -133,10 +120,7 @@ def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, fl
     train_denoiser(model, x0, conditions, right, letters, derive_seed(seed, "letters"))
     train_denoiser(model, x0, conditions, heard, schedule, derive_seed(seed, "scraped"))
     after_denoiser = monotonic()
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
-            component.half()
-    pipeline.save_pretrained(out, safe_serialization=True)
+    save_half(pipeline, out)
     return {
         "autoencoder": after_vae - started,
         "text": after_text - after_vae,
@@ -150,26 +134,19 @@ def training_signs(count: int, seed: int) -> list[Sign]:
     return [draw_sign(words[i // 2], SIZE, derive_seed(seed, "base", i)) for i in range(count)]
 
 
-def train_autoencoder(vae: Any, signs: Sequence[Sign], steps: int, seed: int, batch: int = 16) -> None:
+def train_vae(vae: Any, signs: Sequence[Sign], steps: int, seed: int, batch: int = 16) -> None:
     """Reconstruction of signs, an eighth of them masked, with noisy latents; then latents are scaled to std 1 (and
-    mean 0, where the family has a shift), and the posterior is made a point."""
+    mean 0, if the family has a shift), and the posterior's variance is set to 0."""
     pictures, masks = _pixels(signs)
     draw = torch.Generator().manual_seed(derive_seed(seed, "autoencoder"))
-    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99))
-    vae.train()
-    for step in range(steps):
-        set_rate(optimizer, 2e-3, step, steps, ramp=20)
+
+    def next_batch() -> Tensor:
         rows = torch.randint(len(signs), (batch,), generator=draw)
         x = pictures[rows]
         x[: batch // 8] *= 1 - masks[rows[: batch // 8]]
-        mean = vae.encode(x).latent_dist.mean
-        decoded = vae.decode(mean + 0.05 * torch.randn(mean.shape, generator=draw)).sample
-        error = decoded - x
-        loss = 4 * error.square().mean() + 0.5 * error.abs().mean() + 1e-3 * mean.square().mean()
-        update(optimizer, loss, vae.parameters())
-        if step % 100 == 0:
-            logger.info("autoencoder step %d: mean |error| %.3f", step, float(error.detach().abs().mean()))
-    vae.eval().requires_grad_(False)
+        return x
+
+    train_autoencoder(vae, next_batch, Updates("autoencoder", vae.parameters(), steps, 2e-3, ramp=20), draw)
     with torch.no_grad():
         latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures[:512].split(128)])
         shift = None if vae.config.shift_factor is None else float(latents.mean())
@@ -180,30 +157,23 @@ def train_autoencoder(vae: Any, signs: Sequence[Sign], steps: int, seed: int, ba
 
 
 def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> None:
-    """Teach encoders of tokens each letter's identity and place, and those of whole prompts all letters, by linear
-    probes."""
+    """Train encoders of tokens to hold each letter's identity and place, and encoders of whole prompts to hold all
+    letters, as linear probes read them."""
     words = draw_words(4096, "train", derive_seed(seed, "spelling"), LETTERS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "probes"))
         readers = [Reader(encoder) for encoder in text.encoders.values()]
-    parameters = [
-        p for m in (*(r.encoder.model for r in readers), *(r.probes for r in readers)) for p in m.parameters()
-    ]
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98))
+    modules = [*(r.encoder.model for r in readers), *(r.probes for r in readers)]
+    parameters = [p for module in modules for p in module.requires_grad_(True).parameters()]
     draw = torch.Generator().manual_seed(derive_seed(seed, "text"))
-    for step in range(steps):
-        set_rate(optimizer, 3e-3, step, steps, ramp=30)
+    updates = Updates("spelling", parameters, steps, 3e-3, ramp=30, betas=(0.9, 0.98))
+    for _ in updates:
         chosen = [words[i] for i in torch.randint(len(words), (batch,), generator=draw)]
-        loss = torch.stack([error for reader in readers for error in reader.errors(chosen)]).sum()
-        update(optimizer, loss, parameters)
-        if step % 50 == 0:
-            logger.info("spelling step %d: loss %.3f", step, float(loss.detach()))
+        updates.apply(torch.stack([error for reader in readers for error in reader.errors(chosen)]).sum())
 
 
 class Reader:
-    """Linear probes that read a word from what an encoder makes of its prompt."""
+    """Linear probes that read a word from the encoding of its prompt."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self.encoder = encoder
@@ -231,41 +201,37 @@ class Reader:
 def train_denoiser(
     model: Any, x0: Tensor, conditions: Condition, captions: Sequence[str], schedule: Schedule, seed: int
 ) -> None:
-    """Denoising of encoded signs under their captions, text encoders included; the averaged weights stay.
+    """Denoising of encoded signs given their captions, text encoders included; the averaged weights are kept.
 
     Args:
-        model: a family that reads its prompts with `TextEncoders`.
+        model: a family with `TextEncoders`.
     """
     prompts = [PROMPT.format(caption) for caption in captions]
     encoders = model.text.encoders
     trained = [model.network, *(encoder.model for encoder in reversed(encoders.values()))]
     parameters = [p for m in trained for p in m.requires_grad_(True).parameters()]
     average = [p.detach().clone() for p in parameters]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.01)
-    times = model.schedule(8, SIZE)
-    steps, batch = schedule.denoiser_steps, schedule.denoiser_batch
+    updates = Updates("denoiser", parameters, schedule.denoiser_steps, schedule.denoiser_lr, ramp=50)
+    times, batch = model.schedule(8, SIZE), schedule.denoiser_batch
     draw = torch.Generator().manual_seed(derive_seed(seed, "denoiser"))
-    for step in range(steps):
-        set_rate(optimizer, schedule.denoiser_lr, step, steps, ramp=50)
+    for step in updates:
         rows = torch.randint(len(x0), (batch,), generator=draw)
         noise = torch.randn(x0[rows].shape, generator=draw)
         uniform = torch.rand(batch, generator=draw, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
         time = times.training_times(shift_sigma(uniform, schedule.time_shift))
-        told = [prompts[i] for i in rows]
+        texts = [prompts[i] for i in rows]
         if schedule.left_out:
             left_out = torch.rand(batch, generator=draw) < schedule.left_out
-            told = ["" if out else prompt for out, prompt in zip(left_out, told, strict=True)]
+            texts = ["" if out else prompt for out, prompt in zip(left_out, texts, strict=True)]
         picked = conditions.select(rows)
-        text = {name: encoder(told) for name, encoder in encoders.items()}
+        text = {name: encoder(texts) for name, encoder in encoders.items()}
         condition = replace(picked, tensors={**picked.tensors, **text})
         errors = denoising_error(model, model.network, times, x0[rows], noise, time, condition)
-        update(optimizer, denoising_loss(errors, velocity_weight(times, time))[0], parameters)
+        updates.apply(denoising_loss(errors, velocity_weight(times, time))[0])
         decay = min((1 + step) / (10 + step), 0.99)
         with torch.no_grad():
             for mean, p in zip(average, parameters, strict=True):
                 mean.lerp_(p, 1 - decay)
-        if step % 50 == 0:
-            logger.info("denoiser step %d: loss %.4f", step, float(errors.detach().mean()))
     with torch.no_grad():
         for mean, p in zip(average, parameters, strict=True):
             p.copy_(mean)
@@ -296,18 +262,13 @@ def encode_signs(model: DiffusionModel, signs: Sequence[Sign], guidance_scale: f
 
 
 def _pixels(signs: Sequence[Sign]) -> tuple[Tensor, Tensor]:
-    """Pictures [N, 3, H, W] in [-1, 1] and masks [N, 1, H, W] in {0, 1}."""
-    pictures = (
-        torch.from_numpy(np.stack([np.asarray(s.picture) for s in signs])).permute(0, 3, 1, 2).float() / 127.5 - 1
-    )
+    """Images [N, 3, H, W] in [-1, 1] and masks [N, 1, H, W] in {0, 1}."""
     masks = torch.from_numpy(np.stack([np.asarray(s.mask) for s in signs])).float()[:, None] / 255
-    return pictures, masks
+    return pixels_of([sign.picture for sign in signs]), masks
 
 
 def build_and_measure(family: str, out: Path, seed: int) -> dict[str, Any]:
-    """What `retouch tiny build` does: train, write, and measure on words of the held-out half.
-
-    The result is also written to `out/base.json`; the one of the committed base says what another build should reach.
+    """`retouch tiny build`: train, write, and measure on words of the held-out vocabulary.
 
     Raises:
         ConfigError: no tiny base of the family, or an `out` that holds files.
@@ -318,19 +279,20 @@ def build_and_measure(family: str, out: Path, seed: int) -> dict[str, Any]:
     started = monotonic()
     seconds = build(family, out, seed, SCHEDULES[family])
     seconds["in all"] = monotonic() - started
-    result = {
-        "family": family,
-        "seed": seed,
-        "held_out": measure(family, out),
-        "seconds": {name: round(s, 1) for name, s in seconds.items()},
-        "megabytes": round(sum(f.stat().st_size for f in out.rglob("*.safetensors")) / 1e6, 2),
-    }
-    (out / "base.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+    return write_result(
+        out,
+        {
+            "family": family,
+            "seed": seed,
+            "held_out": measure(family, out),
+            "seconds": {name: round(s, 1) for name, s in seconds.items()},
+            "megabytes": round(sum(f.stat().st_size for f in out.rglob("*.safetensors")) / 1e6, 2),
+        },
+    )
 
 
 def measure(family: str, folder: Path, words: int = 192, num_steps: int = 8) -> dict[str, float]:
-    """Evaluation of a tiny base on held-out words: means of every measure."""
+    """Mean of every measure of a tiny base on held-out words."""
     model = load_model(MODELS[family].model_copy(update={"path": str(folder)}))
     signs = [draw_sign(word, SIZE, seed=0) for word in draw_words(words, "held_out", 0, LETTERS)]
     examples = [

@@ -1,7 +1,7 @@
 """Synthetic text inpainting: pronounceable words in several fonts and colours, on plain signs, with their masks.
 
-Written in the self_bench layout, so that nothing else has to know where data came from. Every word belongs to one of
-two halves of the language, told apart by a hash: "train" and "held_out" never share a word, whatever seed or count.
+Written in the self_bench layout. A hash divides the vocabulary: "train" and "held_out" are disjoint for every seed and
+count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
 from retouch.glyphs import FONTS, write_spaced
 from retouch.imaging import mask_box
@@ -27,7 +27,7 @@ from retouch.imaging import mask_box
 Half = Literal["train", "held_out"]
 
 _CONSONANTS, _VOWELS = "BCDFGHJKLMNPRSTVWXYZ", "AEIOU"
-_HELD_OUT_SHARE = 8  # one word in so many
+_HELD_OUT_SHARE = 8  # one word in 8
 _SMALLEST = (8, 16)  # height, width in pixels: below, the mask touches the border
 _AVOIDED = frozenset({"RAPE", "PEDO", "NUDE", "HOMO", "NAZI", "SODO", "LOLI", "PORN"})
 
@@ -37,11 +37,11 @@ class Sign:
     """One synthetic item.
 
     Attributes:
-        picture: with the word, RGB.
-        ground: the same without it.
-        mask: "L", 255 over the place of the word; it does not tell the word's length.
+        picture: RGB image with the word.
+        ground: the image without the word.
+        mask: "L", 255 over the place of the word, whatever its length.
         face: font of the word, of `retouch.glyphs.FONTS`.
-        ink: its colour.
+        ink: colour of the word.
     """
 
     word: str
@@ -53,17 +53,18 @@ class Sign:
 
 
 def half_of(word: str) -> Half:
-    """Which half of the language a word belongs to."""
+    """The part of the vocabulary that a word belongs to."""
     return "held_out" if derive_seed("half", word) % _HELD_OUT_SHARE == 0 else "train"
 
 
 def draw_words(
     count: int, half: Half, seed: int, length: int = 4, excluded: Collection[str] = frozenset()
 ) -> list[str]:
-    """`count` different words of alternating consonants and vowels. To exclude some changes no other, nor the order.
+    """`count` different words of alternating consonants and vowels. Excluded words change neither the others nor their
+    order.
 
     Raises:
-        DataError: the half has fewer words of this length.
+        DataError: the part has fewer words of this length.
     """
     if length < 1:
         raise DataError(f"--length: given {length}; a word has at least 1 letter")
@@ -84,11 +85,10 @@ def draw_words(
 
 
 def misheard(word: str, share: float, seed: int) -> str:
-    """The word with each letter wrong with probability `share`, vowels for vowels and consonants for consonants: a
-    caption as scraped pictures have them.
+    """The word with each letter wrong with probability `share`, vowels for vowels and consonants for consonants, like a
+    scraped caption.
 
-    The other letters are drawn evenly, so that the right letter stays the likeliest as long as share < 19 / 20 of
-    consonants and < 4 / 5 of vowels.
+    Wrong letters are uniform: the right letter is the likeliest for share < 19 / 20 (consonants) or < 4 / 5 (vowels).
     """
     draw = Random(derive_seed("caption", seed, word))
     letters = ""
@@ -103,7 +103,7 @@ def _alphabets(length: int) -> list[str]:
 
 
 def _words_to_find(half: Half, length: int, left_out: Collection[str]) -> int:
-    """Words that drawing at random finds in reasonable time: all of a small language, nine tenths of a large one."""
+    """Words that random drawing finds in reasonable time: all of a small vocabulary, 90 % of a large one."""
     if length <= 4:
         words = map("".join, itertools.product(*_alphabets(length)))
         return sum(half_of(word) == half and word not in left_out for word in words)
@@ -121,11 +121,11 @@ def draw_sign(
 ) -> Sign:
     """A sign of `size` (height, width) in pixels.
 
-    Letters stand on an even pitch across the mask, as on many signs; ground light, ink dark, both of any hue.
+    Letters are evenly spaced across the mask; the ground is light, the ink dark, both of any hue.
 
     Args:
-        face: a font of `retouch.glyphs.FONTS`; None draws one.
-        ink: a colour; None draws a dark one.
+        face: a font of `retouch.glyphs.FONTS`; None: a random one.
+        ink: a colour; None: a random dark one.
     """
     draw = Random(derive_seed("sign", seed, word))
     height, width = size
@@ -156,11 +156,11 @@ def write_signs(
     """Write a self_bench folder.
 
     Args:
-        caption_noise: share of the letters that the list gets wrong; the pictures show the words.
-        styled: the reference is a crop of another sign, whose other word has the font and colour of this one's:
-            style can be taken from it, letters cannot. Also without targets.
-        with_targets: False writes the bare ground as source and no reference: prompts that have no target picture at
-            all, for RL (`data.target: none`).
+        caption_noise: share of wrong letters in the list; the images show the words.
+        styled: the reference is a crop of another word in the font and colour of this sign, from which style can be
+            learned but no letters. Also without targets.
+        with_targets: False writes the bare ground as source and no reference: examples without a target image, for RL
+            (`data.target: none`).
 
     Raises:
         DataError: the folder already holds a list file, or is a file itself.
@@ -178,20 +178,20 @@ def write_signs(
         shown = _other_word(sign, words[n - first_id - 1], seed) if styled else sign
         if with_targets or styled:
             shown.picture.crop(mask_box(shown.mask)).save(out / f"test{n}_ref.png")
-    # the list comes last: a folder that was cut off has none and is refused
+    # the list comes last: an incomplete folder has none, and cannot be read
     captions = [misheard(word, caption_noise, seed) for word in words]
     listing.write_text("".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)), encoding="utf-8")
 
 
 def _other_word(sign: Sign, word: str, seed: int) -> Sign:
-    """A sign of another ground with `word` (backwards where it is the same) in the font and colour of `sign`."""
+    """A sign of another ground with `word` (reversed if it is the same) in the font and colour of `sign`."""
     other = word if word != sign.word else word[::-1]
     size = (sign.picture.height, sign.picture.width)
     return draw_sign(other, size, derive_seed("reference", seed, sign.word), sign.face, sign.ink)
 
 
 def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:
-    """A light colour, fading a little across the sign."""
+    """A light colour with a gradient across the sign."""
     colour = np.array(colorsys.hsv_to_rgb(draw.random(), draw.uniform(0.05, 0.35), draw.uniform(0.85, 1.0)))
     angle = draw.uniform(0, 2 * np.pi)
     y, x = np.mgrid[0:height, 0:width]
@@ -218,16 +218,16 @@ def synthesize(
     caption_noise: float,
     styled: bool = False,
 ) -> int:
-    """What `retouch data synth` does -> the number of items written.
+    """`retouch data synth` -> the number of items written.
 
     Raises:
         DataError: an unknown half, too many words, too small a size, a folder in use, an unreadable exclusion, or
-            wrong captions of pictures that show no word.
+            wrong captions of images without a word.
     """
     if not 0 <= caption_noise <= 1:
         raise DataError(f"--caption-noise: given {caption_noise}; a share of letters lies in [0, 1]")
     if caption_noise and not targets:
-        raise DataError("--caption-noise with --no-targets: no picture shows the word, so no caption can be wrong")
+        raise DataError("--caption-noise with --no-targets: no image shows the word, so no caption can be wrong")
     if half not in ("train", "held_out"):
         raise DataError(f"--half: given {half!r}; allowed: train, held_out")
     if size[0] < _SMALLEST[0] or size[1] < _SMALLEST[1]:

@@ -15,12 +15,8 @@ from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures
-from retouch.data.dataset import (
-    Dataset,
-    all_embedded,
-    load_dataset,
-)
-from retouch.data.overlap import trained_on
+from retouch.data.dataset import Dataset, all_embedded, load_dataset
+from retouch.data.identity import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.engine.saved import complete_checkpoints
 from retouch.families.embeddings import require_prompts

@@ -19,8 +19,8 @@ import PIL.Image
 from PIL.Image import Image
 from torch import nn
 
+from retouch.data.formats.mmmg import LEVELS
 from retouch.data.sampler import derive_seed, own_share
-from retouch.data.sections import LEVELS
 from retouch.glyphs import glyph_correlation
 from retouch.imaging import MASK_THRESHOLD, paste_back
 from retouch.observe import RunDir, Stopwatch

@@ -7,12 +7,6 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
-from retouch.data.dataset import list_items
-from retouch.data.sections import (
-    DataSection,
-    MmmgData,
-    ProtocolData,
-)
 from retouch.families.base import TrainIpAdapter
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path
@@ -25,16 +19,16 @@ def require_files(run: RunConfig) -> None:
         DataError, ModelFilesError, ConfigError: naming the key.
     """
     for section in data_sections(run).values():
-        if not Path(section.path).expanduser().exists() and not _is_of_the_hub(section):
-            list_items(section)  # reports a missing list in the words of its format
+        if not Path(section.path).expanduser().exists() and section.hub_id is None:
+            section.items()  # reports a missing list in the words of its format
     require_model(run)
     for name, entry in run.rewards.items():
         if entry.is_made_here:  # a running server has its own models
             for option, model in entry.models().items():
                 require_hub(f"rewards.{name}.{option}", model)
     for name, section in data_sections(run).items():
-        if isinstance(section, ProtocolData):
-            require_hub(f"{name}.path", section.path, "datasets")
+        if section.hub_id is not None:
+            require_hub(f"{name}.path", section.hub_id, "datasets")
 
 
 def require_model(run: RunConfig) -> None:
@@ -58,9 +52,3 @@ def require_model(run: RunConfig) -> None:
 def _require_path(key: str, path: str | None, expected: str) -> None:
     if path is not None and not Path(path).expanduser().exists():
         raise ConfigError(f"{key}: given {path!r}; no such file or folder; set {key} to {expected}")
-
-
-def _is_of_the_hub(section: DataSection) -> bool:
-    """Whether `path` is the id of a data set; in formats that are not read from the hub, owner/name is a local path."""
-    local = not isinstance(section, ProtocolData) or (isinstance(section, MmmgData) and section.layout == "train")
-    return not local and is_hub_id(section.path)

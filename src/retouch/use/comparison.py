@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.data.dataset import DataError, Dataset, ItemFiles, all_embedded, list_items
-from retouch.data.overlap import files, pictures_of, trained_on
+from retouch.data.base import DataError, ItemFiles
+from retouch.data.dataset import Dataset, all_embedded
+from retouch.data.identity import images_of, paths, trained_on
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.report import change_of
 from retouch.rewards.base import Reward, RewardEntry
@@ -137,10 +138,10 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
         if section is None:
             continue
         try:
-            listed = [item for item in list_items(section) if isinstance(item, ItemFiles)] if _is_here(section) else []
+            listed = [item for item in section.items() if isinstance(item, ItemFiles)] if _is_here(section) else []
         except DataError:
             listed = []
-        items = [item for item in listed if all(path.is_file() for path in files(pictures_of(item)))]
+        items = [item for item in listed if all(path.is_file() for path in paths(images_of(item)))]
         if not items:
             logger.warning(
                 "--data: it is unknown whether %s trained on these examples: %s.path has no images on this machine: %s",

@@ -12,14 +12,17 @@ from PIL import Image
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, takes_references
-from retouch.data.dataset import DataError, Dataset, ItemFiles, check_item, load_dataset
-from retouch.data.sections import DEFAULT_TEMPLATE, FITS, DataSection, ManifestData, PictureSection, ProtocolData
-from retouch.data.validate import data_at
+from retouch.data.base import DataError, DataSection, ItemFiles, ProtocolData
+from retouch.data.dataset import Dataset, check_item, load_dataset
+from retouch.data.discover import data_at
+from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
+from retouch.data.formats.manifest import ManifestData
 from retouch.imaging import (
+    FITS,
     Box,
     ImageProblem,
     MaskCrop,
-    PackedPicture,
+    PackedImage,
     box_mask,
     may_be_inverted,
     open_image,
@@ -145,8 +148,8 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
 
 
 def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:
-    """Warn about a mask that is probably inverted."""
-    if item.mask_path is None or not isinstance(section, PictureSection) or section.invert_mask:
+    """Warn about a mask that is probably read the other way round than it is meant."""
+    if item.mask_path is None or section.image_options.invert_mask:
         return
     try:
         mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path))
@@ -172,7 +175,7 @@ def _check_crop(config: RunConfig, request: SampleRequest) -> None:
         )
 
 
-def _file(image: Path | Image.Image | None, name: str) -> Path | PackedPicture | None:
+def _file(image: Path | Image.Image | None, name: str) -> Path | PackedImage | None:
     return packed(image, name) if isinstance(image, Image.Image) else image
 
 

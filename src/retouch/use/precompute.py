@@ -10,10 +10,7 @@ from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures
-from retouch.data.dataset import (
-    Dataset,
-    load_dataset,
-)
+from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
 from retouch.families.diffusion import FamilyModel
 from retouch.families.embeddings import EmbeddingCache

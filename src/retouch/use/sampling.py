@@ -13,9 +13,9 @@ from PIL import Image
 
 from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import ConfigError, RunConfig
-from retouch.data.dataset import Dataset, ItemFiles, Reading, all_embedded, read_item
+from retouch.data.base import DataSection, ItemFiles
+from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
-from retouch.data.sections import DataSection, PictureSection
 from retouch.families.base import FamilySpec
 from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
 from retouch.rollout.plan import ode_plan
@@ -108,11 +108,11 @@ def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: Sam
 
 
 def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float) -> Image.Image:
-    """Paste a generated image into the `box` of its source, inside the mask only."""
-    if item.source_path is None or item.mask_path is None or not isinstance(section, PictureSection):
+    """Put a generated image back into the `box` of the source that it stands for, inside the mask only."""
+    if item.source_path is None or item.mask_path is None:
         return image
     source = to_rgb(open_image(item.source_path))
-    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.invert_mask)
+    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.image_options.invert_mask)
     page = source.copy()
     page.paste(image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS), box[:2])
     return Image.fromarray(paste_back(np.asarray(source), np.asarray(page), np.asarray(mask), feather))

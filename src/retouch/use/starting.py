@@ -6,38 +6,30 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from retouch import families
 from retouch.config import ConfigError, RunConfig, load_run, numbers
 from retouch.config.errors import nearest
-from retouch.data.dataset import DataError
+from retouch.data.base import DataError
 from retouch.data.discover import Found, discover
 from retouch.data.split import split
-from retouch.families.base import Model
+from retouch.families import FAMILIES
 from retouch.texts import has_text
 
 ALGORITHMS = ("dpo", "grpo", "nft", "ppo", "sft")
-FAMILIES = ("flux_fill", "sd_inpaint", "qwen_image_edit")
+REPAINTING = ("flux_fill", "sd_inpaint", "qwen_image_edit")
 """Families that repaint or edit images."""
-
-_BASES: dict[str, str] = {
-    section.model_fields["family"].default: section.model_fields["path"].default
-    for section in get_args(get_args(Model)[0])
-}
-"""Released model of each family."""
 
 _HELD_OUT = 0.2
 _ENOUGH = 8
-"""Examples from which on some are held out."""
+"""Least number of examples of which some are held out."""
 
 _SHOWN = 5
-"""Images that are left out and named one by one."""
+"""Images left out that are listed one by one."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What `retouch init` did.
+    """The result of `retouch init`.
 
     Attributes:
         lines: for the terminal.
@@ -48,8 +40,32 @@ class Started:
     config: RunConfig
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Choices of the run file.
+
+    Attributes:
+        data: `data.path`.
+        held_out: manifest of held-out examples; None: there is none.
+        examples: number of examples to train on.
+        model: `model.path`; None: $MODEL_PATH, or the released model of the family.
+    """
+
+    found: Found
+    family: str
+    algorithm: str
+    model: str | None
+    data: Path
+    held_out: Path | None
+    examples: int
+
+    @property
+    def tiny(self) -> bool:
+        return self.model == "tiny"
+
+
 def start(folder: Path, out: Path, family: str, algorithm: str, model: str | None) -> Started:
-    """Write a run file for the images of a folder and, where they have no list that can be read, a manifest beside it.
+    """Write a run file for the images of a folder and, if they have no list that a format reads, a manifest beside it.
 
     Args:
         model: `model.path`; None: $MODEL_PATH, or the released model of the family.
@@ -58,27 +74,24 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
         ConfigError: an unknown family or algorithm, files that exist, or images that do not fit the family.
         DataError: no data set in the folder.
     """
-    for option, given, known in (("--family", family, FAMILIES), ("--algorithm", algorithm, ALGORITHMS)):
+    for option, given, known in (("--family", family, REPAINTING), ("--algorithm", algorithm, ALGORITHMS)):
         if given not in known:
             raise ConfigError(f"{option}: given {given!r}; {nearest(given, known)}")
     found = discover(folder)
-    _require_fit(found, folder, family)
+    _require_masks(found, folder, family)
     manifest = out.with_name(f"{out.stem}_data.json")
     for file in (out, *([manifest] if found.path is None else [])):
         if file.exists():
             raise ConfigError(f"--out: {file} exists; set --out to another path, or delete it")
-    data = found.path
-    held_out, examples = None, len(found.items)
-    if data is None:
-        data, held_out, examples = _write_manifest(found, manifest)
+    data, held_out, examples = (found.path, None, len(found.items)) if found.path else _write_manifest(found, manifest)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_run_file(found, data, held_out, examples, out, family, algorithm, model), encoding="utf-8")
+    run = _Run(found, family, algorithm, model, data, held_out, examples)
+    out.write_text(_run_file(run, out), encoding="utf-8")
     config = load_run(out)
-    numbers(config)  # a run file that `retouch check` takes
+    numbers(config)  # fails here where `retouch check` would
     texts = sum(map(has_text, found.items))
     masks = sum(item.mask_path is not None for item in found.items)
-    examples = _count(len(found.items), "example")
-    lines = [f"{folder}: {examples} ({found.what}), {masks} with a mask, {texts} with a text to write"]
+    lines = [f"{folder}: {_count(found)}, {masks} with a mask, {texts} with a text to write"]
     lines += [f"left out: {problem}" for problem in found.left_out[:_SHOWN]]
     lines += [f"left out: {len(found.left_out) - _SHOWN} more"] if len(found.left_out) > _SHOWN else []
     lines += [f"{file}: written" for file in (data if found.path is None else None, held_out) if file is not None]
@@ -87,114 +100,90 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     return Started(lines, config)
 
 
-def _require_fit(found: Found, folder: Path, family: str) -> None:
-    without = [item for item in found.items if item.mask_path is None]
-    if without and "mask" in families.FAMILIES[family].spec.needs:
+def _require_masks(found: Found, folder: Path, family: str) -> None:
+    without = sum(item.mask_path is None for item in found.items)
+    if without and "mask" in FAMILIES[family].spec.needs:
         raise ConfigError(
-            f"--family: given {family!r}, which repaints inside a mask, but {len(without)} of "
-            f"{len(found.items)} images of {folder} have none; add photo_mask.png beside photo.png "
-            "(white where to repaint), or set --family=qwen_image_edit, which edits whole images"
+            f"--family: given {family!r}, which repaints inside a mask, but {without} of {len(found.items)} images of "
+            f"{folder} have none; add photo_mask.png beside photo.png (white where to repaint), or set "
+            "--family=qwen_image_edit, which edits whole images"
         )
 
 
 def _write_manifest(found: Found, manifest: Path) -> tuple[Path, Path | None, int]:
-    """Write the examples -> the manifest to train on, that of held-out ones, and how many there are to train on.
-
-    Paths are relative to the manifest."""
+    """Write the examples, with paths relative to the manifest -> the manifest to train on, the manifest of held-out
+    examples, and the number of examples to train on."""
     manifest.parent.mkdir(parents=True, exist_ok=True)
-    entries = [
-        {
-            key: value if key == "prompt" else os.path.relpath(value, manifest.parent.resolve())
-            for key, value in e.items()
-        }
-        for e in found.entries
-    ]
+    root = manifest.parent.resolve()
+    entries = [{k: v if k == "prompt" else os.path.relpath(v, root) for k, v in e.items()} for e in found.entries]
     manifest.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if len(entries) < _ENOUGH:
         return manifest, None, len(entries)
     try:
-        halves = split(manifest, _HELD_OUT)
-    except DataError:  # one half would be empty
+        parts = split(manifest, _HELD_OUT)
+    except DataError:  # one part would be empty
         return manifest, None, len(entries)
-    (train, count), (held_out, _) = halves.items()
+    (train, count), (held_out, _) = parts.items()
     return train, held_out, count
 
 
-def _run_file(
-    found: Found,
-    data: Path,
-    held_out: Path | None,
-    examples: int,
-    out: Path,
-    family: str,
-    algorithm: str,
-    model: str | None,
-) -> str:
-    """The run file as text, with a comment for each choice.
-
-    Args:
-        examples: to train on.
-    """
-    tiny = model == "tiny"
-    path = f"${{MODEL_PATH:-{_BASES[family]}}}" if model is None else model
-    train = "{kind: full}" if tiny else "{kind: lora, rank: 32}"
-    lines = [
-        f"# {algorithm} on {family}, written by `retouch init`: {_count(len(found.items), 'example')} ({found.what}).",
-        f"#   retouch data validate {out}     opens every image",
-        f"#   retouch check {out}             prints what the run amounts to; --memory adds the memory",
-        f"#   retouch train {out}",
-        "# docs/configuration.md lists every key.",
-        f"name: {_name(out, algorithm)}",
-        "seed: 0",
-        "model:",
-        f"  family: {family}",
-        f"  path: {json.dumps(path)}    # a folder in the diffusers layout, or a hub id",
-        f"  dtype: {'fp32' if tiny else 'bf16'}    # of frozen weights",
-        f"  train: {train}    # full trains every weight",
-        *(["  max_sequence_length: 24    # of the tiny base"] if tiny and family == "flux_fill" else []),
-        *_data(found, data, tiny),
-    ]
-    lines += _rollout(examples, family, algorithm, tiny)
-    lines += _rewards(found, algorithm, tiny)
-    rows = 8 if tiny else 1
-    lines += [
-        "optimizer:",
-        f"  lr: {'3.0e-4' if tiny or algorithm != 'sft' else '1.0e-4'}    # for {'full weights' if tiny else 'LoRA'}",
-        f"  batch_size_per_device: {rows}    # more where memory allows",
-        f"  gradient_accumulation: {1 if tiny else 8}    # 8 images an optimizer step on each device",
-        "training:",
-        f"  max_steps: {20 if tiny else 2000}",
-        f"  checkpoint_every: {10 if tiny else 200}",
-        f"  eval_every: {10 if tiny else 100}",
-        f"  mixed_precision: {json.dumps('no') if tiny else 'bf16'}",
-        f"  gradient_checkpointing: {'false' if tiny else 'true'}    # half the memory for a third more time",
-        "evaluation:",
-        *_evaluation(found, held_out, tiny),
-    ]
-    return "\n".join(lines) + "\n"
+def _run_file(run: _Run, out: Path) -> str:
+    """The run file as text, with a comment for each choice."""
+    family, tiny = run.family, run.tiny
+    released = FAMILIES[family].model_fields["path"].default
+    path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model
+    size, fit, weights = ("[32, 64]", "stretch", "full weights") if tiny else ("512", "crop", "LoRA")
+    short_prompts = ["  max_sequence_length: 24    # of the tiny base"] if tiny and family == "flux_fill" else []
+    return "\n".join(
+        [
+            f"# {run.algorithm} on {family}, written by `retouch init`: {_count(run.found)}.",
+            f"#   retouch data validate {out}     opens every image",
+            f"#   retouch check {out}             prints the derived numbers; --memory adds the memory",
+            f"#   retouch train {out}",
+            "# docs/configuration.md lists every key.",
+            f"name: {json.dumps(f'{out.stem}_{run.algorithm}')}",
+            "seed: 0",
+            "model:",
+            f"  family: {family}",
+            f"  path: {json.dumps(path)}    # a folder in the diffusers layout, or a hub id",
+            f"  dtype: {'fp32' if tiny else 'bf16'}    # of frozen weights",
+            f"  train: {'{kind: full}' if tiny else '{kind: lora, rank: 32}'}    # full trains every weight",
+            *short_prompts,
+            "data:",
+            f"  format: {run.found.format}",
+            f"  path: {json.dumps(str(run.data))}    # relative to the working directory",
+            f"  resolution: {size}    # side, or [height, width], in pixels",
+            f"  fit: {fit}    # crop cuts a window around the mask, stretch ignores the aspect ratio",
+            *_rollout(run),
+            "rewards:",
+            *_rewards(run),
+            "optimizer:",
+            f"  lr: {'1.0e-4' if run.algorithm == 'sft' and not tiny else '3.0e-4'}    # for {weights}",
+            f"  batch_size_per_device: {8 if tiny else 1}    # more if memory allows",
+            f"  gradient_accumulation: {1 if tiny else 8}    # 8 images an optimizer step on each device",
+            "training:",
+            f"  max_steps: {20 if tiny else 2000}",
+            f"  checkpoint_every: {10 if tiny else 200}",
+            f"  eval_every: {10 if tiny else 100}",
+            f"  mixed_precision: {json.dumps('no') if tiny else 'bf16'}",
+            f"  gradient_checkpointing: {'false' if tiny else 'true'}    # half the memory for a third more time",
+            "evaluation:",
+            f"  num_examples: {min(len(run.found.items), 16)}",
+            "  data: null    # the training examples; `retouch data split` holds some out"
+            if run.held_out is None
+            else f"  data: {{format: manifest, path: {json.dumps(str(run.held_out))}, resolution: {size}, fit: {fit}}}",
+            "",
+        ]
+    )
 
 
-def _name(out: Path, algorithm: str) -> str:
-    return json.dumps(f"{out.stem}_{algorithm}")
-
-
-def _data(found: Found, data: Path, tiny: bool) -> list[str]:
-    size, fit = ("[32, 64]", "stretch") if tiny else ("512", "crop")
-    return [
-        "data:",
-        f"  format: {found.format}",
-        f"  path: {json.dumps(str(data))}    # relative to the folder that retouch is started in",
-        f"  resolution: {size}    # side, or [height, width], in pixels",
-        f"  fit: {fit}    # crop cuts a window around the mask, stretch ignores the aspect ratio",
-    ]
-
-
-def _rollout(examples: int, family: str, algorithm: str, tiny: bool) -> list[str]:
-    steps = 4 if tiny else 20 if family == "sd_inpaint" else 10
+def _rollout(run: _Run) -> list[str]:
+    tiny, algorithm = run.tiny, run.algorithm
+    steps = 4 if tiny else 20 if run.family == "sd_inpaint" else 10
     if algorithm == "sft":
         return ["algorithm: {name: sft}", f"rollout: {{num_steps: {steps}}}    # of evaluations"]
-    groups, group = (min(32, examples), 1) if algorithm == "ppo" else (min(8, examples), 8)
-    guided = families.FAMILIES[family].spec.doubles_for_guidance
+    groups, group = (min(32, run.examples), 1) if algorithm == "ppo" else (min(8, run.examples), 8)
+    guided = FAMILIES[run.family].spec.doubles_for_guidance
     return [
         "algorithm:",
         f"  name: {algorithm}",
@@ -203,41 +192,32 @@ def _rollout(examples: int, family: str, algorithm: str, tiny: bool) -> list[str
         *([] if algorithm == "dpo" else ["  preset: fast    # `retouch check` lists what it sets"]),
         f"  group_size: {group}    # samples of each example, compared with each other",
         f"  global_groups_per_batch: {groups}    # different examples of a rollout batch",
-        f"  batch_size_per_device: {8 if not tiny else 32}    # samples generated at once",
+        f"  batch_size_per_device: {32 if tiny else 8}    # samples generated at once",
         f"  num_steps: {steps}    # few steps are enough to rank samples",
         *(["  guidance_scale: 1.0    # without guidance: one forward a step"] if guided else []),
     ]
 
 
-def _rewards(found: Found, algorithm: str, tiny: bool) -> list[str]:
-    """OCR where there is a text to write; else how well the image fits its description, and the edge of the mask."""
-    if found.items and all(map(has_text, found.items)):
-        server = "auto" if algorithm != "sft" else "null"
-        where = "auto starts a server for the run" if algorithm != "sft" else "null reads in this process"
-        one_line = ", detect: false" if tiny else ""  # of images of 32 x 64, text detection finds no line
-        return ["rewards:", f"  ocr: {{url: {server}{one_line}}}    # similarity of the text that OCR reads; {where}"]
-    masks = all(item.mask_path is not None for item in found.items)
+def _rewards(run: _Run) -> list[str]:
+    """OCR if every example has a text; else how well the image fits its prompt, and the edge of the mask."""
+    if all(map(has_text, run.found.items)):
+        server, where = ("null", "null reads in this process")
+        if run.algorithm != "sft":
+            server, where = "auto", "auto starts a server for the run"
+        one_line = ", detect: false" if run.tiny else ""  # in images of 32 x 64, text detection finds no line
+        return [f"  ocr: {{url: {server}{one_line}}}    # similarity of the text that OCR reads; {where}"]
+    masks = all(item.mask_path is not None for item in run.found.items)
     seam = ["  seam: {weight: 0.3}    # no visible edge around the mask"] if masks else []
-    if tiny:
-        return ["rewards:", "  preservation: {}    # needs no download; a real base takes clip", *seam]
-    crop = "crop: mask_box, " if masks else ""
+    if run.tiny:
+        return ["  preservation: {}    # needs no download; a real base takes clip", *seam]
     return [
-        "rewards:",
         "  # How well the image fits its prompt; hpsv2 and vlm are stronger. `url: auto` starts a server for the run,",
-        "  # `device: auto` computes on a GPU where there is one.",
-        f"  clip: {{url: auto, {crop}device: auto}}",
+        "  # `device: auto` computes on a GPU if there is one.",
+        f"  clip: {{url: auto, {'crop: mask_box, ' if masks else ''}device: auto}}",
         *seam,
     ]
 
 
-def _evaluation(found: Found, held_out: Path | None, tiny: bool) -> list[str]:
-    lines = [f"  num_examples: {min(len(found.items), 16)}"]
-    if held_out is None:
-        return [*lines, "  data: null    # the training examples; `retouch data split` holds some out"]
-    size, fit = ("[32, 64]", "stretch") if tiny else ("512", "crop")
-    path = json.dumps(str(held_out))
-    return [*lines, f"  data: {{format: manifest, path: {path}, resolution: {size}, fit: {fit}}}"]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def _count(found: Found) -> str:
+    number = len(found.items)
+    return f"{number} example{'' if number == 1 else 's'} ({found.layout})"

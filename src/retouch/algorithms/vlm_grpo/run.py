@@ -26,7 +26,7 @@ from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
-from retouch.data.overlap import trained_on
+from retouch.data.identity import trained_on
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
 from retouch.families.loading import DTYPES, component_path, load_component, load_model

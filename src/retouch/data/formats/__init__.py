@@ -1,20 +1,25 @@
-"""Data formats: a file for each, with its options and how its items are listed."""
+"""Data formats: one file for each, with its options, how it is recognised and how its items are listed."""
 
 from __future__ import annotations
 
-from retouch.registry import Registry
+from typing import Annotated
 
-FORMATS: Registry[type] = Registry(
+from retouch.data.base import DataSection
+from retouch.registry import Chosen, Registry
+
+FORMATS: Registry[type[DataSection]] = Registry(
     "data format",
     "retouch.formats",
     {
-        "self_bench": "retouch.data.sections:SelfBenchData",
-        "cross_bench": "retouch.data.sections:CrossBenchData",
-        "manifest": "retouch.data.sections:ManifestData",
-        "brushbench": "retouch.data.sections:BrushBenchData",
-        "prompts": "retouch.data.sections:PromptsData",
-        "complex_edit": "retouch.data.sections:ComplexEditData",
-        "mmmg": "retouch.data.sections:MmmgData",
+        "brushbench": "retouch.data.formats.brushbench:BrushBenchData",
+        "self_bench": "retouch.data.formats.calligrapher:SelfBenchData",
+        "cross_bench": "retouch.data.formats.calligrapher:CrossBenchData",
+        "prompts": "retouch.data.formats.prompts:PromptsData",
+        "manifest": "retouch.data.formats.manifest:ManifestData",
+        "complex_edit": "retouch.data.formats.complex_edit:ComplexEditData",
+        "mmmg": "retouch.data.formats.mmmg:MmmgData",
     },
 )
-"""`data.format` -> its section of the run file."""
+"""`data.format` -> its section of the run file. A path without a format is of the first that recognises it."""
+
+Data = Annotated[DataSection, Chosen(FORMATS, "format")]

@@ -1,101 +1,99 @@
-"""BrushBench (BrushNet, arXiv 2403.06976): pictures with a caption and the outline of what it names.
+"""BrushBench (BrushNet, arXiv 2403.06976): images with a caption and the outline of what the caption names.
 
-`mapping_file.json` has an object for each picture: `image` (a path beside it), `caption`, `inpainting_mask` and
-`outpainting_mask`. A mask is a list of numbers, start and length of one run of repainted pixels after the other, in the
-512 x 512 pixels of the picture row by row, of which the first is 1.
+`mapping_file.json` has an object for each image: `image` (a path beside it), `caption`, `inpainting_mask` and
+`outpainting_mask`. A mask is a list of numbers: start and length of each run of masked pixels, in row-major order of
+the 512 x 512 pixels, counted from 1.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from PIL import Image
 
-from retouch.data.dataset import DataError, ItemError, ItemFiles
-from retouch.data.formats.manifest import read_text
-from retouch.imaging import PackedPicture, Pixels
-
-if TYPE_CHECKING:
-    from retouch.data.sections import BrushBenchData
+from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import parsed, read_text
+from retouch.imaging import PackedImage, Pixels
 
 MAPPING = "mapping_file.json"
 
 SIDE = 512
-"""Of every picture and mask, in pixels."""
+"""Side of every image and mask, in pixels."""
 
-_KEYS = {"inside": "inpainting_mask", "outside": "outpainting_mask"}
-
-
-def list_items(config: BrushBenchData) -> list[ItemFiles | ItemError]:
-    """The items of the mapping file; their ids are its keys where these are numbers, else their places in it.
-
-    Raises:
-        DataError: no folder, no mapping file, or one that is no JSON object.
-    """
-    folder = Path(config.path).expanduser()
-    mapping = folder / MAPPING
-    if not folder.is_dir():
-        raise DataError(f"data.path: {folder}: no such folder")
-    if not mapping.is_file():
-        raise DataError(f"data.path: {folder} has no {MAPPING}, which names pictures, captions and masks")
-    try:
-        entries: object = json.loads(read_text(mapping))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{mapping}: not valid JSON: {error.msg} (line {error.lineno})") from None
-    if not isinstance(entries, dict):
-        raise DataError(f"{mapping}: holds no object of pictures; is it BrushBench's?")
-    named = cast("dict[str, object]", entries)
-    numbered = all(key.isdecimal() for key in named)
-    return [
-        _item(folder, key, int(key) if numbered else place, entry, _KEYS[config.region])
-        for place, (key, entry) in enumerate(named.items())
-    ]
+Runs = np.ndarray[Any, np.dtype[np.int64]]
+"""[N, 2]: start, from 0, and length of each run of masked pixels."""
 
 
-def _item(folder: Path, key: str, number: int, entry: object, mask_key: str) -> ItemFiles | ItemError:
-    where = f"{MAPPING} {key}"
-    fields = cast("Mapping[str, object]", entry) if isinstance(entry, dict) else {}
-    image, caption = fields.get("image"), fields.get("caption")
-    if not isinstance(image, str) or not image or not isinstance(caption, str):
-        return ItemError(where, "has no image or no caption; both are texts")
-    runs = _runs(fields.get(mask_key))
-    if isinstance(runs, str):
-        return ItemError(where, f"{mask_key} {runs}")
-    return ItemFiles(
-        id=number,
-        prompt=caption,
-        source_path=folder / image,
-        mask_path=PackedPicture(
-            f"{folder / MAPPING} {key} {mask_key}", partial(_png, runs), hashlib.sha256(runs.tobytes()).hexdigest()
-        ),
-        target="source",
-        metadata={"image": image},
-    )
+class BrushBenchData(ImageSection):
+    """BrushBench (arXiv 2403.06976): a folder with the images and `mapping_file.json`, which has the caption and two
+    masks of each image."""
+
+    format: Literal["brushbench"] = "brushbench"
+    region: Literal["inside", "outside"] = "inside"
+    """What is repainted: "inside", what the caption names (`inpainting_mask`); "outside", all around it
+    (`outpainting_mask`)."""
+
+    expects: ClassVar[str] = f"a {MAPPING}"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return (path / MAPPING).is_file()
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        """The items of the mapping file; an id is the key if all keys are numbers, else the position."""
+        folder = Path(self.path).expanduser()
+        mapping = folder / MAPPING
+        if not folder.is_dir():
+            raise DataError(f"data.path: {folder}: no such folder")
+        if not mapping.is_file():
+            raise DataError(f"data.path: {folder} has no {MAPPING}, which names images, captions and masks")
+        entries = parsed(read_text(mapping), str(mapping))
+        if not isinstance(entries, dict):
+            raise DataError(f"{mapping}: holds no object of images; is it BrushBench's?")
+        named = cast("dict[str, object]", entries)
+        numbered = all(key.isdecimal() for key in named)
+        return [
+            item_or_error(f"{MAPPING} {key}", self._item, key, int(key) if numbered else position, entry)
+            for position, (key, entry) in enumerate(named.items())
+        ]
+
+    def _item(self, key: str, number: int, entry: object) -> ItemFiles:
+        fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+        image, caption = fields.get("image"), fields.get("caption")
+        if not isinstance(image, str) or not image or not isinstance(caption, str):
+            raise DataError("has no image or no caption; both are texts")
+        folder = Path(self.path).expanduser()
+        mask_key = {"inside": "inpainting_mask", "outside": "outpainting_mask"}[self.region]
+        runs = _runs(fields.get(mask_key), mask_key)
+        digest = hashlib.sha256(runs.tobytes()).hexdigest()
+        return ItemFiles(
+            id=number,
+            prompt=caption,
+            source_path=folder / image,
+            mask_path=PackedImage(f"{folder / MAPPING} {key} {mask_key}", partial(_png, runs), digest),
+            target="source",
+            metadata={"image": image},
+        )
 
 
-def _runs(numbers: object) -> np.ndarray[Any, np.dtype[np.int64]] | str:
-    """[N, 2] start, from 0, and length of each run; or what is wrong with the list."""
-    if (
-        not isinstance(numbers, list)
-        or len(numbers) % 2
-        or not all(type(n) is int for n in cast("list[object]", numbers))
-    ):
-        return "is no list of pairs of whole numbers: start and length of every run"
-    given = cast("list[int]", numbers)
-    for start, length in zip(given[::2], given[1::2], strict=True):
+def _runs(given: object, key: str) -> Runs:
+    numbers = cast("list[Any]", given) if isinstance(given, list) else []
+    if not isinstance(given, list) or len(numbers) % 2 or not all(type(n) is int for n in numbers):
+        raise DataError(f"{key} is no list of pairs of whole numbers: start and length of every run")
+    for start, length in zip(numbers[::2], numbers[1::2], strict=True):
         if start < 1 or length < 1 or start - 1 + length > SIDE * SIDE:
-            return f"has a run of {length} pixels from {start} on, which do not lie in 1 to {SIDE * SIDE}"
-    return np.array(given, np.int64).reshape(-1, 2) - (1, 0)
+            raise DataError(
+                f"{key} has a run of {length} pixels from {start} on, which do not lie in 1 to {SIDE * SIDE}"
+            )
+    return np.array(numbers, np.int64).reshape(-1, 2) - (1, 0)
 
 
-def mask_of(runs: np.ndarray[Any, np.dtype[np.int64]]) -> Pixels:
+def mask_of(runs: Runs) -> Pixels:
     """[512, 512]: 255 in the runs, else 0."""
     flat = np.zeros(SIDE * SIDE, np.uint8)
     for start, length in runs:
@@ -103,7 +101,7 @@ def mask_of(runs: np.ndarray[Any, np.dtype[np.int64]]) -> Pixels:
     return flat.reshape(SIDE, SIDE)
 
 
-def _png(runs: np.ndarray[Any, np.dtype[np.int64]]) -> bytes:
+def _png(runs: Runs) -> bytes:
     out = io.BytesIO()
     Image.fromarray(mask_of(runs)).save(out, "PNG", compress_level=1)
     return out.getvalue()

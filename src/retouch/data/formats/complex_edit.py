@@ -1,96 +1,140 @@
-"""Complex-Edit (arXiv 2504.13143): a picture, and instructions that put 1 to 8 atomic edits together.
+"""Complex-Edit (arXiv 2504.13143): an image, and instructions that put 1 to 8 atomic edits together.
 
 Columns of the hub's data set: `image`, and `edit` with `compound`, a list of 8 objects with `compound_instruction`; the
-instruction of complexity C is the C-th. Its splits are test_real and test_syn; there is none to train on, so that
-`data.part` holds out pictures, by their bytes.
+instruction of complexity C is the C-th. Its splits are test_real and test_syn; there is none to train on, which is why
+`data.part` holds out images, by their bytes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
 
-from retouch.data.dataset import DataError, ItemError, ItemFiles
-from retouch.data.formats.tables import Table, content_digest, hub_table, in_part, picture_of, tables_of
-from retouch.data.sections import complexities
-from retouch.hub import is_hub_id
+from pydantic import field_validator
 
-if TYPE_CHECKING:
-    from retouch.data.sections import ComplexEditData
+from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, ProtocolData, item_or_error
+from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
+from retouch.imaging import Fit, PackedImage
 
-_TYPES = ("real", "syn")
+MOST_COMPLEX = 8
+"""Atomic edits that an instruction puts together at most."""
+
 _FIRST = {"real": 0, "syn": 1_000_000}
-"""Number of the first picture of a type: ids stay the same whatever is chosen. An id is 10 x number + complexity."""
+"""Number of the first image of a type: ids do not depend on what is chosen. An id is 10 x number + complexity."""
 
 
-def list_items(config: ComplexEditData) -> list[ItemFiles | ItemError]:
-    """An item for every picture and complexity asked for, picture by picture.
+class ComplexEditData(ProtocolData):
+    """Complex-Edit (arXiv 2504.13143): one example for every image and complexity. A folder holds parquet, arrow or
+    JSONL files with the columns of the hub's data set, and "real" or "syn" in their names."""
+
+    format: Literal["complex_edit"] = "complex_edit"
+    complexity: str = "8"
+    """How many atomic edits an instruction puts together: "8", "1-8" or "1,3,5"."""
+    image_type: Literal["real", "syn", "all"] = "real"
+    """Photographs, synthetic images, or both."""
+    fit: Fit = "crop"
+    """"crop" scales to cover and cuts out the middle; "stretch" ignores the aspect ratio."""
+
+    has_images: ClassVar[frozenset[str]] = frozenset({"source"})
+
+    @field_validator("complexity", mode="before")
+    @classmethod
+    def _is_complexity(cls, value: object) -> object:
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        return ",".join(map(str, complexities(text))) if isinstance(text, str) else text
+
+    @property
+    def image_options(self) -> ImageOptions:
+        return ImageOptions(self.fit)
+
+    @property
+    def types(self) -> list[str]:
+        """Image types that are chosen."""
+        return [name for name in _FIRST if self.image_type in (name, "all")]
+
+    def overlaps(self, other: DataSection) -> bool:
+        return isinstance(other, ComplexEditData) and bool({*self.types} & {*other.types})
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        """An item for every image and chosen complexity, image by image."""
+        items: list[ItemFiles | ItemError] = []
+        for image_type in self.types:
+            rows = ((table, position, row) for table in self._tables(image_type) for position, row in enumerate(table))
+            for number, (table, position, row) in enumerate(rows):
+                items += self._items(table, position, row, image_type, number)
+        if not items:
+            raise DataError(
+                f"data.path: {self.path} has nothing with image_type {self.image_type} and part {self.part} "
+                f"(held_out_share {self.held_out_share:g}); choose others, or add data"
+            )
+        return items
+
+    def _tables(self, image_type: str) -> list[Table]:
+        if self.hub_id is not None:
+            return [hub_table(self.path, f"test_{image_type}")]
+        found = [t for t in tables_of(self.path) if re.search(rf"(?<![a-z]){image_type}(?![a-z])", t.name.lower())]
+        if not found:
+            raise DataError(
+                f"data.path: {self.path} holds no file of image_type {image_type}; its name, or that of its folder, "
+                f"must contain {image_type}, like test_{image_type}.parquet"
+            )
+        return found
+
+    def _items(
+        self, table: Table, position: int, row: Mapping[str, Any], image_type: str, number: int
+    ) -> Iterator[ItemFiles | ItemError]:
+        """The items of one image; none if it belongs to the other part."""
+        where = f"{table.name} row {position}"
+        try:
+            image = image_of(table, position, row)
+        except DataError as error:
+            yield ItemError(where, str(error))
+            return
+        if not in_part(content_digest(image), self.part, self.held_out_share):
+            return
+        about = {"image": f"{image_type}/{number:04d}", "image_type": image_type}
+        make = partial(_item, image, _instructions(row.get("edit")), _FIRST[image_type] + number, about)
+        for complexity in complexities(self.complexity):
+            yield item_or_error(where, make, complexity)
+
+
+def complexities(value: str) -> tuple[int, ...]:
+    """ "8", "1-8" or "1,3,5" as ascending numbers.
 
     Raises:
-        DataError: no such data set, or nothing of it is chosen.
+        ValueError: anything else.
     """
-    types = _TYPES if config.image_type == "all" else (config.image_type,)
-    items: list[ItemFiles | ItemError] = []
-    for image_type in types:
-        number = _FIRST[image_type]
-        for table in _tables(config.path, image_type):
-            for position, row in enumerate(table):
-                items += _items(config, table, position, row, image_type, number)
-                number += 1
-    if not items:
-        raise DataError(
-            f"data.path: {config.path} has nothing with image_type {config.image_type} and part {config.part} "
-            f"(held_out_share {config.held_out_share:g}); choose others, or add data"
-        )
-    return items
+    found: set[int] = set()
+    for piece in value.split(","):
+        low, dash, high = (part.strip() for part in piece.partition("-"))
+        numbers = low.isdecimal() and (not dash or high.isdecimal())
+        found.update(range(int(low), int(high or low) + 1) if numbers else [0])
+    if not found or not found <= set(range(1, MOST_COMPLEX + 1)):
+        raise ValueError(f'given {value!r}; write numbers from 1 to {MOST_COMPLEX}, like "8", "1-8" or "1,3,5"')
+    return tuple(sorted(found))
 
 
-def _tables(path: str, image_type: str) -> list[Table]:
-    if is_hub_id(path):
-        return [hub_table(path, f"test_{image_type}")]
-    found = [t for t in tables_of(path) if re.search(rf"(?<![a-z]){image_type}(?![a-z])", t.name.lower())]
-    if not found:
-        raise DataError(
-            f"data.path: {path} holds no file of image_type {image_type}; its name, or that of its folder, must say "
-            f"{image_type}, like test_{image_type}.parquet"
-        )
-    return found
-
-
-def _items(
-    config: ComplexEditData, table: Table, position: int, row: Mapping[str, Any], image_type: str, number: int
-) -> list[ItemFiles | ItemError]:
-    """Those of one picture; none where it belongs to the other part."""
-    where = f"{table.name} row {position}"
-    picture = picture_of(table, position, row)
-    if isinstance(picture, str):
-        return [ItemError(where, picture.removeprefix(f"{where}: "))]
-    if not in_part(content_digest(picture), config.part, config.held_out_share):
-        return []
-    instructions = _instructions(row.get("edit"))
-    items: list[ItemFiles | ItemError] = []
-    for complexity in complexities(config.complexity):
-        if len(instructions) < complexity or not instructions[complexity - 1].strip():
-            items.append(ItemError(where, f"edit.compound has no instruction of complexity {complexity}"))
-            continue
-        about = {"image": f"{image_type}/{number - _FIRST[image_type]:04d}", "image_type": image_type}
-        items.append(
-            ItemFiles(
-                id=10 * number + complexity,
-                prompt=instructions[complexity - 1],
-                source_path=picture,
-                metadata={**about, "complexity": complexity},
-                difficulty=float(complexity),
-            )
-        )
-    return items
+def _item(
+    image: Path | PackedImage, instructions: list[str], number: int, about: Mapping[str, Any], complexity: int
+) -> ItemFiles:
+    if len(instructions) < complexity or not instructions[complexity - 1].strip():
+        raise DataError(f"edit.compound has no instruction of complexity {complexity}")
+    return ItemFiles(
+        id=10 * number + complexity,
+        prompt=instructions[complexity - 1],
+        source_path=image,
+        metadata={**about, "complexity": complexity},
+        difficulty=float(complexity),
+    )
 
 
 def _instructions(edit: object) -> list[str]:
-    """By complexity from 1; "" for what is no text. `compound` may be a list of objects or, as some versions of
-    datasets give it, an object of lists."""
+    """Instructions by complexity from 1; "" for what is no text. `compound` is a list of objects or, in some versions
+    of datasets, an object of lists."""
     if isinstance(edit, str):
         try:
             edit = json.loads(edit)
@@ -99,9 +143,6 @@ def _instructions(edit: object) -> list[str]:
     compound: object = cast("Mapping[str, Any]", edit).get("compound") if isinstance(edit, Mapping) else None
     if isinstance(compound, Mapping):
         compound = cast("Mapping[str, Any]", compound).get("compound_instruction")
-    if not isinstance(compound, list):
-        return []
-    texts = [
-        one.get("compound_instruction") if isinstance(one, Mapping) else one for one in cast("list[Any]", compound)
-    ]
+    entries = cast("list[Any]", compound) if isinstance(compound, list) else []
+    texts = [entry.get("compound_instruction") if isinstance(entry, Mapping) else entry for entry in entries]
     return [text if isinstance(text, str) else "" for text in texts]

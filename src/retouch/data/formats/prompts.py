@@ -1,45 +1,50 @@
-"""Prompts for text to image, without pictures: a text file with one a line, or JSON or JSONL of objects with `prompt`,
-and optionally `id`, `text` (what shall be read); other keys are kept as metadata.
-"""
+"""Prompts for text to image, without images: a text file with one prompt in each line, or JSON or JSONL of objects."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, ClassVar, Literal
 
-from retouch.data.dataset import DataError, ItemError, ItemFiles
-from retouch.data.formats.manifest import json_entries, read_text
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import IMAGE_KEYS, entries_of, fields_of, id_of, lines_of
 
-if TYPE_CHECKING:
-    from retouch.data.sections import PromptsData
-
-
-def list_items(config: PromptsData) -> list[ItemFiles | ItemError]:
-    """The prompts of the file.
-
-    Raises:
-        DataError: no such file, or not JSON where its name says so.
-    """
-    path = Path(config.path).expanduser()
-    if not path.is_file():
-        raise DataError(f"data.path: {path}: no such file of prompts (.txt with one a line, .json or .jsonl)")
-    if path.suffix in (".json", ".jsonl"):
-        return [_item(entry, position) for position, entry in enumerate(json_entries(path))]
-    lines = [line.strip() for line in read_text(path).split("\n")]
-    return [ItemFiles(id=n, prompt=line) for n, line in enumerate(lines) if line]
+_JSON = (".json", ".jsonl")
 
 
-def _item(entry: Any, position: int) -> ItemFiles | ItemError:
-    where = f"entry {position}"
-    if not isinstance(entry, dict):
-        return ItemError(where, f"{entry!r} is not an object")
-    entry = cast("dict[str, Any]", entry)
-    prompt, number = entry.get("prompt"), entry.get("id", position)
+class PromptsData(DataSection):
+    """Prompts of text to image, without images: a text file with one in each line, or JSON or JSONL of
+    `{"prompt", "text"?, "id"?, ...}`; other keys are kept as metadata."""
+
+    format: Literal["prompts"] = "prompts"
+
+    expects: ClassVar[str] = "a .txt of prompts"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if path.is_dir() or path.suffix == ".txt":
+            return not path.is_dir()
+        entries = entries_of(path) if path.is_file() and path.suffix in _JSON else []
+        objects = [entry for entry in entries if isinstance(entry, dict)]
+        return bool(objects) and all("prompt" in o and o.keys().isdisjoint(IMAGE_KEYS) for o in objects)
+
+    def listing(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        path = self.listing()
+        if not path.is_file():
+            raise DataError(f"data.path: {path}: no such file of prompts (.txt with one a line, .json or .jsonl)")
+        if path.suffix in _JSON:
+            return [item_or_error(f"entry {i}", _item, entry, i) for i, entry in enumerate(entries_of(path))]
+        return [ItemFiles(id=number - 1, prompt=line.strip()) for number, line in lines_of(path)]
+
+
+def _item(given: Any, position: int) -> ItemFiles:
+    entry = fields_of(given)
+    prompt = entry.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        return ItemError(where, "prompt missing or empty; each entry needs one")
+        raise DataError("prompt missing or empty; each entry needs one")
     if not isinstance(entry.get("text"), str | None):
-        return ItemError(where, f"text is {entry['text']!r}; it must be a string")
-    if not isinstance(number, int) or isinstance(number, bool):
-        return ItemError(where, f"id is {number!r}; it must be an integer")
+        raise DataError(f"text is {entry['text']!r}; it must be a string")
     metadata = {key: value for key, value in entry.items() if key not in ("prompt", "id")}
-    return ItemFiles(id=number, prompt=prompt, metadata=metadata)
+    return ItemFiles(id=id_of(entry, position), prompt=prompt, metadata=metadata)

@@ -75,6 +75,9 @@ class ComplexEditReward(JudgeEntry):
             )
         return self
 
+    def example_images(self) -> frozenset[str]:
+        return self.required_images()
+
     def make(self) -> ComplexEditScorer:
         weights = (self.alignment_weight, self.quality_weight)
         return ComplexEditScorer(

@@ -6,9 +6,9 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -23,6 +23,9 @@ class FnReward(RewardEntry):
 
     value_range = (-1e9, 1e9)
     licence = "yours"
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "fn": {"retouch.data.edits:recoloured": "retouch.tiny.edits:recoloured"}
+    }
 
     scorer: Literal["fn"] = "fn"
     fn: str = ""

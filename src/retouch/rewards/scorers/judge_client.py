@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-import httpx
 from PIL import Image
 
 from retouch.rewards.addresses import base_url, is_local, retry_after_s
 from retouch.rewards.protocol import Pixels
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +159,8 @@ class JudgeClient:
         self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        import httpx  # loading a run file needs no client
+
         self._http = httpx.Client(headers=headers, trust_env=not is_local(self.address), timeout=timeout_s)
 
     @property
@@ -209,6 +213,8 @@ class JudgeClient:
             JudgeError: no such reply before the deadline, or a status that a retry would not change.
             BudgetSpent: before anything is sent.
         """
+        import httpx
+
         problem = "no answer"
         for attempt in range(1_000_000):
             if body is not None:

@@ -1,0 +1,298 @@
+"""What data formats share: the items that one lists, and its section of the run file. No torch.
+
+A format is one file with one section class: its options, `list_items`, and what it answers to the questions below.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+
+from retouch.config.base import Section
+from retouch.errors import DataError
+from retouch.hub import is_hub_id
+from retouch.imaging import Fit, PackedImage, StripFit
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
+
+TargetRole = Literal["auto", "source", "none", "file"]
+ReferenceRole = Literal["given", "mask_box", "half_box"]
+
+
+@dataclass(frozen=True)
+class ItemFiles:
+    """One item as its format lists it, with no file opened.
+
+    Attributes:
+        target: source of the ground truth. "file": `target_path`. "source": the source image. "none": there is none.
+            "auto": a reference of the source's size, whose mask box is then the style reference; else the source.
+        crops_reference: a reference of the source's size is cut to its mask box, whatever `target` is.
+        reference_mask_path: mask of the item that the reference belongs to; one of the reference's size cuts it to
+            its box.
+        difficulty: sort key of a curriculum.
+    """
+
+    id: int
+    prompt: str
+    source_path: Path | PackedImage | None = None
+    mask_path: Path | PackedImage | None = None
+    reference_path: Path | PackedImage | None = None
+    target_path: Path | None = None
+    win_path: Path | None = None
+    lose_path: Path | None = None
+    embedding_path: Path | None = None
+    target: TargetRole = "none"
+    crops_reference: bool = False
+    reference_mask_path: Path | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    difficulty: float = 0.0
+
+
+@dataclass(frozen=True)
+class ItemError:
+    """One item that cannot be used, and why."""
+
+    where: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+def item_or_error(where: str, make: Callable[..., ItemFiles], *given: Any) -> ItemFiles | ItemError:
+    """`make(*given)`; where it raises a DataError, an item that cannot be used."""
+    try:
+        return make(*given)
+    except DataError as error:
+        return ItemError(where, str(error))
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How the images of an item become those of an example; the fields are options of `ImageSection`."""
+
+    fit: Fit = "crop"
+    invert_mask: bool = False
+    reference: ReferenceRole = "given"
+    reference_strip: int | None = None
+    reference_strip_fit: StripFit = "contain"
+
+
+class DataSection(Section):
+    """Options of every format."""
+
+    format: str
+    """Registered name of the format."""
+    path: str
+    """A folder, or a manifest file; required."""
+    resolution: PositiveInt | tuple[PositiveInt, PositiveInt] = 512
+    """Side of a square in pixels, or [height, width]; multiples of what the family needs (16 for FLUX)."""
+    max_bad_items: Annotated[int, Field(ge=0)] = 10
+    """Broken items are skipped with a warning up to this number; one more is an error."""
+    limit: PositiveInt | None = None
+    """Use only the first `limit` items."""
+
+    expects: ClassVar[str] = ""
+    """The paths that `recognises` accepts, for messages."""
+    has_images: ClassVar[frozenset[str]] = frozenset()
+    """Image fields of `Example` that an item can have."""
+    has_texts: ClassVar[bool] = False
+    """Whether every item has a target text by design."""
+
+    @abstractmethod
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        """Every item, with no image opened.
+
+        Raises:
+            DataError: the list itself is missing or unreadable.
+        """
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        """Whether a path given without a format is a data set of this one."""
+        return False
+
+    def listing(self) -> Path | None:
+        """The text, JSON or CSV file that names the items, which `retouch data split` divides; None: there is none."""
+        return None
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        from retouch.config.needs import needed_pictures
+
+        needs = needed_pictures(run, training=key == "data")
+        if not needs <= self.has_images:
+            has, family = ("sources alone", "qwen_image_edit") if self.has_images else ("no images", "qwen_image")
+            raise ValueError(
+                f"{key}.format: given {self.format!r}, which has {has}, but the run needs {', '.join(sorted(needs))} "
+                f"in every example; set format=manifest, or model.family={family} with full weights or LoRA"
+            )
+        multiple = run.model.size_multiple
+        if any(side % multiple for side in self.size):
+            nearest = [max(multiple, round(side / multiple) * multiple) for side in self.size]
+            raise ValueError(
+                f"{key}.resolution: given {self.resolution}; {run.model.family} needs multiples of {multiple}; "
+                f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
+            )
+        run.model.check_size(key, self.size)
+
+    @field_validator("resolution", mode="wrap")
+    @classmethod
+    def _is_a_size(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:  # two lines, one for each kind of size
+            raise ValueError(
+                f"given {value!r}; write the side of a square in pixels, like 512, or [height, width], like [512, 768]"
+            ) from None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return (self.resolution, self.resolution) if isinstance(self.resolution, int) else self.resolution
+
+    @property
+    def image_options(self) -> ImageOptions:
+        """How images are read."""
+        return ImageOptions()
+
+    @property
+    def hub_id(self) -> str | None:
+        """The data set on the Hugging Face hub that `path` names; None: a local path."""
+        return None
+
+    @property
+    def stages(self) -> int:
+        """Stages of the curriculum; 1: there is no curriculum."""
+        return 1
+
+    def items(self) -> list[ItemFiles | ItemError]:
+        """`list_items`, the first `limit` of them."""
+        return self.list_items()[: self.limit]
+
+
+class ImageSection(DataSection):
+    """Options of formats whose items have images."""
+
+    fit: Fit = "crop"
+    """"crop" scales to cover and cuts a window around the mask; "stretch" ignores the aspect ratio."""
+    invert_mask: bool = False
+    """For masks that mark what to keep."""
+    reference: ReferenceRole = "given"
+    """Style reference of an item. "given": its own file. "mask_box": if it has no file, the mask box of the target
+    (else of the source). "half_box", for supervised steps: one half of that box is the reference and only the other
+    half is repainted, which makes copying the reference always wrong; odd ids give the second half."""
+    reference_strip: PositiveInt | None = None
+    """Pixels: stack the reference above the image, in a strip of this height that is not repainted (in-context
+    reference); the strip is cut off again before images are scored and shown. Null: none."""
+    reference_strip_fit: StripFit = "contain"
+    """How the reference fills the strip. "contain": as large as the strip holds it, in its middle. "full_width": scaled
+    to the width of the image, its height rounded to a multiple of 16, directly above the image, as Calligrapher stacks
+    it. Images of a batch have one size, which is why the rest of the strip is white; a reference that is higher than
+    the strip at that width is squeezed to the height of the strip."""
+
+    has_images: ClassVar[frozenset[str]] = frozenset({"source", "mask", "target", "reference", "win", "lose"})
+
+    @field_validator("reference_strip_fit")
+    @classmethod
+    def _has_a_strip(cls, value: StripFit, info: ValidationInfo) -> StripFit:
+        if value != "contain" and info.data.get("reference_strip", 0) is None:
+            raise ValueError(
+                f"given {value!r}, but there is no strip to fill; set reference_strip to its height in pixels (288 "
+                "holds a reference of 16:9 at 512), or leave reference_strip_fit out"
+            )
+        return value
+
+    @property
+    def image_options(self) -> ImageOptions:
+        strip = self.reference_strip, self.reference_strip_fit
+        return ImageOptions(self.fit, self.invert_mask, self.reference, *strip)
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        from retouch.config.needs import takes_references
+
+        trained = run.data.image_options
+        if self.reference_strip != trained.reference_strip:
+            raise ValueError(
+                f"{key}.reference_strip: given {self.reference_strip}, but data.reference_strip is "
+                f"{trained.reference_strip}; a model is trained and used with one height; set both to the same"
+            )
+        if self.reference_strip_fit != trained.reference_strip_fit:
+            raise ValueError(
+                f"{key}.reference_strip_fit: given {self.reference_strip_fit!r}, but data.reference_strip_fit is "
+                f"{trained.reference_strip_fit!r}; a model is trained and used with one layout; set "
+                f"{key}.reference_strip_fit={trained.reference_strip_fit}"
+            )
+        if self.reference != "given" and not takes_references(run, scored=True):
+            raise ValueError(
+                f"{key}.reference: given {self.reference!r}, but nothing in the run reads a reference; set "
+                "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
+            )
+        sft = not run.algorithm.trains_on_rewards and not run.algorithm.takes_given_pairs
+        supervised = key == "warmup_data" or (key == "data" and sft and run.evaluation.data is not None)
+        if self.reference == "half_box" and not supervised:
+            raise ValueError(
+                f"{key}.reference: given 'half_box', which repaints half of a text, so that no reward can read it; set "
+                "it under warmup_data (SFT: data, with evaluation.data), and set mask_box here"
+            )
+        multiple, strip = run.model.size_multiple, self.reference_strip
+        if strip is not None and strip % multiple:
+            raise ValueError(
+                f"{key}.reference_strip: given {strip}; {run.model.family} needs multiples of {multiple}; set "
+                f"{max(multiple, round(strip / multiple) * multiple)}"
+            )
+        super().check(run, key)
+
+
+class ProtocolData(DataSection):
+    """Options of the data sets of published protocols. Their `path` is a folder, or the id of a data set on the hub,
+    which the library datasets downloads (`pip install "retouch[vlm]"`)."""
+
+    part: Literal["all", "train", "held_out"] = "all"
+    """"held_out" is a share of the images (of the prompts, if there are no images), chosen by their content; "train" is
+    the rest. No image is in both, whatever else is chosen."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Approximate share that is held out; the same for both parts."""
+    curriculum: PositiveInt = 1
+    """Stages of the rollouts: of n, stage s draws from the easiest s/n of the examples; 1 draws from all."""
+
+    @abstractmethod
+    def overlaps(self, other: DataSection) -> bool:
+        """Whether another section of the same format and path chooses some of the same images or prompts, before
+        `part` divides them."""
+
+    @property
+    def hub_id(self) -> str | None:
+        return self.path if is_hub_id(self.path) else None
+
+    @property
+    def stages(self) -> int:
+        return self.curriculum
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        super().check(run, key)
+        if self.curriculum != 1 and (key != "data" or not run.algorithm.trains_on_rewards):
+            raise ValueError(
+                f"{key}.curriculum: given {self.curriculum}, but only rollouts have a curriculum, and they draw from "
+                "data; leave it out"
+            )
+        for name, data in (("data", run.data), ("warmup_data", run.warmup_data)) if key == "evaluation.data" else ():
+            if isinstance(data, ProtocolData) and data.path == self.path and self.overlaps(data):
+                self._is_held_out_of(name, data)
+
+    def _is_held_out_of(self, name: str, data: ProtocolData) -> None:
+        if (data.part, self.part) != ("train", "held_out"):
+            raise ValueError(
+                f"evaluation.data.part: given {self.part!r} beside {name}.part {data.part!r} of the same path, so "
+                f"that held-out examples would be trained on; set {name}.part=train and evaluation.data.part=held_out"
+            )
+        if data.held_out_share != self.held_out_share:
+            raise ValueError(
+                f"evaluation.data.held_out_share: given {self.held_out_share:g}, but {name}.held_out_share is "
+                f"{data.held_out_share:g}; set both to one share"
+            )

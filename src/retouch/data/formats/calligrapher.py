@@ -1,0 +1,141 @@
+"""Calligrapher's benchmarks: a list file and numbered images in one folder.
+
+Item N has `test{N}_source.png`, `test{N}_mask.png` and optionally `test{N}_ref.png`. The reference has two meanings,
+which its size tells apart: a crop (the mask box of the source: a style reference; the text is already in the source,
+which is the target) or a full-size ground truth.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import field_validator
+
+from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import lines_of
+
+DEFAULT_TEMPLATE = "The text is '{text}'."
+"""Calligrapher's prompt."""
+
+SELF_BENCH, CROSS_BENCH = "self_bench.txt", "cross_bench.txt"
+_CROSS_PATTERN = "{number}-{reference[,reference]}-{text}"
+
+
+class CalligrapherData(ImageSection):
+    """Options of both benchmarks."""
+
+    list_file: str
+    """File of the folder that lists the items."""
+    prompt_template: str = DEFAULT_TEMPLATE
+    """Prompt of an item; {text} stands for its text."""
+
+    has_texts: ClassVar[bool] = True
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_text(cls, template: str) -> str:
+        if "{text}" not in template:
+            raise ValueError(f"given {template!r}; it must contain {{text}}, the place of the text to write")
+        return template
+
+    def lines(self, pattern: str) -> list[tuple[int, str]]:
+        """(number, line) of the list file.
+
+        Raises:
+            DataError: no folder, no list file, or not UTF-8.
+        """
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            raise DataError(f"data.path: {folder}: no such folder")
+        if not (folder / self.list_file).is_file():
+            raise DataError(f"data.path: {folder} has no {self.list_file}; each of its lines is {pattern}")
+        return lines_of(folder / self.list_file)
+
+
+class SelfBenchData(CalligrapherData):
+    """Calligrapher's layout: `self_bench.txt` with `{int}-{text}` lines, `test{N}_source/_mask/_ref.png`."""
+
+    format: Literal["self_bench"] = "self_bench"
+    list_file: str = SELF_BENCH
+    """File of the folder that lists the items."""
+    target: Literal["auto", "source", "none"] = "auto"
+    """Ground truth: "auto" takes a full-size `_ref`, else the source (the text is already in it); "none": no item has
+    one, for sources whose masked region holds nothing to imitate."""
+
+    expects: ClassVar[str] = f"a {SELF_BENCH}"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return (path / SELF_BENCH).is_file()
+
+    def listing(self) -> Path:
+        return Path(self.path).expanduser() / self.list_file
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        name = Path(self.list_file).name
+        lines = self.lines("{number}-{text}")
+        return [item_or_error(f"{name} line {number}", self._item, line) for number, line in lines]
+
+    def _item(self, line: str) -> ItemFiles:
+        head, hyphen, text = line.partition("-")
+        if not hyphen or not head.strip().isdecimal():
+            raise DataError(f"{line!r} is not {{number}}-{{text}}")
+        text, folder = _written(text, head), Path(self.path).expanduser()
+        reference = folder / f"test{int(head)}_ref.png"
+        return ItemFiles(
+            id=int(head),
+            prompt=self.prompt_template.replace("{text}", text),
+            source_path=folder / f"test{int(head)}_source.png",
+            mask_path=folder / f"test{int(head)}_mask.png",
+            reference_path=reference if reference.is_file() else None,
+            target=self.target,
+            crops_reference=True,
+            metadata={"text": text},
+        )
+
+
+class CrossBenchData(CalligrapherData):
+    """Calligrapher's layout with references of other items: `cross_bench.txt` with `{int}-{ref_id[,ref_id]}-{text}`
+    lines in a self_bench folder; an item for each reference, numbered in order, without a target."""
+
+    format: Literal["cross_bench"] = "cross_bench"
+    list_file: str = CROSS_BENCH
+    """File of the folder that lists the items."""
+
+    expects: ClassVar[str] = f"a {CROSS_BENCH}"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return (path / CROSS_BENCH).is_file()
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        name, items = Path(self.list_file).name, list[ItemFiles | ItemError]()
+        for number, line in self.lines(_CROSS_PATTERN):
+            where = f"{name} line {number}"
+            head, references, text = (*line.split("-", 2), "", "")[:3]
+            others = [other.strip() for other in references.split(",")]
+            if not head.strip().isdecimal() or not all(other.isdecimal() for other in others):
+                items.append(ItemError(where, f"{line!r} is not {_CROSS_PATTERN}"))
+                continue
+            for other in others if text.strip() else others[:1]:
+                items.append(item_or_error(where, self._item, len(items), head, int(other), text))
+        return items
+
+    def _item(self, number: int, head: str, other: int, given: str) -> ItemFiles:
+        text, folder = _written(given, head), Path(self.path).expanduser()
+        return ItemFiles(
+            id=number,
+            prompt=self.prompt_template.replace("{text}", text),
+            source_path=folder / f"test{int(head)}_source.png",
+            mask_path=folder / f"test{int(head)}_mask.png",
+            reference_path=folder / f"test{other}_ref.png",
+            reference_mask_path=folder / f"test{other}_mask.png",
+            metadata={"text": text, "item": int(head), "reference_item": other},
+        )
+
+
+def _written(text: str, head: str) -> str:
+    if not text.strip():
+        raise DataError(f"the text of item {head.strip()} is empty; write what the mask shall say")
+    return text.strip()
