@@ -26,7 +26,6 @@ from retouch.data.sampler import derive_seed
 from retouch.families.loading import tiny_path
 from retouch.families.qwen_image.model import QwenImage
 from retouch.rewards.protocol import RewardItem
-from retouch.rollout.transition import denoising_error
 from retouch.tiny.edits import (
     COLOURS,
     GROUND,
@@ -35,6 +34,7 @@ from retouch.tiny.edits import (
     draw_shape,
     painted,
 )
+from retouch.training.noised import denoising_error
 from retouch.types import Example
 
 RIGHT = 0.6

@@ -163,7 +163,7 @@ def side_by_side(base: str, seed: int, arguments: argparse.Namespace, work: Path
         runs = {name: build(run_file(base, name, seed, arguments, work)) for name in PRESETS}
         for run in runs.values():
             stack.callback(run.close)
-        sessions = {name: stack.enter_context(Session(run, "rl")) for name, run in runs.items()}
+        sessions = {name: stack.enter_context(Session(run)) for name, run in runs.items()}
         # with the guidance of fast, published begins as it does
         before = {n: measured(runs[n], arguments)["as_trained"] for n in ("reference", FAST)} if evaluates else {}
         for session in sessions.values():

@@ -228,7 +228,7 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         if cell.compiled:
             compile_blocks(run.model.network, "eager" if sizes.tiny else "inductor")  # toy sizes: the tracer alone
         held = watched(run, sizes.device)
-        with Session(run, "rl") as session:
+        with Session(run) as session:
             if config.algorithm.kl_weight:  # type: ignore[union-attr]
                 run.policy.snapshot("reference")
             epoch = epochs(session)

@@ -123,7 +123,7 @@ def measure(algorithm: str, train: str, arguments: argparse.Namespace, work: Pat
         run.rewards = NoRewards(run.rewards)  # type: ignore[assignment]
         shape = (3, arguments.side, arguments.side)
         run.model.decode = lambda latents: torch.zeros(len(latents), *shape)  # type: ignore[method-assign]
-        with Session(run, "rl") as session:
+        with Session(run) as session:
             for name in ("old", "reference") if algorithm == "nft" else ():
                 run.policy.snapshot(name)
             epoch = epochs(session)

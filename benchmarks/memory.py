@@ -71,7 +71,7 @@ def measure(case: str, work: Path) -> dict[str, Any]:
     try:
         run.rewards = NoRewards(run.rewards)  # type: ignore[assignment]
         held = watched(run, device)
-        with Session(run, "rl") as session:
+        with Session(run) as session:
             if config.algorithm.kl_weight:  # type: ignore[union-attr]
                 run.policy.snapshot("reference")
             epoch = epochs(session)

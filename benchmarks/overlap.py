@@ -76,7 +76,7 @@ def measure(arguments: Namespace, work: Path) -> dict[str, Any]:
     run = build(with_sleeping_scorer(arguments, work))
     table = run.rewards
     try:
-        with Session(run, "rl") as session:
+        with Session(run) as session:
             epoch = epochs(session)
 
             def one(kind: str, delay_s: float) -> dict[str, float]:

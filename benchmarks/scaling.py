@@ -85,7 +85,7 @@ def child(kind: str, work: Path, arguments: Namespace) -> None:
         run.rewards = NoRewards(run.rewards)  # type: ignore[assignment]
         shape = (3, arguments.side, arguments.side)
         run.model.decode = lambda latents: torch.zeros(len(latents), *shape)  # type: ignore[method-assign]
-        with Session(run, "rl") as session:
+        with Session(run) as session:
             epoch = epochs(session)
             rows = 0
 

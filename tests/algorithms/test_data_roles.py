@@ -23,11 +23,11 @@ from retouch.families.loading import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.encoded import EncodedData
-from retouch.rollout.scorer import without_strip
 from retouch.training.build import (
     build,
     fit_one_batch,
 )
+from retouch.training.scoring import without_strip
 from retouch.types import Example, Outcome
 from tests.command_line import retouch
 from tests.tiny_models import tiny_model
@@ -56,7 +56,7 @@ def test_what_the_model_sees_is_the_picture_below_its_reference(config: Config, 
     assert all(torch.equal(tensor, whole.tensors[name]) for name, tensor in seen.tensors.items())
     assert seen.mask is not None and not seen.mask[:, :, :STRIP].any()
     assert seen.mask[:, :, STRIP:].sum() == int(np.asarray(example.mask).astype(bool).sum())
-    target = EncodedData(model, data, 30.0, Stopwatch()).targets([0], torch.device("cpu"))
+    target = EncodedData(model, data, 30.0, Stopwatch()).images([0], "target", torch.device("cpu"))
     pixels = torch.from_numpy(np.asarray(page, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
     assert torch.equal(target, model.encode_images(pixels))
     images = torch.arange(48)[None, :, None, None].expand(1, 48, 64, 3)

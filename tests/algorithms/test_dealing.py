@@ -98,7 +98,7 @@ def test_what_a_rank_is_dealt_comes_whole() -> None:
 def test_an_uneven_rest_is_filled_up_with_weight_0() -> None:
     each, ranks = dealt([True, True, False, True, False, False], 2)
     assert [e.weight.tolist() for e in each] == [[1.0, 1.0], [1.0, 0.0]]
-    assert [len(t) for e in each for t in e.tensors().values() if len(t)] == [2] * 16
+    assert [len(t) for e in each for t in vars(e).values() if len(t)] == [2] * 16
     assert ranks.shapes == []  # nobody had too many
     empty, _ = dealt([False] * 4, 2)
     assert [(len(e.weight), tuple(e.latents.shape[1:])) for e in empty] == [(0, (3, 2, 2, 2))] * 2

@@ -15,10 +15,10 @@ from torch import Tensor
 from retouch.algorithms.dpo import recipe as dpo
 from retouch.algorithms.dpo.recipe import best_and_worst
 from retouch.config import RunConfig
+from retouch.core.advantages import RewardRows
 from retouch.data.base import DataError
 from retouch.engine import Engine
 from retouch.training.noised import NoisedRows
-from retouch.training.rollouts import RewardRows
 from retouch.types import Failure, Score
 from tests.tiny_models import WITH_BASE
 
@@ -83,7 +83,8 @@ def rows(values: list[float], groups: list[int], valid: list[bool] | None = None
     index = torch.tensor([groups[:i].count(g) for i, g in enumerate(groups)])
     ok = torch.tensor(valid or [True] * n)
     column = torch.tensor(values, dtype=torch.float64)[:, None]
-    return RewardRows(["r"], column, torch.ones(1, dtype=torch.float64), keys, index, ok, torch.zeros(n).bool())
+    weights = torch.ones(1, dtype=torch.float64)
+    return RewardRows(["r"], column, ok[:, None], weights, keys, index, torch.zeros(n).bool())
 
 
 def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:

@@ -29,8 +29,8 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.rollout.scorer import Tally
-from retouch.training import rollouts
+from retouch.training import experience
+from retouch.training.scoring import Tally
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.rewards.fakes import closed_port, until
@@ -145,7 +145,9 @@ def test_the_gradient_with_failed_rows_is_that_without_them(
     assert of_kind(records, "rollout")[0]["failed"] == 1.0
     two_rewards(monkeypatch, lambda n: False)
     with monkeypatch.context() as patched:
-        patched.setattr(rollouts, "rank_slots", lambda *a: [s for n, s in enumerate(rank_slots(*a)) if n not in FAILED])
+        patched.setattr(
+            experience, "rank_slots", lambda *a: [s for n, s in enumerate(rank_slots(*a)) if n not in FAILED]
+        )
         train(config(name="without", **shape))
     zero = itertools.count()
 
@@ -212,7 +214,7 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
     scripted(lambda item: Failure("bad_item", "no") if item.id in rows and item.group < 200 else brightness(item))  # type: ignore[operator]
     expected, _ = train(config(name="failed", **shape))
     scripted(brightness)
-    real_sample, real_decode = rollouts.sample, FluxFill.decode
+    real_sample, real_decode = experience.sample, FluxFill.decode
 
     def broken_path(*arguments: Any, **options: Any) -> Any:
         trajectory = real_sample(*arguments, **options)
@@ -227,20 +229,20 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
         return images
 
     if where == "path":
-        monkeypatch.setattr(rollouts, "sample", broken_path)
+        monkeypatch.setattr(experience, "sample", broken_path)
     else:
         monkeypatch.setattr(FluxFill, "decode", broken_picture)
     run, records = train(config(name="broken", **shape))
     assert all(r["failed"] == 1 for r in of_kind(records, "rollout"))
     assert all(torch.equal(t, weights(run)[n]) for n, t in weights(expected).items())
     rows += [0, *range(2, 8)]
-    with pytest.raises(Stopped, match=r"8 of 8 images lack a reward.*did not draw it in finite numbers"):
+    with pytest.raises(Stopped, match=r"8 of 8 images lack a reward.*the sample contains NaN or Inf"):
         train(config(name="all", **shape))
 
 
 def test_a_rate_over_the_whole_run_stops_it_too(config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of twenty fails, every time: within the rate of an epoch, over that of the run."""
-    monkeypatch.setattr("retouch.rollout.scorer._RUN_IMAGES", 20)
+    monkeypatch.setattr("retouch.training.scoring._RUN_IMAGES", 20)
     count = itertools.count()
     scripted(lambda item: Failure("bad_item", "no") if next(count) % 8 == 7 else brightness(item))
     client = {"max_failure_rate": 0.5, "max_run_failure_rate": 0.1}

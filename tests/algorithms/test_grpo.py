@@ -26,9 +26,9 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.rollout.scorer import RewardOutage
-from retouch.training import evaluating
+from retouch.training import evaluation
 from retouch.training.build import build
+from retouch.training.scoring import RewardOutage
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.selection import default
@@ -478,7 +478,7 @@ def test_an_outage_in_the_first_evaluation_stops_the_run_as_any_other(
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as away:
-        away.setattr(evaluating, "draw_and_score", outage)
+        away.setattr(evaluation, "draw_and_score", outage)
         run = build(config(training__max_steps=1))
         with pytest.raises(Stopped, match="rewards stayed unavailable") as stopped:
             recipe("grpo")(run)

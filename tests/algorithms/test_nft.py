@@ -11,7 +11,7 @@ from torch import Tensor
 from retouch.algorithms.nft import recipe as nft
 from retouch.config import RunConfig
 from retouch.rewards.protocol import RewardItem
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.types import Failure, Score
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
@@ -95,7 +95,7 @@ def test_the_target_is_the_rollout_s_own_latent(
     """Not the model's estimate, which carries no reward; and it is noised with fresh noise, not the rollout's."""
     finals: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    real_sample, real_loss = rollouts.sample, nft.nft_loss
+    real_sample, real_loss = experience.sample, nft.nft_loss
 
     def sample(*arguments: Any, **options: Any) -> Any:
         trajectory = real_sample(*arguments, **options)
@@ -106,7 +106,7 @@ def test_the_target_is_the_rollout_s_own_latent(
         seen.append((x_t.detach(), x0.detach(), sigma))
         return real_loss(v, old, x_t, x0, sigma, *rest)
 
-    monkeypatch.setattr(rollouts, "sample", sample)
+    monkeypatch.setattr(experience, "sample", sample)
     monkeypatch.setattr(nft, "nft_loss", loss)
     scripted(brightness)
     train(nft_run(algorithm={"timesteps_per_image": 3}, training__max_steps=1))
@@ -122,8 +122,7 @@ def test_the_target_is_the_rollout_s_own_latent(
 
 def test_the_copies_of_an_image_spread_over_the_schedule(nft_run: Config, scripted: Use) -> None:
     """A row's draws fall into equal shares of the distribution of times."""
-    from retouch.training.experience import row_generators
-    from retouch.training.noised import noised_copies
+    from retouch.training.noised import noised_copies, row_generators
 
     run, _ = train(nft_run(training__max_steps=1))
     condition = run.model.encode(run.data[:2], run.guidance_scale)

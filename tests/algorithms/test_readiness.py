@@ -11,15 +11,15 @@ import pytest
 
 from retouch.config import RunConfig
 from retouch.rewards.table import RewardTable
-from retouch.rollout.scorer import RewardOutage
-from retouch.training import readiness
+from retouch.training import scoring
+from retouch.training.scoring import RewardOutage
 
 
 @pytest.mark.parametrize(("wait", "at_least"), [(0.0, 0.6), (1.2, 1.2)])
 def test_servers_get_time_to_start_and_the_message_says_how_to(
     config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: float, at_least: float
 ) -> None:
-    monkeypatch.setattr(readiness, "STARTING_S", 0.6)
+    monkeypatch.setattr(scoring, "STARTING_S", 0.6)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{one.getsockname()[1]}"
@@ -30,7 +30,7 @@ def test_servers_get_time_to_start_and_the_message_says_how_to(
     try:
         table.start()
         with pytest.raises(RewardOutage) as outage:
-            readiness.wait_for_rewards(table, run.reward_client)
+            scoring.wait_for_rewards(table, run.reward_client)
     finally:
         table.close()
     assert time.monotonic() - begun >= at_least

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -28,7 +28,6 @@ from retouch.families.base import Train
 from retouch.families.loading import tiny_path
 from retouch.training.experience import (
     Experience,
-    restored,
 )
 from retouch.training.resume import (
     MAY_CHANGE,
@@ -36,6 +35,7 @@ from retouch.training.resume import (
     with_keys,
     without_keys,
 )
+from retouch.training.session import Session
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 
@@ -327,10 +327,11 @@ def test_options_that_an_epoch_does_not_depend_on_are_options() -> None:
 
 @pytest.mark.parametrize("kind", [Experience, Pairs])
 def test_rollouts_of_another_algorithm_are_no_type_error(kind: Any) -> None:
+    kept = SimpleNamespace(_rollouts={"frames": torch.zeros(1), "weight": torch.zeros(1)})
     with pytest.raises(
         CheckpointError, match=r"holds frames, weight, but this algorithm goes on with .*position.*seed"
     ):
-        restored(kind, {"frames": torch.zeros(1), "weight": torch.zeros(1)})
+        Session.kept(cast("Any", kept), kind)
 
 
 def test_an_average_that_the_run_file_no_longer_has_is_dropped(signs: Path, tmp_path: Path) -> None:

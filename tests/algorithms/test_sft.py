@@ -23,11 +23,11 @@ from retouch.data.sampler import (
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.sampler import noise_for
-from retouch.rollout.transition import denoising_error
 from retouch.training.build import (
     Run,
     build,
 )
+from retouch.training.noised import denoising_error
 from retouch.types import Example
 from tests.command_line import retouch
 
@@ -59,7 +59,7 @@ def fixed_error(run: Run) -> float:
     """Denoising error on every example with targets, at fixed noise and times."""
     data = EncodedData(run.model, run.warmup_data, run.guidance_scale, run.clock)
     positions = list(range(len(run.warmup_data)))
-    condition, x0 = data.conditions(positions, run.engine.device), data.targets(positions, run.engine.device)
+    condition, x0 = data.conditions(positions, run.engine.device), data.images(positions, "target", run.engine.device)
     noise, _ = noise_for(x0.shape[1:], positions)
     time = torch.linspace(0.2, 0.95, len(positions))
     schedule = run.model.schedule(3, condition.size)
@@ -93,7 +93,10 @@ def test_region_mask_takes_the_loss_in_the_hole_only(config: Config) -> None:
         run = build(options.model_copy(update={"name": "fresh"}))
         positions = batch_examples(len(run.warmup_data), 2, options.seed, 0)
         data = EncodedData(run.model, run.warmup_data, run.guidance_scale, run.clock)
-        condition, x0 = data.conditions(positions, run.engine.device), data.targets(positions, run.engine.device)
+        condition, x0 = (
+            data.conditions(positions, run.engine.device),
+            data.images(positions, "target", run.engine.device),
+        )
         noise, generators = noise_for(x0.shape[1:], [derive_seed(options.seed, "sft", 0, row) for row in range(2)])
         uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
         schedule = run.model.schedule(options.rollout.num_steps, condition.size)

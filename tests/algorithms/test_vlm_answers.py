@@ -24,7 +24,7 @@ from retouch.config import ConfigError
 from retouch.families.loading import load_component
 from retouch.families.qwen.text import ImageTextProcessor
 from retouch.observe.run_dir import read_metrics
-from retouch.rollout.scorer import RewardOutage
+from retouch.training.scoring import RewardOutage
 from retouch.types import Failure
 from tests.command_line import retouch
 

@@ -19,7 +19,7 @@ from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.engine.saved import is_pinned
 from retouch.rewards.table import RewardTable
-from retouch.rollout.scorer import RewardOutage
+from retouch.training.scoring import RewardOutage
 from tests.algorithms.test_vlm_grpo import parts_of
 from tests.algorithms.vlm_runs import RunFile, records, train, vlm_file
 

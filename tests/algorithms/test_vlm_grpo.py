@@ -35,7 +35,7 @@ from retouch.data.sampler import curriculum_order
 from retouch.engine import CheckpointError
 from retouch.families.qwen.text import ChatStates
 from retouch.observe.run_dir import read_metrics
-from retouch.rollout.scorer import Tally
+from retouch.training.scoring import Tally
 from retouch.types import Failure, Score, Scores
 from tests.command_line import retouch
 from tests.selection import default

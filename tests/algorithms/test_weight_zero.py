@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from retouch.config import RunConfig
+from retouch.core.advantages import RewardRows
 from retouch.rewards.scorers import ocr
-from retouch.training.experience import combined_advantages
-from retouch.training.rollouts import (
-    RewardRows,
-    reward_statistics,
-)
 from retouch.types import Failure, Outcome, Score
 from tests.selection import cells
 
@@ -64,10 +60,12 @@ def statistics(values: list[list[float]], groups: list[int], valid: list[bool] |
     """Of rewards with weights 1 and 0."""
     n = len(values)
     ok = torch.tensor(valid or [True] * n)
-    rows: Any = (torch.tensor(values, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64))
+    rewards = torch.tensor(values, dtype=torch.float64)
+    scored = ok[:, None] & ~rewards.isnan()
     index = torch.tensor([groups[:i].count(g) for i, g in enumerate(groups)])
-    table = RewardRows(["r", "logged"], *rows, torch.tensor(groups), index, ok, torch.zeros(n).bool())
-    return reward_statistics(table, "normalize_then_sum")
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    table = RewardRows(["r", "logged"], rewards, scored, weights, torch.tensor(groups), index, torch.zeros(n).bool())
+    return table.statistics("normalize_then_sum")
 
 
 def test_what_is_logged_of_a_reward_that_always_fails() -> None:
@@ -98,9 +96,9 @@ def test_groups_of_one_image_have_no_std() -> None:
 def test_a_reward_of_weight_0_does_not_change_advantages() -> None:
     """One reward that counts is used as it is, with its weight, however many are only logged beside it."""
     values = torch.tensor([[1.0, 9.0], [3.0, 2.0], [4.0, 4.0]], dtype=torch.float64)
-    rest = (torch.zeros(3).long(), torch.arange(3), torch.ones(3).bool(), torch.zeros(3).bool())
-    both = RewardRows(["r", "logged"], values, torch.tensor([0.5, 0.0], dtype=torch.float64), *rest)
-    alone = RewardRows(["r"], values[:, :1], torch.tensor([0.5], dtype=torch.float64), *rest)
+    valid, rest = torch.ones(3, 2).bool(), (torch.zeros(3).long(), torch.arange(3), torch.zeros(3).bool())
+    both = RewardRows(["r", "logged"], values, valid, torch.tensor([0.5, 0.0], dtype=torch.float64), *rest)
+    alone = RewardRows(["r"], values[:, :1], valid[:, :1], torch.tensor([0.5], dtype=torch.float64), *rest)
     for scale in ("group", "none"):
         options: Any = ("normalize_then_sum", "group", scale, 5.0)
-        assert torch.equal(combined_advantages(both, *options), combined_advantages(alone, *options))
+        assert torch.equal(both.advantages(*options), alone.advantages(*options))

@@ -93,5 +93,6 @@ def test_every_prediction_has_a_default_rule() -> None:
 def test_rules_that_end_without_noise_are_those_whose_last_std_is_0(name: str) -> None:
     x, rule = torch.ones(1, 1), STEP_RULES[name]
     last = (0.25, 0.0) if rule.prediction == "flow" else (0.9, 1.0)
-    std = rule.mean_std(x, x, *last, 0.5, 0.75)[1]
+    second = (0.75,) if rule.takes_second_level else ()
+    std = rule.mean_std(x, x, *last, 0.5, *second)[1]
     assert (float(std) == 0) == rule.ends_without_noise

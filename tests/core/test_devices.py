@@ -38,7 +38,12 @@ FUNCTIONS: dict[str, Callable[[], object]] = {
     "dpo_loss": lambda: dpo_loss(B, B, B, B, 100.0, B, meta(1)[0]),
     "nft_loss": lambda: nft_loss(X, X, X, X, B, B, 0.5, region=REGION, weight=B, normalizer=meta(1)[0]),
     "flow_matching_loss": lambda: flow_matching_loss(X, X, X, REGION, B, meta(1)[0]),
-    **{f"step {name}": lambda rule=rule: rule.mean_std(X, X, B, B, 0.5, 0.9) for name, rule in STEP_RULES.items()},
+    **{
+        f"step {name}": lambda rule=rule: rule.mean_std(
+            X, X, B, B, *((0.5, 0.9) if rule.takes_second_level else (0.5,))
+        )
+        for name, rule in STEP_RULES.items()
+    },
 }
 
 

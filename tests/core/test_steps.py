@@ -78,10 +78,11 @@ def test_cps_by_hand() -> None:
 def test_levels_per_row_equal_rows_one_by_one(x: Tensor, v: Tensor) -> None:
     now, then = torch.tensor([0.9, 0.7, 0.5]), torch.tensor([0.7, 0.5, 0.2])
     for rule in STEP_RULES.values():
-        together, stds = rule.mean_std(x, v, now.double(), then.double(), 0.5, 0.95)
+        options = (0.5, 0.95) if rule.takes_second_level else (0.5,)
+        together, stds = rule.mean_std(x, v, now.double(), then.double(), *options)
         assert stds.shape == (B,)
         for i in range(B):
-            mean, std = rule.mean_std(x[i : i + 1], v[i : i + 1], float(now[i]), float(then[i]), 0.5, 0.95)
+            mean, std = rule.mean_std(x[i : i + 1], v[i : i + 1], float(now[i]), float(then[i]), *options)
             torch.testing.assert_close(together[i : i + 1], mean, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(stds[i].double(), std.double(), rtol=1e-6, atol=1e-6)
 

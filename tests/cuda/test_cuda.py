@@ -14,7 +14,6 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from retouch.adapters.lora import add_lora
-from retouch.algorithms.grpo.recipe import ON_POLICY_TOLERANCE
 from retouch.config.run import (
     OptimizerConfig,
     TrainingConfig,
@@ -26,6 +25,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
+from retouch.training.step import ON_POLICY_TOLERANCE
 from tests.algorithms.runs import Config, Use, brightness, of_kind, train, weights
 from tests.algorithms.test_cells import resumes_bitwise
 from tests.tiny_models import tiny_model

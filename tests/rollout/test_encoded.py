@@ -57,14 +57,14 @@ def level(latents: torch.Tensor) -> list[float]:
 
 def test_every_picture_comes_in_its_role(data: EncodedData) -> None:
     for role, expected in (("target", 51), ("win", 102), ("lose", 153), ("win", 102)):
-        assert level(data.pictures([0], role, CPU)) == [expected]  # type: ignore[arg-type]
-    assert level(data.targets([1, 0, 1], CPU)) == [204, 51, 204]
+        assert level(data.images([0], role, CPU)) == [expected]  # type: ignore[arg-type]
+    assert level(data.images([1, 0, 1], "target", CPU)) == [204, 51, 204]
 
 
 @pytest.mark.parametrize("role", ["win", "lose"])
 def test_a_picture_that_is_not_there(role: Any, data: EncodedData) -> None:
-    with pytest.raises(ValueError, match=f"example 11 has no {role} picture"):
-        data.pictures([0, 1], role, CPU)
+    with pytest.raises(ValueError, match=f"example 11 has no {role} image"):
+        data.images([0, 1], role, CPU)
 
 
 def test_conditions_are_encoded_alone_and_once(data: EncodedData) -> None:
@@ -91,7 +91,7 @@ def test_another_guidance_encodes_anew_and_the_same_does_not(data: EncodedData) 
     data.guided(1.0).conditions([0], CPU)
     model: Any = data.model
     assert model.encoded == [([10], 30.0), ([10], 1.0)]
-    assert level(data.guided(1.0).targets([1], CPU)) == [204]
+    assert level(data.guided(1.0).images([1], "target", CPU)) == [204]
 
 
 def test_what_does_not_depend_on_guidance_is_read_and_encoded_once(data: EncodedData) -> None:
@@ -103,7 +103,7 @@ def test_what_does_not_depend_on_guidance_is_read_and_encoded_once(data: Encoded
     model.encode_images = lambda images: pictures.append(len(images)) or encode_images(images)
     for view in (data, data.guided(1.0), data.guided(2.0)):
         view.conditions([0, 1], CPU)
-        view.targets([0, 1], CPU)
+        view.images([0, 1], "target", CPU)
     assert (reads, pictures) == ([0, 1], [1, 1])
 
 
@@ -158,7 +158,7 @@ def test_what_was_read_ahead_is_there_at_once_and_read_once(data: EncodedData, g
     gated.gate.set()
     assert readers_have_ended(before)
     gated.gate.clear()
-    assert level(data.targets([1, 0], CPU)) == [204, 51]
+    assert level(data.images([1, 0], "target", CPU)) == [204, 51]
     data.read_ahead([1, 0])  # what is held is not read again
     assert threading.active_count() == before
     assert sorted(gated.reads) == [0, 1]
@@ -174,7 +174,7 @@ def test_what_is_not_there_yet_is_waited_for(data: EncodedData, gated: Gated) ->
 
 def test_what_cannot_be_read_is_an_error_where_it_is_used(data: EncodedData, gated: Gated) -> None:
     data.read_ahead([2, 0])
-    assert level(data.targets([0], CPU)) == [51]
+    assert level(data.images([0], "target", CPU)) == [51]
     for _ in range(2):
         with pytest.raises(ImageProblem, match=r"two\.png"):
             data.examples([2])

@@ -14,9 +14,8 @@ from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import gaussian_log_prob
 from retouch.families.base import FamilySpec
-from retouch.rollout.plan import StepPlan
+from retouch.rollout.plan import StepPlan, transition
 from retouch.rollout.sampler import sample
-from retouch.rollout.transition import transition
 from retouch.types import Condition, Example
 
 

@@ -11,12 +11,8 @@ from torch import Tensor
 from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
 from retouch.core.steps import gaussian_log_prob
-from retouch.rollout.plan import StepPlan
-from retouch.rollout.sampler import sample
-from retouch.rollout.transition import (
-    latent_region,
-    transition,
-)
+from retouch.rollout.plan import StepPlan, transition
+from retouch.rollout.sampler import latent_region, sample
 from retouch.types import Condition, Trajectory
 from tests.families.conftest import random_example
 

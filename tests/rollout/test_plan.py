@@ -12,8 +12,8 @@ from retouch.config.run import RolloutConfig
 from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import AlphaBarSchedule, FlowSchedule, Schedule
 from retouch.rollout.plan import (
+    Plans,
     StepPlan,
-    make_plan,
     ode_plan,
 )
 
@@ -25,7 +25,7 @@ RUN = {"name": "t", "data": {"format": "self_bench", "path": "."}, "rewards": {"
 def plan(batch: int = 0, seed: int = 0, **rollout: Any) -> StepPlan:
     run = {**RUN, "seed": seed, "model": {"family": "flux_fill"}}
     given = {"num_steps": 10, "step_rule": "flow_sde", **rollout}
-    return make_plan(parse_run({**run, "rollout": given, "algorithm": {"name": "grpo"}}), SCHEDULE, batch)
+    return Plans(parse_run({**run, "rollout": given, "algorithm": {"name": "grpo"}})).plan(SCHEDULE, batch)
 
 
 def trained(made: StepPlan) -> range:
@@ -68,7 +68,7 @@ def test_a_window_never_holds_the_last_step_of_cps_which_is_deterministic() -> N
 def test_without_a_window_the_first_steps_are_trained(rule: str, fraction: float, stochastic: int, count: int) -> None:
     run = {**RUN, "model": {"family": "flux_fill"}, "algorithm": {"name": "grpo", "timestep_fraction": fraction}}
     run |= {"rollout": {"num_steps": 10, "step_rule": rule}}
-    made = make_plan(parse_run(run), SCHEDULE, 0)
+    made = Plans(parse_run(run)).plan(SCHEDULE, 0)
     assert (made.first, made.stochastic, made.trained) == (0, stochastic, count)
 
 
@@ -81,14 +81,14 @@ def test_strength_is_that_of_the_rule() -> None:
 def test_a_rule_with_eta_has_a_published_one() -> None:
     assert [plan(step_rule=rule).strength for rule in ("dance_sde", "flow_sde")] == [0.3, 0.9]
     run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": "grpo"}})
-    assert make_plan(run, EPSILON, 0).strength == 1.0
-    assert make_plan(run.model_copy(update={"rollout": RolloutConfig(eta=0.4)}), EPSILON, 0).strength == 0.4
+    assert Plans(run).plan(EPSILON, 0).strength == 1.0
+    assert Plans(run.model_copy(update={"rollout": RolloutConfig(eta=0.4)})).plan(EPSILON, 0).strength == 0.4
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_an_epsilon_model_is_sampled_by_ddim_up_to_its_last_step(algorithm: str) -> None:
     run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": algorithm}})
-    made = make_plan(run, EPSILON, 0)
+    made = Plans(run).plan(EPSILON, 0)
     assert made.rule is STEP_RULES["ddim"] and (made.first, made.stochastic, made.trained) == (0, 9, 9)
     assert not made.is_stochastic(9)
 
@@ -97,7 +97,7 @@ def test_an_epsilon_model_is_sampled_by_ddim_up_to_its_last_step(algorithm: str)
 @pytest.mark.parametrize(("family", "schedule"), [("flux_fill", SCHEDULE), ("sd_inpaint", EPSILON)])
 def test_algorithms_that_train_on_clean_images_follow_the_ode(algorithm: str, family: str, schedule: Schedule) -> None:
     run = parse_run({**RUN, "model": {"family": family}, "algorithm": {"name": algorithm}})
-    assert make_plan(run, schedule, 3) == ode_plan(schedule)
+    assert Plans(run).plan(schedule, 3) == ode_plan(schedule)
 
 
 # --- a sliding window (MixGRPO) ---
@@ -131,7 +131,7 @@ def test_a_sliding_window_of_ddim_never_reaches_the_last_step() -> None:
     window = {"size": 3, "range": [0.5, 1], "position": "sliding", "batches_per_position": 1}
     rollout = {"num_steps": 10, "window": window}
     run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": "grpo"}, "rollout": rollout})
-    assert [trained(make_plan(run, EPSILON, batch)) for batch in range(4)] == [
+    assert [trained(Plans(run).plan(EPSILON, batch)) for batch in range(4)] == [
         range(5, 8),
         range(6, 9),
         range(5, 8),

@@ -12,8 +12,8 @@ from retouch.config import derive, parse_run
 from retouch.core.rules import STEP_RULES
 from retouch.core.schedule import FlowSchedule
 from retouch.rollout.plan import (
+    Plans,
     StepPlan,
-    make_plan,
     ode_plan,
 )
 from retouch.rollout.sampler import sample
@@ -102,7 +102,7 @@ def test_derived_numbers_count_the_forwards_that_are_run(together: int, position
         }
     )
     schedule, model, rows = FlowSchedule.make(6, 2.0), FakeModel("flow"), 0
-    plans = [make_plan(run, schedule, batch) for batch in range(3)]
+    plans = [Plans(run).plan(schedule, batch) for batch in range(3)]
     assert [plan.first for plan in plans] == ([1, 1, 1] if position == "fixed" else [1, 2, 3])
     for plan in plans:
         rows += sum(draw(model, plan, [7] * together, [2.0] * together)[1])

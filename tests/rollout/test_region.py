@@ -12,10 +12,7 @@ from retouch.algorithms.dpo.config import DpoConfig
 from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.algorithms.nft.config import NftConfig
 from retouch.algorithms.sft.config import SftConfig
-from retouch.rollout.transition import (
-    latent_region,
-    objective_region,
-)
+from retouch.rollout.sampler import latent_region, objective_region
 from retouch.types import Condition
 
 

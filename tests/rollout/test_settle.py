@@ -18,8 +18,8 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable, of_all
-from retouch.rollout import scorer
-from retouch.rollout.scorer import (
+from retouch.training import scoring as scorer
+from retouch.training.scoring import (
     FailureRateExceeded,
     PendingBatch,
     RewardOutage,

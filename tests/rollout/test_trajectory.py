@@ -14,12 +14,10 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import (
     StepPlan,
     ode_plan,
-)
-from retouch.rollout.sampler import sample
-from retouch.rollout.transition import (
-    denoising_error,
     transition,
 )
+from retouch.rollout.sampler import sample
+from retouch.training.noised import denoising_error
 from retouch.types import Trajectory
 
 from .fakes import SIZE, FakeModel, condition_of, plan_of

@@ -67,6 +67,16 @@ class AlgorithmSection(Section):
         """Denoising steps of a rollout that enter the loss."""
         return 0
 
+    @property
+    def recorded_log_probs(self) -> Literal["exact", "cps"]:
+        """The log-probability that sampling records."""
+        return "exact"
+
+    @property
+    def records_means(self) -> bool:
+        """Whether sampling records the means of the trained steps."""
+        return False
+
     def trained_kind(self, run: RunConfig) -> str:
         """full, lora or ip_adapter: how much of the trained network is trained."""
         return run.model.train.kind

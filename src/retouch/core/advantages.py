@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import require_known
+from retouch.core.reduce import require_known
 
 Baseline = Literal["group", "batch"]
 Scale = Literal["group", "batch", "none"]
@@ -142,8 +144,114 @@ def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     return mean, square.sqrt()
 
 
+def group_count(group_ids: Tensor) -> int:
+    """Number of different ids."""
+    return int(torch.unique(group_ids).numel())  # pyright: ignore
+
+
 def _dense(group_ids: Tensor) -> Tensor:
     """Ids renumbered 0 .. groups - 1, in their order."""
     known, inverse = torch.unique(group_ids, return_inverse=True)  # pyright: ignore
     del known
     return torch.as_tensor(inverse)  # pyright: ignore
+
+
+@dataclass
+class RewardRows:
+    """Rewards of all processes' samples.
+
+    Attributes:
+        names: R reward names, in the order of the run file.
+        values: [N, R] float64; anything where a reward failed.
+        valid: [N, R] bool.
+        weights: [R]; one of weight 0 is only logged.
+        position: [N] int64 of each sample's example in the dataset: the key of its group.
+        index: [N] int64 within the group.
+        padding: [N] bool.
+        noise: [R] standard deviation of each reward on one image; none where None.
+        relative: [R] bool: rewards that train by their win rate in the group; none where None.
+    """
+
+    names: list[str]
+    values: Tensor
+    valid: Tensor
+    weights: Tensor
+    position: Tensor
+    index: Tensor
+    padding: Tensor
+    noise: Tensor | None = None
+    relative: Tensor | None = None
+
+    @property
+    def usable(self) -> Tensor:
+        """[N] bool: samples, not padding, with every reward that has a weight."""
+        return self.valid[:, self.weights != 0].all(1) & ~self.padding
+
+    @property
+    def combined(self) -> Tensor:
+        """[N] weighted sums of the values; 0 where not usable."""
+        return self._weighted(self.values)
+
+    def signals(self, combine: str) -> list[tuple[Tensor, Tensor, float]]:
+        """What becomes advantages: ([N] signal, its weight, its noise) of each reward with a weight, or of their
+        weighted sum where that is what is normalized, or all there is.
+
+        The signal is the value, or the win rate among the usable samples of the group, in which its noise is a tie.
+        Noises of a sum are taken as independent.
+        """
+        count, usable = len(self.names), self.usable
+        noise = [0.0] * count if self.noise is None else [float(n) for n in self.noise]
+        relative = [False] * count if self.relative is None else [bool(r) for r in self.relative]
+        columns = self.values.clone()
+        for i in range(count):
+            if relative[i]:
+                columns[:, i] = win_rates(self.values[:, i], self.position, usable, noise[i])
+                noise[i] = 0.0
+        counted = [i for i in range(count) if float(self.weights[i])]
+        if combine == "sum_then_normalize" or len(counted) == 1:
+            total = math.hypot(*(float(self.weights[i]) * noise[i] for i in counted))
+            return [(self._weighted(columns), torch.ones((), dtype=torch.float64), total)]
+        return [(columns[:, i], self.weights[i], noise[i]) for i in counted]
+
+    def flat(self, combine: str) -> Tensor:
+        """[N] bool: usable samples of groups with zero reward variance: each reward (or their sum, if that is what is
+        normalized) is the same for all of the group, or differs by its noise."""
+        usable, signals = self.usable, self.signals(combine)
+        return torch.stack([zero_std_rows(c, self.position, usable, noise=n) for c, _, n in signals]).all(0)
+
+    def advantages(self, combine: str, baseline: str, scale: str, clip: float) -> Tensor:
+        """[N] of each reward, weighted, or of the weighted sum of the rewards."""
+        usable, signals = self.usable, self.signals(combine)
+        parts = [
+            group_advantages(column, self.position, usable, baseline, scale, clip=clip, noise=noise)  # type: ignore[arg-type]
+            for column, _, noise in signals
+        ]
+        weights = torch.stack([weight for _, weight, _ in signals])
+        return (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
+
+    def statistics(self, combine: str) -> dict[str, float]:
+        """Metrics of the rewards of an epoch."""
+        asked, usable = ~self.padding, self.usable
+        found = {"images": float(asked.sum()), "failed": float((asked & ~usable).sum())}
+        for i, name in enumerate(self.names):
+            failed = float((asked & ~self.valid[:, i]).sum())
+            if failed and not float(self.weights[i]):  # these failures make no sample unusable
+                found[f"failed/{name}"] = failed
+        if not bool(usable.any()):
+            return found
+        for i, name in enumerate(self.names):
+            scored = usable & self.valid[:, i]
+            if bool(scored.any()):
+                found[f"reward/{name}"] = float(self.values[scored, i].mean())
+        combined = self.combined[usable]
+        found["combined_score"] = float(combined.mean())
+        found["combined_std"] = float(combined.std(unbiased=False))
+        compared = comparable_rows(self.position, usable)
+        if bool(compared.any()):  # a group of one image has no std
+            flat = group_count(self.position[compared & self.flat(combine)])
+            found["zero_std_groups"] = flat / group_count(self.position[compared])
+        return found
+
+    def _weighted(self, columns: Tensor) -> Tensor:
+        counted = self.usable[:, None] & (self.weights != 0)
+        return (torch.where(counted, columns, 0.0) * self.weights).sum(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from retouch.registry import Registry, load_attribute
 
@@ -36,15 +36,9 @@ class StepRule:
     takes_second_level: bool = False
 
     @cached_property
-    def _function(self) -> Callable[..., tuple[Tensor, Tensor]]:
+    def mean_std(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The function that `step` names, imported on first use."""
         return load_attribute(self.step)
-
-    def mean_std(
-        self, x: Tensor, prediction: Tensor, level: Any, level_next: Any, strength: float, second_level: float
-    ) -> tuple[Tensor, Tensor]:
-        """The Gaussian over the next state."""
-        last = (second_level,) if self.takes_second_level else ()
-        return self._function(x, prediction, level, level_next, strength, *last)
 
 
 FLOW_SDE = StepRule("flow", "noise_level", 0.9, "retouch.core.steps:flow_sde", takes_second_level=True)

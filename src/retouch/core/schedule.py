@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import per_row, require_same_shape, working
+from retouch.core.reduce import per_row, require_same_shape, working
 
 Prediction = Literal["flow", "epsilon"]
 

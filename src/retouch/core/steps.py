@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import may_ask, per_row, require_known, require_same_shape, working
-from retouch.core.reduce import row_mean, within
+from retouch.core.reduce import may_ask, per_row, require_known, require_same_shape, row_mean, within, working
 from retouch.core.schedule import Prediction
 
 Level = Tensor | float

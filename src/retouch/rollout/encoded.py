@@ -1,4 +1,4 @@
-"""Encoded examples of a data set, each encoded once and alone.
+"""Encoded examples of a dataset, each encoded once and alone.
 
 Alone, because a condition must be a function of its example: encoded in a batch it would differ in the last bits with
 the batch, and a resumed run or another number of processes would no longer give the same images.
@@ -34,7 +34,7 @@ READERS = 4
 
 
 class EncodedData:
-    """Conditions and latents of the pictures of a data set by position."""
+    """Conditions and latents of the images of a dataset by position."""
 
     def __init__(self, model: DiffusionModel, data: Dataset, guidance_scale: float, clock: Stopwatch) -> None:
         self.model = model
@@ -44,18 +44,18 @@ class EncodedData:
         self._examples: LruCache[int, Example] = LruCache(CAPACITY)
         self._ahead: dict[int, Future[Example]] = {}
         self._conditions: LruCache[tuple[int, bool], Condition] = LruCache(CAPACITY)
-        self._pictures: dict[str, LruCache[int, Tensor]] = {role: LruCache(CAPACITY) for role in get_args(Role)}
+        self._images: dict[str, LruCache[int, Tensor]] = {role: LruCache(CAPACITY) for role in get_args(Role)}
 
     def guided(self, guidance_scale: float) -> EncodedData:
         """The same data under another guidance scale; itself where it is the same.
 
-        What does not depend on the scale (pictures and their latents; prompts and masked pictures, which the model
+        What does not depend on the scale (images and their latents; prompts and masked images, which the model
         keeps) is not encoded again. A condition is: the model may make another one under another scale.
         """
         if guidance_scale == self.guidance_scale:
             return self
         other = EncodedData(self.model, self.data, guidance_scale, self.clock)
-        other._examples, other._pictures = self._examples, self._pictures
+        other._examples, other._images = self._examples, self._images
         return other
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
@@ -93,23 +93,15 @@ class EncodedData:
             masks = [row.mask for row in rows if row.mask is not None]
             return Condition(tensors, torch.cat(masks).to(device) if masks else None, rows[0].size)
 
-    def targets(self, positions: Sequence[int], device: torch.device) -> Tensor:
-        """Clean latents [B, C, h, w] of the targets.
-
-        Raises:
-            ValueError: an example without a target.
-        """
-        return self.pictures(positions, "target", device)
-
-    def pictures(self, positions: Sequence[int], role: Role, device: torch.device) -> Tensor:
-        """Clean latents [B, C, h, w] of the target, the preferred or the rejected picture of each example.
+    def images(self, positions: Sequence[int], role: Role, device: torch.device) -> Tensor:
+        """Clean latents [B, C, h, w] of the target, the preferred or the rejected image of each example.
 
         Raises:
             ValueError: an example without it.
         """
-        cache = self._pictures[role]
+        cache = self._images[role]
         with self.clock.part("vae"):
-            rows = [cache.get(p, partial(self._encode_picture, role, p)) for p in positions]
+            rows = [cache.get(p, partial(self._encode_image, role, p)) for p in positions]
             return torch.cat(rows).to(device)
 
     def _read(self, position: int) -> Example:
@@ -121,12 +113,12 @@ class EncodedData:
         example = replace(example, prompt=self.model.spec.empty_prompt) if uncaptioned else example
         return self.model.encode([example], self.guidance_scale).to("cpu")
 
-    def _encode_picture(self, role: Role, position: int) -> Tensor:
+    def _encode_image(self, role: Role, position: int) -> Tensor:
         example = self.examples([position])[0]
-        picture = getattr(example, role)
-        if picture is None:
-            raise ValueError(f"example {example.id} has no {role} picture")
-        pixels = image_pixels(stack_above(example.strip, picture))[None]
+        image = getattr(example, role)
+        if image is None:
+            raise ValueError(f"example {example.id} has no {role} image")
+        pixels = image_pixels(stack_above(example.strip, image))[None]
         return self.model.encode_images(pixels).cpu()
 
 

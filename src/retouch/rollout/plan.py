@@ -1,24 +1,27 @@
-"""Which steps of a rollout are stochastic, and which of those are trained."""
+"""Which steps of a rollout are stochastic and trained, and one step of a rollout: the forward that sampling and
+training share.
+
+Both call `DiffusionModel.predict` through here, so that the policy has one forward. Legend: B rows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor, nn
 
 from retouch.config.derived import sliding_places, stochastic_steps, window_starts
 from retouch.core.rules import StepRule
 from retouch.core.schedule import Schedule
+from retouch.core.steps import Estimate, dpm_step, ode_step
 from retouch.data.sampler import derive_seed
+from retouch.types import Condition, DiffusionModel
 
 if TYPE_CHECKING:
-    from retouch.config.run import (
-        RunConfig,
-        Solver,
-        Window,
-    )
+    from retouch.config.run import RunConfig, Solver
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class StepPlan:
                 f"this step rule is for {self.rule.prediction} models, the model predicts {self.schedule.prediction}"
             )
         if self.rule is not None and self.trained:
-            flat = (self._trained_std(self.rule) <= 0).nonzero().flatten().tolist()
+            flat = (self._trained_std() <= 0).nonzero().flatten().tolist()
             if flat:
                 raise ValueError(
                     f"step {self.first + flat[0]} of {self.num_steps} has a std of 0: a deterministic step has no "
@@ -65,13 +68,23 @@ class StepPlan:
     def is_stochastic(self, step: int) -> bool:
         return self.first <= step < self.first + self.stochastic
 
-    def _trained_std(self, rule: StepRule) -> torch.Tensor:
+    def mean_std(self, x: Tensor, prediction: Tensor, level: Tensor, level_next: Tensor) -> tuple[Tensor, Tensor]:
+        """The Gaussian of the rule over the next states of x [B, ...] at levels [B].
+
+        Raises:
+            ValueError: the plan is deterministic.
+        """
+        if self.rule is None:
+            raise ValueError("a deterministic plan has no transition density")
+        second = [float(self.schedule.level(self.schedule.times[1:2])[0])] if self.rule.takes_second_level else []
+        return self.rule.mean_std(x, prediction, level, level_next, self.strength, *second)
+
+    def _trained_std(self) -> Tensor:
         """[trained], step sizes included."""
         level = self.schedule.level(self.schedule.times)
         span = range(self.first, self.first + self.trained)
         x = torch.zeros(len(span), 1)
-        now, then = level[span.start : span.stop], level[span.start + 1 : span.stop + 1]
-        return rule.mean_std(x, x, now, then, self.strength, float(level[1]))[1]
+        return self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])[1]
 
 
 def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:
@@ -79,26 +92,84 @@ def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:
     return StepPlan(schedule, None, 0.0, 0, 0, 0, solver)
 
 
-def make_plan(run: RunConfig, schedule: Schedule, batch: int) -> StepPlan:
-    """The plan of rollout batch number `batch` of the run (counted over epochs); a random window is drawn from
-    (run seed, batch), never from a global generator."""
-    rollout, rule = run.rollout, run.algorithm.step_rule(run)
-    if rule is None:
-        return ode_plan(schedule, rollout.solver)
-    given = getattr(rollout, rule.strength)
-    strength = rule.default if given is None else given
-    if rollout.window is None:
-        trained = run.algorithm.trained_steps(run)
-        return StepPlan(schedule, rule, strength, 0, stochastic_steps(run), trained, rollout.solver)
-    size = rollout.window.size
-    return StepPlan(schedule, rule, strength, _window_start(run, rollout.window, batch), size, size, rollout.solver)
+class Plans:
+    """The plans of a run's rollouts. What follows from the run file is computed once."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.rule = run.algorithm.step_rule(run)
+        self.solver: Solver = run.rollout.solver
+        self.seed = run.seed
+        self.log_prob_mode: Literal["exact", "cps"] = run.algorithm.recorded_log_probs
+        self.records_means = run.algorithm.records_means
+        if self.rule is None:
+            return
+        _ = self.rule.mean_std  # imported here: a rule that cannot be imported ends the run before its first rollout
+        given = getattr(run.rollout, self.rule.strength)
+        self.strength: float = self.rule.default if given is None else given
+        self.stochastic, self.trained = stochastic_steps(run), run.algorithm.trained_steps(run)
+        self.starts, self.batches_per_start, self.is_random = [0], 1, False
+        window = run.rollout.window
+        if window is not None:
+            self.trained = window.size
+            self.starts = sliding_places(run) if window.position == "sliding" else list(window_starts(run))
+            self.batches_per_start, self.is_random = window.batches_per_position, window.position == "random"
+            if window.position == "fixed":
+                del self.starts[1:]
+
+    def plan(self, schedule: Schedule, batch: int = 0) -> StepPlan:
+        """The plan of rollout batch number `batch` of the run (counted over epochs); a random window is drawn from
+        (run seed, batch), never from a global generator."""
+        if self.rule is None:
+            return ode_plan(schedule, self.solver)
+        if self.is_random:
+            first = Random(derive_seed(self.seed, "window", batch)).randint(self.starts[0], self.starts[-1])
+        else:
+            first = self.starts[batch // self.batches_per_start % len(self.starts)]
+        return StepPlan(schedule, self.rule, self.strength, first, self.stochastic, self.trained, self.solver)
 
 
-def _window_start(run: RunConfig, window: Window, batch: int) -> int:
-    starts = window_starts(run)
-    if window.position == "fixed":
-        return starts[0]
-    if window.position == "sliding":
-        places = sliding_places(run)
-        return places[batch // window.batches_per_position % len(places)]
-    return Random(derive_seed(run.seed, "window", batch)).randint(starts[0], starts[-1])
+def transition(
+    model: DiffusionModel, network: nn.Module, plan: StepPlan, x: Tensor, step: Tensor, condition: Condition
+) -> tuple[Tensor, Tensor]:
+    """The Gaussian over the next state -> (mean [B, C, H, W], std [B]).
+
+    Args:
+        x: [B, C, H, W] fp32 states.
+        step: [B] int64, the index of each row's step; rows may be at different steps.
+    """
+    prediction, level, level_next = _predict(model, network, plan, x, step, condition)
+    return plan.mean_std(x, prediction, level, level_next)
+
+
+def deterministic(
+    model: DiffusionModel,
+    network: nn.Module,
+    plan: StepPlan,
+    x: Tensor,
+    step: Tensor,
+    condition: Condition,
+    before: Estimate | None = None,
+) -> tuple[Tensor, Estimate | None]:
+    """The next state on the ODE -> ([B, C, H, W], what the plan's solver needs of this step in the next).
+
+    Args:
+        before: what the deterministic step before left; None after a stochastic one.
+    """
+    prediction, level, level_next = _predict(model, network, plan, x, step, condition)
+    if plan.solver == "dpm2":
+        return dpm_step(x, prediction, level, level_next, before)
+    return ode_step(plan.schedule.prediction, x, prediction, level, level_next), None
+
+
+def step_levels(plan: StepPlan, step: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Times, noise levels and next noise levels [B] of steps [B]."""
+    times = plan.schedule.times.to(device)
+    now, then = times[step], times[step + 1]
+    return now, plan.schedule.level(now), plan.schedule.level(then)
+
+
+def _predict(
+    model: DiffusionModel, network: nn.Module, plan: StepPlan, x: Tensor, step: Tensor, condition: Condition
+) -> tuple[Tensor, Tensor, Tensor]:
+    now, level, level_next = step_levels(plan, step, x.device)
+    return model.predict(network, x, now, condition), level, level_next

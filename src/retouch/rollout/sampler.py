@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from retouch.core.steps import Estimate, gaussian_log_prob
-from retouch.rollout.plan import StepPlan
-from retouch.rollout.transition import deterministic, transition
+from retouch.rollout.plan import StepPlan, deterministic, transition
 from retouch.types import Condition, DiffusionModel, Diverged, Trajectory
+
+if TYPE_CHECKING:
+    from retouch.algorithms.base import Objective
 
 
 @torch.no_grad()
@@ -149,3 +151,20 @@ def to_uint8(images: Tensor) -> Tensor:
         .contiguous()
         .cpu()
     )
+
+
+def latent_region(mask: Tensor, downsampling: int, dilation: int = 0, seam_weight: float = 1.0) -> Tensor:
+    """Pixel mask [B, 1, H, W] -> latent weights [B, 1, h, w]: 1 for a cell with any repainted pixel, `seam_weight` for
+    cells within `dilation` cells of these (in both axes), 0 elsewhere."""
+    inside = nn.functional.max_pool2d(mask, downsampling)
+    if not dilation:
+        return inside
+    grown = nn.functional.max_pool2d(inside, 2 * dilation + 1, stride=1, padding=dilation)
+    return inside + seam_weight * (grown - inside)
+
+
+def objective_region(objective: Objective, condition: Condition, downsampling: int) -> Tensor | None:
+    """Where the run file wants a loss to be taken: latent weights [B, 1, h, w], or None for everywhere."""
+    if objective.region == "all" or condition.mask is None:
+        return None
+    return latent_region(condition.mask, downsampling, objective.region_dilation, objective.seam_weight)

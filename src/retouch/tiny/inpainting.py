@@ -44,10 +44,10 @@ from retouch.observe import Stopwatch
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.table import RewardTable
-from retouch.rollout.transition import denoising_error
 from retouch.tiny.signs import Sign, draw_sign, draw_words, misheard
 from retouch.tiny.training import Updates, pixels_of, require_empty, save_half, train_autoencoder, write_result
 from retouch.training.evaluation import evaluate
+from retouch.training.noised import denoising_error
 from retouch.types import Condition, DiffusionModel, Example
 
 PROMPT = "The text is '{}'."

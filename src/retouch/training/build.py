@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torch import nn
@@ -25,6 +26,8 @@ from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
 from retouch.registry import load_attribute
 from retouch.rewards.table import RewardTable
+from retouch.rollout.encoded import EncodedData
+from retouch.rollout.plan import Plans
 from retouch.texts import require_texts_of
 from retouch.types import DiffusionModel
 
@@ -40,6 +43,8 @@ class Run:
         warmup_data: examples with targets; equal to `data` where the run file names no other.
         eval_data: examples to evaluate on.
         eval_is_held_out: whether training sees none of them.
+        encoded: encoded examples of `data`, under the guidance of rollouts.
+        plans: the solver plans of rollouts.
     """
 
     config: RunConfig
@@ -58,17 +63,23 @@ class Run:
     checkpoints: Checkpoints
     clock: Stopwatch
     costs: Costs
+    encoded: EncodedData
+    plans: Plans
 
     @property
     def guidance_scale(self) -> float:
-        """Of rollouts, of the log-probabilities taken on them, and of evaluation."""
-        given = self.config.rollout.guidance_scale
-        return self.model.spec.guidance_scale if given is None else given
+        """Guidance of rollouts, of their log-probabilities, and of evaluation."""
+        return self.encoded.guidance_scale
+
+    @cached_property
+    def encoded_for_denoising(self) -> EncodedData:
+        """Encoded examples of `data`, under the guidance of losses on noised images."""
+        return self.encoded.guided(self.denoising_guidance_scale)
 
     @property
     def denoising_guidance_scale(self) -> float:
-        """Of losses on noised pictures (SFT, DPO, NFT): that of rollouts where the network is told of it; 1 where
-        guidance is two forwards, because it is the conditional prediction that learns to denoise."""
+        """Guidance of losses on noised images (SFT, DPO, NFT): that of rollouts if the network embeds it; 1 if guidance
+        is two forwards, because it is the conditional prediction that learns to denoise."""
         return 1.0 if self.config.model.spec.doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:
@@ -123,6 +134,8 @@ def build(config: RunConfig) -> Run:
         assert model.prompts is not None, "`check` refuses this for other families"
         prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
         model.prompts.cache_and_release([model.spec.empty_prompt, *prompts])
+    given = config.rollout.guidance_scale
+    guidance_scale = model.spec.guidance_scale if given is None else given
     return Run(
         config=config,
         derived=derived,
@@ -140,6 +153,8 @@ def build(config: RunConfig) -> Run:
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
         clock=clock,
         costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
+        encoded=EncodedData(model, data, guidance_scale, clock),
+        plans=Plans(config),
     )
 
 

@@ -1,12 +1,18 @@
-"""The same evaluation for every family: fixed seeds, plain ODE, scores on what a user would see."""
+"""Evaluation, the same for every family: fixed seeds, plain ODE, scores of the composite that a user would see.
+
+The evaluations of a run are shared out to all processes, saved beside each other, and checked for reward hacking.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import PIL.Image
@@ -14,12 +20,21 @@ from PIL.Image import Image
 from torch import nn
 
 from retouch.data.formats.mmmg import LEVELS
-from retouch.data.sampler import derive_seed
+from retouch.data.sampler import derive_seed, own_share
 from retouch.glyphs import glyph_correlation
 from retouch.imaging import MASK_THRESHOLD, paste_back
-from retouch.observe import Stopwatch
+from retouch.observe import RunDir, Stopwatch
 from retouch.observe.grids import grid
-from retouch.observe.guards import PREFIX, image_statistics, nearest_distances, region_of
+from retouch.observe.guards import (
+    PREFIX,
+    Alarm,
+    evaluation_alarms,
+    image_statistics,
+    nearest_distances,
+    region_of,
+)
+from retouch.observe.run_dir import read_metrics
+from retouch.observe.step_log import means_text
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -27,16 +42,19 @@ from retouch.rollout.sampler import (
     sample,
     to_uint8,
 )
-from retouch.rollout.scorer import (
-    PendingBatch,
-    items_of,
-    settle,
-    without_strip,
-)
+from retouch.training.scoring import PendingBatch, RewardOutage, items_of, raise_together, settle, without_strip
 from retouch.types import DiffusionModel, Example, Outcome, Score
 
+if TYPE_CHECKING:
+    from retouch.config import RunConfig
+    from retouch.training.build import Run
+
+logger = logging.getLogger(__name__)
+
+Moment = Literal["start", "warmup", "step", "end"]
+
 FACETS = ("level", "discipline", "complexity", "image_type")
-"""Fields of an example's metadata that say what kind it is: an evaluation is also told by each of them."""
+"""Fields of an example's metadata by which an evaluation is broken down."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,7 @@ class Evaluation:
 
     Attributes:
         rows: per image: example, seed index, text, and every measure by name (None where a reward failed).
-        images: the pasted-back pictures, [H, W, 3] uint8.
+        images: the composites, [H, W, 3] uint8.
     """
 
     rows: list[dict[str, Any]]
@@ -75,15 +93,15 @@ class Evaluation:
 
 
 Work = list[tuple[Example, int]]
-"""(example, which of its pictures) of every picture of an evaluation."""
+"""(example, number of its image) of every image of an evaluation."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Pictures of some work.
+    """Images of some work, scored.
 
     Attributes:
-        images: [H, W, 3] uint8, as the network drew them.
+        images: [H, W, 3] uint8, as generated.
         outcomes: of each reward, gold ones too.
     """
 
@@ -126,10 +144,10 @@ def draw_and_score(
     clock: Stopwatch,
     padding: int = 0,
 ) -> Scored:
-    """The part of an evaluation that processes share out.
+    """Sample and score the images of some work.
 
     Args:
-        padding: how many of the last pictures are drawn only to take as many forwards as other processes do.
+        padding: number of last images that are sampled only to take as many forwards as other processes do.
 
     Raises:
         RewardOutage: rewards stayed away.
@@ -167,17 +185,18 @@ def measured(work: Work, scored: Scored) -> Evaluation:
     """The measures: each reward, gold ones too, its numeric details (`ocr.ned`, `ocr.exact`), `outside_l1` (drift of
     the raw generation outside the mask, in [0, 1]), `glyph_correlation` where the example has a text, and statistics of
     what was generated (`picture.*`, see `observe.guards`)."""
-    rows = [_row(example, k, image) for (example, k), image in zip(work, scored.images, strict=True)]
+    images = [_composite(example, image) for (example, _), image in zip(work, scored.images, strict=True)]
+    drawn = zip(work, scored.images, images, strict=True)
+    rows = [_row(example, k, image, composite) for (example, k), image, composite in drawn]
     for name, column in scored.outcomes.items():
         for row, outcome in zip(rows, column, strict=True):
             row.update(measures(name, outcome))
-    images = [_pasted(example, image) for (example, _), image in zip(work, scored.images, strict=True)]
     generated = [
         region_of(image, None if example.mask is None else np.asarray(example.mask))
         for (example, _), image in zip(work, images, strict=True)
     ]
-    for row, picture in zip(rows, generated, strict=True):
-        row.update(image_statistics(picture))
+    for row, region in zip(rows, generated, strict=True):
+        row.update(image_statistics(region))
     if len(generated) > 1:
         for row, distance in zip(rows, nearest_distances(generated), strict=True):
             row[f"{PREFIX}nearest"] = distance
@@ -185,7 +204,7 @@ def measured(work: Work, scored: Scored) -> Evaluation:
 
 
 def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation], count: int) -> Image:
-    """Rows of examples: the masked input, then one picture an evaluation, with what was read in it."""
+    """Rows of examples: the masked input, then the image of each evaluation with the text that was read in it."""
     rows: list[list[tuple[Any, str]]] = []
     first = next(iter(columns.values()))
     starts = [i for i, row in enumerate(first.rows) if row["index"] == 0][:count]
@@ -201,12 +220,12 @@ def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation],
     return grid(rows, [f"input: {shown}", *columns])
 
 
-def save_evaluation(evaluation: Evaluation, folder: Path, pictures: int) -> None:
-    """Write rows.jsonl with every row, and the first `pictures` images as PNG."""
+def save_evaluation(evaluation: Evaluation, folder: Path, images: int) -> None:
+    """Write rows.jsonl with every row, and the first `images` images as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in evaluation.rows)
     (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
-    for i, image in enumerate(evaluation.images[:pictures]):
+    for i, image in enumerate(evaluation.images[:images]):
         PIL.Image.fromarray(image).save(folder / f"{i:05d}.png")
 
 
@@ -217,7 +236,7 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 
 def masked_input(example: Example) -> np.ndarray[Any, Any]:
-    """What the model sees of the picture: the source with the mask greyed out."""
+    """The input of the model: the source with the masked region greyed out."""
     if example.source is None:
         return np.full((64, 64, 3), 255, np.uint8)
     pixels = np.asarray(example.source).copy()
@@ -230,7 +249,7 @@ def _reading(row: dict[str, Any]) -> str:
     return str(row["read"] or "(nothing)") if "read" in row else ""
 
 
-def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _row(example: Example, index: int, image: np.ndarray[Any, Any], composite: np.ndarray[Any, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
     row |= {name: kind for name in FACETS if isinstance(kind := example.metadata.get(name), str | int | float)}
     if example.source is not None and example.mask is not None:
@@ -239,7 +258,7 @@ def _row(example: Example, index: int, image: np.ndarray[Any, Any]) -> dict[str,
         row["outside_l1"] = float(drift.mean() / 255)
         text = example.metadata.get("text")
         if isinstance(text, str):
-            row["glyph_correlation"] = glyph_correlation(_pasted(example, image), np.asarray(example.mask), text)
+            row["glyph_correlation"] = glyph_correlation(composite, np.asarray(example.mask), text)
     return row
 
 
@@ -259,7 +278,117 @@ def measures(name: str, outcome: Any) -> dict[str, Any]:
     return {name: outcome.value, **detail, **read}
 
 
-def _pasted(example: Example, image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _composite(example: Example, image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if example.source is None or example.mask is None:
         return image
     return paste_back(np.asarray(example.source), image, np.asarray(example.mask))
+
+
+# --- evaluations of a run ---
+
+
+def evaluated(run: Run) -> Evaluation | None:
+    """Evaluate the weights that the run file names on fixed seeds, each process its share -> all of it on the first
+    process, None on the others.
+
+    Raises:
+        RewardOutage: on every process, if on any.
+    """
+    c, engine = run.config.evaluation, run.engine
+    work = work_of(run.eval_data[: c.num_examples], c.images_per_example)
+    own, padding = own_share(work, engine.rank, engine.world_size)
+    scored: Scored | None = None
+    stopped: RewardOutage | None = None
+    with run.clock.part("eval"):
+        try:
+            with run.policy.use("ema" if run.config.ema and c.weights != "raw" else None):
+                scored = draw_and_score(
+                    run.model,
+                    run.network,
+                    own + work[:1] * padding,
+                    c.num_steps or run.config.rollout.num_steps,
+                    run.guidance_scale,
+                    run.config.rollout.batch_size_per_device,
+                    run.rewards,
+                    Stopwatch(),  # all of it counts as "eval"
+                    padding,
+                )
+        except RewardOutage as error:
+            stopped = error
+        raise_together(stopped, engine.any)
+        assert scored is not None
+        parts = engine.gather_list([scored])
+        return measured(work, reduce(add, parts)) if engine.is_main else None
+
+
+def keep_evaluation(
+    run: Run, step: int, after_warmup: bool, moment: Moment, result: Evaluation, seconds: Mapping[str, float]
+) -> Sequence[Alarm]:
+    """Log, save and draw the evaluation of a step -> its alarms; none during a warm-up, which changes images on
+    purpose. On the first process.
+
+    Args:
+        seconds: time that it took, by part.
+    """
+    c, first = run.config.evaluation, run.config.algorithm.supervised_steps(run.config) if after_warmup else None
+    kept = c.grid_examples * c.images_per_example
+    alarms = record_evaluation(run, step, moment, result, seconds, images=kept, compared_from=first)
+    if c.grid_examples:
+        before = _milestones(run, step, after_warmup, run.dir.path / "evaluations")
+        examples = run.eval_data[: c.num_examples]
+        grid = evaluation_grid(examples, {**before, f"step {step}": result}, c.grid_examples)
+        run.dir.save_image(step, "evaluation", grid)
+    return alarms
+
+
+class Evaluated(Protocol):
+    """The parts of a run that recording an evaluation needs."""
+
+    config: RunConfig
+    rewards: RewardTable
+    dir: RunDir
+    eval_is_held_out: bool
+
+
+def record_evaluation(
+    run: Evaluated,
+    step: int,
+    moment: Moment,
+    result: Evaluation,
+    seconds: Mapping[str, float],
+    *,
+    images: int,
+    compared_from: int | None,
+) -> Sequence[Alarm]:
+    """Log the evaluation of a step and save it below evaluations/ -> its alarms. On the first process.
+
+    Args:
+        images: number of images saved.
+        compared_from: first step whose evaluations count as earlier ones for alarms; None for no alarms.
+    """
+    held_out, means = "held_out" if run.eval_is_held_out else "train", result.means()
+    run.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **means}, seconds)
+    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means_text(means))
+    folder, rewards = run.dir.path / "evaluations", run.rewards
+    alarms: Sequence[Alarm] = []
+    if compared_from is not None:
+        weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
+        gold = [name for name in rewards.entries if name not in rewards.trained]
+        past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
+        earlier = [read_metrics(path / "rows.jsonl") for path in past]
+        alarms = evaluation_alarms(earlier, result.rows, weights, gold)
+    save_evaluation(result, folder / f"step-{step:06d}", images)
+    return alarms
+
+
+def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[str, Evaluation]:
+    """Earlier evaluations that stand beside the one of a step in its grid: before the run, and after its warm-up."""
+    milestones = {
+        "before": 0,
+        "after warm-up": run.config.algorithm.supervised_steps(run.config) if after_warmup else 0,
+    }
+    earlier = {name: folder / f"step-{at:06d}" for name, at in milestones.items() if at < step}
+    columns = {name: load_evaluation(path) for name, path in earlier.items() if path.is_dir()}
+    if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0
+        columns.pop("after warm-up", None)
+    return columns

@@ -1,61 +1,65 @@
-"""An epoch of rollouts with their advantages, kept until they are trained on. GRPO, PPO and NFT train on these.
+"""An epoch of rollouts with their rewards and advantages: sampled in batches, scored while the next batch is sampled,
+dealt evenly to the processes, and kept until it is trained on.
 
-Legend: n rows of this rank, N of all ranks, S trained steps (0 where only clean images are trained on).
+Legend: n samples of this process, N of all processes in rank order, S trained steps (0 if only clean images are trained
+on).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from retouch.algorithms.base import AdvantageConfig, RlConfig
-from retouch.core.advantages import comparable_rows, group_advantages
+from retouch.core.advantages import RewardRows, comparable_rows, group_count
 from retouch.data.sampler import (
+    Slot,
     curriculum_examples,
     curriculum_pool,
     derive_seed,
     other_examples,
+    rank_slots,
 )
-from retouch.engine import CheckpointError, Engine
-from retouch.rollout.encoded import EncodedData
-from retouch.training.rollouts import (
-    RewardRows,
-    Rollouts,
+from retouch.engine import Engine
+from retouch.observe.grids import grid
+from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
+from retouch.training.scoring import (
+    PendingBatch,
+    RewardOutage,
     gather_rewards,
-    log_rollouts,
-    sample_and_score,
-    tally,
+    items_of,
+    judge_masses,
+    raise_together,
+    refuse_failures,
+    rewards_of,
+    settle,
+    tally_of,
+    without_strip,
 )
 from retouch.training.session import Session
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-logger = logging.getLogger(__name__)
-
-Rows = TypeVar("Rows", bound="DataclassInstance")
+from retouch.types import Scores, Trajectory
 
 
 @dataclass
 class Experience:
-    """Rows to train on, on the CPU.
+    """Rows to train on, on the CPU. GRPO, PPO and NFT train on these.
 
     Attributes:
-        position: [n] of each row's example in the data set.
-        seed: [n] int64 that its image was drawn from.
+        position: [n] of each row's example in the dataset.
+        seed: [n] int64 of the row's image.
         first_step: [n] index of the first trained step.
-        latents: [n, S + 1, C, H, W] fp32: the states around the trained steps; the clean latents where S is 0.
+        latents: [n, S + 1, C, H, W] fp32: the states around the trained steps; the clean latents if S is 0.
         log_probs: [n, S] as recorded while sampling.
         advantages: [n].
         weight: [n]: 1, or 0 for padding and rows without a usable reward.
-        means: [n, S, C, H, W] as recorded while sampling; [0] where nobody asked.
-        reference_means: [n, S, C, H, W] of the reference policy; [0] where no KL is asked for.
+        means: [n, S, C, H, W] as recorded while sampling; [0] if not requested.
+        reference_means: [n, S, C, H, W] of the reference policy; [0] without a KL.
     """
 
     position: Tensor
@@ -73,18 +77,9 @@ class Experience:
         """S."""
         return self.log_probs.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint inside the epoch."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor]) -> Experience:
-        """What a checkpoint kept.
-
-        Raises:
-            CheckpointError: it is not that of these algorithms.
-        """
-        return restored(cls, tensors)
+    def spanned(self, name: Literal["log_probs", "means", "reference_means"], rows: Tensor, span: range) -> Tensor:
+        """[B · W, ...] of a tensor [n, S, ...]: rows over a span of trained steps, row-major."""
+        return getattr(self, name)[rows][:, span.start : span.stop].flatten(0, 1)
 
     def transitions(self, rows: Tensor, span: range) -> tuple[Tensor, Tensor, Tensor]:
         """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major."""
@@ -95,17 +90,18 @@ class Experience:
         return x, x_next, step.flatten()
 
 
-def collect(session: Session, data: EncodedData, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
+def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
     """Sample an epoch, score it, turn rewards into advantages.
 
     Raises:
         RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
         Stopped: asked to stop between batches.
     """
-    run = session.run
-    rollouts, rewards = rewarded_groups(session, data, algorithm, policy)
-    mine = rewards.of_rank(run.engine.rank, run.engine.world_size)
+    engine = session.run.engine
+    rollouts, rewards = rewarded_groups(session, algorithm, policy)
     advantages, weight = advantages_of(rewards, algorithm)
+    n = len(weight) // engine.world_size
+    mine = slice(engine.rank * n, (engine.rank + 1) * n)
     paths = rollouts.trajectories
     recorded = [t.means for t in paths if t.means is not None]
     experience = Experience(
@@ -119,68 +115,177 @@ def collect(session: Session, data: EncodedData, algorithm: AdvantageConfig, pol
         means=torch.cat(recorded).cpu() if recorded else torch.zeros(0),
         reference_means=torch.zeros(0),
     )
-    return evenly_dealt(run.engine, experience, weight)
+    return evenly_dealt(engine, experience, weight)
 
 
-def rewarded_groups(
-    session: Session, data: EncodedData, algorithm: RlConfig, policy: str | None
-) -> tuple[Rollouts, RewardRows]:
-    """An epoch's images with their rewards. Groups without a signal (rewards all alike, or fewer than two that did not
-    fail) are followed by new ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476); the same decision on
-    every rank."""
+def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Advantages and weights of all processes' rows -> ([N], [N]) fp32."""
+    weight = comparable_rows(rewards.position, rewards.usable, algorithm.baseline)
+    if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
+        weight = weight & ~rewards.flat(algorithm.combine)
+    how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
+    return rewards.advantages(*how).float(), weight.float()
+
+
+# --- sampling ---
+
+
+@dataclass
+class Rollouts:
+    """This process's samples: slots, their seeds, their trajectories, and what scores them."""
+
+    slots: list[Slot]
+    seeds: list[int]
+    trajectories: list[Trajectory]
+    batches: list[PendingBatch]
+    scores: list[Scores]
+
+    def __add__(self, other: Rollouts) -> Rollouts:
+        return Rollouts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -> tuple[Rollouts, RewardRows]:
+    """An epoch's samples with their rewards.
+
+    Groups without a signal (zero reward variance, or fewer than two rewards that did not fail) are followed by new
+    ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476); every process decides the same.
+
+    Args:
+        policy: snapshot that samples; None is the current policy.
+
+    Raises:
+        RewardOutage, FailureRateExceeded: on every process.
+    """
     run, config, epoch = session.run, session.run.config, session.progress.epoch
     session.probe_rewards()
     wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
     difficulties, stages, epochs = run.data.difficulties, run.data.stages, run.derived.epochs
     chosen = curriculum_examples(difficulties, wanted, config.seed, epoch, epochs, stages)
     too_hard = set(range(len(run.data))) - set(curriculum_pool(difficulties, epoch, epochs, stages))
-    rollouts = sample_and_score(session, data, algorithm, chosen, policy)
-    counted, rewards = tally(run, rollouts), gather_rewards(run, rollouts)
-    for again in range(algorithm.resample_rounds):
-        signal = comparable_rows(rewards.position, rewards.valid) & ~rewards.flat(algorithm.combine)
-        missing = wanted - rewards.position[signal].unique().numel()
+    rollouts, more, again = Rollouts([], [], [], [], []), chosen, 0
+    while True:
+        rollouts += sample_and_score(session, algorithm, more, policy)
+        padding = [slot.padding for slot in rollouts.slots]
+        tally = tally_of(run.rewards, rollouts.scores, padding)
+        refuse_failures(run.engine.gather_list([tally]), config.reward_client)
+        own = rewards_of(run.rewards.trained, rollouts.scores)
+        position, index = (torch.tensor(column) for column in zip(*((s.example, s.index) for s in rollouts.slots)))
+        rewards = gather_rewards(run.engine, run.rewards, own, position, index, torch.tensor(padding))
+        if again == algorithm.resample_rounds:
+            break
+        signal = comparable_rows(rewards.position, rewards.usable) & ~rewards.flat(algorithm.combine)
+        missing = wanted - group_count(rewards.position[signal])
         taken = too_hard.union(chosen)
         more = other_examples(len(run.data), taken, missing, config.seed, epoch, again) if missing > 0 else []
         if not more:
             break
-        rollouts += sample_and_score(session, data, algorithm, more, policy)
-        counted, rewards = tally(run, rollouts), gather_rewards(run, rollouts)
-        chosen += more
-    run.rewards.count(counted.asked, counted.lost)
-    log_rollouts(session, algorithm, rollouts, rewards)
+        chosen, again = chosen + more, again + 1
+    run.rewards.count(tally.asked, tally.lost)
+    statistics = {**rewards.statistics(algorithm.combine), **judge_masses(run.engine, rewards.names, own.masses)}
+    log_rollouts(session, rollouts, statistics)
     return rollouts, rewards
 
 
-def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and weights of all ranks' rows -> ([N], [N]) fp32."""
-    options = (algorithm.baseline, algorithm.scale)
-    advantages = combined_advantages(rewards, algorithm.combine, *options, clip=algorithm.advantage_clip)
-    usable = comparable_rows(rewards.position, rewards.valid, algorithm.baseline)
-    if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
-        usable = usable & ~rewards.flat(algorithm.combine)
-    return advantages.float(), usable.float()
+def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Rollouts:
+    """K samples of each example, this process's share of them, with their rewards.
 
+    Args:
+        examples: positions in the dataset, a whole number of rollout batches or less.
 
-def combined_advantages(rewards: RewardRows, combine: str, baseline: str, scale: str, clip: float) -> Tensor:
-    """Of each reward, weighted, or of the weighted sum of the rewards -> [N]."""
-    signals = rewards.signals(combine)
-    parts = [
-        group_advantages(column, rewards.position, rewards.valid, baseline, scale, clip=clip, noise=noise)  # type: ignore[arg-type]
-        for column, _, noise in signals
+    Raises:
+        RewardOutage: on every process.
+        Stopped: asked to stop between batches.
+    """
+    run, rollout = session.run, session.run.config.rollout
+    groups = rollout.global_groups_per_batch
+    batches = [
+        rank_slots(list(examples[i : i + groups]), rollout.group_size, run.engine.rank, run.engine.world_size)
+        for i in range(0, len(examples), groups)
     ]
-    weights = torch.stack([weight for _, weight, _ in signals])
-    return (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
+    # all encoding before any scoring, which may run on the same CPU
+    run.encoded.conditions(sorted({slot.example for batch in batches for slot in batch}), run.engine.device)
+    result = Rollouts([], [], [], [], [])
+    for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
+        for start in range(0, len(batch), rollout.batch_size_per_device):
+            session.check_stop()
+            with run.policy.use(policy) if policy else nullcontext():
+                result += roll_out(session, algorithm, batch[start : start + rollout.batch_size_per_device], number)
+    stopped: RewardOutage | None = None
+    with run.clock.part("reward_wait"):
+        try:
+            result.scores = settle(run.rewards, result.batches, run.config.reward_client)
+        except RewardOutage as error:
+            stopped = error
+    raise_together(stopped, run.engine.any)
+    return result
+
+
+def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int) -> Rollouts:
+    """Sample slots of rollout batch `number` and submit their images for scoring; scores are not in yet."""
+    run, config, device = session.run, session.run.config, session.run.engine.device
+    epoch = session.progress.epoch
+    examples = run.encoded.examples([s.example for s in slots])
+    condition = run.encoded.conditions([s.example for s in slots], device)
+    plan = run.plans.plan(run.model.schedule(config.rollout.num_steps, condition.size), number)
+    seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
+    shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
+    region = objective_region(algorithm, condition, run.model.spec.downsampling)
+    mode, means = run.plans.log_prob_mode, run.plans.records_means
+    with run.clock.part("rollout"):
+        trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=means)
+    with run.clock.part("vae"):
+        decoded = run.model.decode(trajectory.final)
+        images = without_strip(to_uint8(decoded), examples)
+        broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
+    run.costs.images += len(slots)
+    items = items_of(examples, images, [e.id for e in examples])
+    batch = PendingBatch(items, run.rewards.submit(items), broken)
+    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], [batch], [])
+
+
+def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
+    """Zeros in place of NaN and Inf: such rows have weight 0, but NaN times 0 is NaN in a backward."""
+    if not rows:
+        return trajectory
+    tensors = {name: t.clone() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
+    for tensor in tensors.values():
+        tensor[list(rows)] = 0.0
+    return replace(trajectory, **tensors)
+
+
+def log_rollouts(session: Session, rollouts: Rollouts, statistics: dict[str, float]) -> None:
+    """Log statistics and, every `rollout_images_every` epochs, an image of the groups."""
+    run, epoch, step = session.run, session.progress.epoch, session.progress.step + 1
+    timings = run.rewards.statistics()  # differ from run to run
+    run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
+    every = run.config.logging.rollout_images_every
+    if every and epoch % every == 0:
+        run.dir.save_image(step, "rollouts", rollout_grid(rollouts, run.config.rollout.group_size))
+
+
+def rollout_grid(rollouts: Rollouts, group_size: int, groups: int = 6) -> Image:
+    """The first groups of an epoch, one a row, each image with its combined score."""
+    cells = [
+        (item.image, "failed" if score is None else f"{score:.2f}")
+        for batch, s in zip(rollouts.batches, rollouts.scores, strict=True)
+        for item, score in zip(batch.items, s.combined(), strict=True)
+    ]
+    rows = [cells[i : i + group_size] for i in range(0, len(cells), group_size)]
+    return grid(rows[:groups])
+
+
+# --- dealing ---
 
 
 def evenly_dealt(engine: Engine, experience: Experience, weight: Tensor) -> Experience:
-    """The rows worth a forward, the same number on every rank; what is missing is filled up with weight 0.
+    """The rows worth a forward, the same number on every process; what is missing is filled up with weight 0.
 
-    Groups are left out and drawn anew wherever they lay: without dealing, the rank with the most rows left would set
-    the number of forwards of all.
+    Groups are left out and resampled on whatever process they were: without dealing, the process with the most rows
+    left would set the number of forwards of all.
 
     Args:
-        experience: n rows of this rank.
-        weight: [N] of all ranks' rows.
+        experience: n rows of this process.
+        weight: [N] of all processes' rows.
     """
     n = len(experience.weight)
     hands = deal((weight > 0).tolist(), engine.world_size)
@@ -195,7 +300,7 @@ def evenly_dealt(engine: Engine, experience: Experience, weight: Tensor) -> Expe
             rows = torch.cat([rows, rows_of_all(engine, t, moved)[guests]])
         return rows if len(rows) == most else torch.cat([rows, t[:1].expand(most - len(rows), *t.shape[1:])])
 
-    result = Experience(**{name: dealt(t) if len(t) else t for name, t in experience.tensors().items()})
+    result = Experience(**{name: dealt(t) if len(t) else t for name, t in vars(experience).items()})
     result.weight[len(mine) :] = 0
     return result
 
@@ -214,23 +319,8 @@ def deal(live: Sequence[bool], world_size: int) -> list[list[int]]:
     return hands
 
 
-def restored(kind: type[Rows], tensors: Mapping[str, Tensor]) -> Rows:
-    """Rows of an epoch from a checkpoint inside it.
-
-    Raises:
-        CheckpointError: tensors of another algorithm or version.
-    """
-    names = {f.name for f in fields(kind)}
-    if names != tensors.keys():
-        raise CheckpointError(
-            f"rollouts.safetensors holds {', '.join(sorted(tensors))}, but this algorithm goes on with "
-            f"{', '.join(sorted(names))}; resume from a checkpoint without rollouts.safetensors"
-        )
-    return kind(**tensors)
-
-
 def rows_of_all(engine: Engine, values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some of all ranks' rows [M, ...] on the CPU, the same on every rank; only they travel.
+    """Some of all ranks' rows [M, ...] on the CPU, the same on every rank; only these are communicated.
 
     Args:
         values: [n, ...] of this rank; n is the same on every rank.
@@ -242,53 +332,3 @@ def rows_of_all(engine: Engine, values: Tensor, rows: Sequence[int]) -> Tensor:
         if start <= row < start + len(values):
             found[place] = values[row - start]
     return engine.sum(found).cpu() if rows else found  # every other rank has zeros there
-
-
-TrainStep = Callable[[Tensor], tuple[dict[str, float], bool]]
-"""Rows of an epoch -> metrics of one optimizer step on them, and whether the weights changed."""
-
-
-def train_epoch(
-    session: Session,
-    rows: int,
-    tensors: Callable[[], Mapping[str, Tensor]],
-    train_step: TrainStep,
-    after: Callable[[], None] = lambda: None,
-) -> None:
-    """Every optimizer step on an epoch of `rows` rows that has not been taken yet.
-
-    Args:
-        tensors: the epoch's rows, for a checkpoint inside it.
-        after: called once the last step of the epoch is taken, before anything is evaluated or saved.
-    """
-    config, progress = session.run.config, session.progress
-    steps, inner = session.run.derived.optimizer_steps_per_epoch, config.algorithm.inner_epochs  # type: ignore[union-attr]
-    batches = step_batches(rows, config.seed, progress.epoch, inner, steps)
-    for batch in batches[progress.position :]:
-        if progress.step >= config.training.max_steps:
-            return
-        values, updated = train_step(batch)
-        epoch = progress.epoch
-        progress.position += 1
-        progress.updates_in_epoch += updated
-        finished = progress.position == len(batches)
-        if finished:
-            after()
-            progress.epoch, progress.position, progress.updates_in_epoch = progress.epoch + 1, 0, 0
-        session.end_step(values, updated=updated, rollouts=None if finished else tensors(), epoch=epoch)
-
-
-def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:
-    """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
-    evenly into its steps."""
-    batches: list[Tensor] = []
-    for inner in range(inner_epochs):
-        order = list(range(rows))
-        Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
-        batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
-    return batches
-
-
-def row_generators(seeds: Sequence[int] | Tensor, *parts: int | str) -> list[torch.Generator]:
-    """A generator for each row's draws of a step, from its own seed and what names the step."""
-    return [torch.Generator().manual_seed(derive_seed(int(seed), *parts)) for seed in seeds]

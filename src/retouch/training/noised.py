@@ -1,4 +1,4 @@
-"""Clean latents noised anew, for algorithms that train on the forward process (DPO, NFT)."""
+"""Clean latents noised anew, for algorithms that train on the forward process (SFT, DPO, NFT)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from retouch.core.objectives.sft import denoising_rows
 from retouch.core.schedule import Schedule
+from retouch.data.sampler import derive_seed
 from retouch.rollout.sampler import latent_noise
 from retouch.training.build import Run
-from retouch.types import Condition
+from retouch.types import Condition, DiffusionModel
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def noised_copies(
 
     Each row draws from its own generator. The copies of a row fall into equal shares of the distribution of times:
     drawn independently, two of them would often lie close together. No time is noisier than where sampling starts: what
-    the model does there, no image shows.
+    the model does there affects no image.
     """
     device = run.engine.device
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
@@ -48,3 +50,23 @@ def noised_copies(
     wide = x0.to(device).repeat_interleave(copies, 0)
     rows = torch.arange(len(x0), device=device).repeat_interleave(copies)
     return NoisedRows(condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time)
+
+
+def denoising_error(
+    model: DiffusionModel,
+    network: nn.Module,
+    schedule: Schedule,
+    x0: Tensor,
+    noise: Tensor,
+    time: Tensor,
+    condition: Condition,
+    region: Tensor | None = None,
+) -> Tensor:
+    """Mean-squared error of the prediction at a noised `x0` -> [B]."""
+    prediction = model.predict(network, schedule.add_noise(x0, noise, time), time, condition)
+    return denoising_rows(prediction, schedule.target(x0, noise), region)
+
+
+def row_generators(seeds: Sequence[int] | Tensor, *parts: int | str) -> list[torch.Generator]:
+    """A generator for each row's draws of a step, from its own seed and what names the step."""
+    return [torch.Generator().manual_seed(derive_seed(int(seed), *parts)) for seed in seeds]

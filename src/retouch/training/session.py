@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from retouch.config import dump_run
+from retouch.algorithms.base import RlConfig
+from retouch.config import RunConfig, dump_run
 from retouch.config.presets import preset_lines
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
@@ -28,17 +30,12 @@ from retouch.observe.header import header
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
-from retouch.rollout.scorer import (
-    FailureRateExceeded,
-    RewardOutage,
-)
 from retouch.training.build import Run
-from retouch.training.evaluating import (
+from retouch.training.evaluation import (
     Moment,
     evaluated,
     keep_evaluation,
 )
-from retouch.training.readiness import wait_for_rewards
 from retouch.training.resume import (
     has_finished,
     may_go_on,
@@ -46,6 +43,12 @@ from retouch.training.resume import (
     with_keys,
     without_keys,
 )
+from retouch.training.scoring import (
+    FailureRateExceeded,
+    RewardOutage,
+    wait_for_rewards,
+)
+from retouch.training.step import Step, step_batches
 from retouch.training.stopping import StopRequests
 from retouch.types import Stopped
 
@@ -53,6 +56,17 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["sft", "warmup", "rl"]
 Tensors = Mapping[str, Tensor]
+
+
+class EpochRows(Protocol):
+    """A dataclass of tensors, one row for each sample (DPO: pair)."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    weight: Tensor
+
+
+Rows = TypeVar("Rows", bound=EpochRows)
 
 
 @dataclass
@@ -76,13 +90,27 @@ class Progress:
     updates_in_epoch: int = 0
 
 
-class Session:
-    """One run from start or resume to its end; use as a context manager."""
+def first_phase(config: RunConfig) -> Phase:
+    """The phase of a new run."""
+    supervised = config.algorithm.supervised_steps(config)
+    return "rl" if not supervised else "warmup" if isinstance(config.algorithm, RlConfig) else "sft"
 
-    def __init__(self, run: Run, first_phase: Phase) -> None:
+
+class Session:
+    """One run from start or resume to its end; use as a context manager.
+
+    Attributes:
+        rows_per_forward: of training; halved when memory runs out.
+        supervised_steps: number of the steps before RL; all steps of SFT.
+        off_policy: largest |log ratio| of what the sampler recorded in this epoch, if the record was replaced.
+    """
+
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
-        self.progress = Progress(phase=first_phase)
+        self.progress = Progress(phase=first_phase(run.config))
+        self.supervised_steps = run.config.algorithm.supervised_steps(run.config)
+        self.off_policy = 0.0
         self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
@@ -153,10 +181,67 @@ class Session:
 
     # --- one step ---
 
-    def take_rollouts(self) -> dict[str, Tensor] | None:
-        """What is still to be trained on of the epoch under way, where a checkpoint brought it back; once."""
-        rollouts, self._rollouts = self._rollouts, None
-        return rollouts
+    def epochs(self) -> Iterator[int]:
+        """Epochs of rollouts, up to max_steps."""
+        while self.progress.step < self.config.training.max_steps:
+            self.off_policy = 0.0
+            yield self.progress.epoch
+
+    def kept(self, kind: type[Rows]) -> Rows | None:
+        """The rows of the epoch under way that a checkpoint inside it kept, once; else None.
+
+        Raises:
+            CheckpointError: it kept those of another algorithm or version.
+        """
+        tensors, self._rollouts = self._rollouts, None
+        if tensors is None:
+            return None
+        names = {f.name for f in fields(kind)}
+        if names != tensors.keys():
+            raise CheckpointError(
+                f"rollouts.safetensors holds {', '.join(sorted(tensors))}, but this algorithm goes on with "
+                f"{', '.join(sorted(names))}; resume from a checkpoint without rollouts.safetensors"
+            )
+        return kind(**tensors)
+
+    def steps(self, rows: EpochRows) -> Iterator[Step]:
+        """Every optimizer step on the rows of an epoch that has not been taken yet.
+
+        Args:
+            rows: a dataclass of tensors [n, ...], `weight` [n] among them; kept in checkpoints inside the epoch.
+        """
+        progress, weight = self.progress, rows.weight
+        steps, inner = self.run.derived.optimizer_steps_per_epoch, self.config.algorithm.inner_epochs  # type: ignore[union-attr]
+        batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps)
+        for batch in batches[progress.position :]:
+            if progress.step >= self.config.training.max_steps:
+                return
+            fresh, ends_epoch = progress.updates_in_epoch == 0, progress.position + 1 == len(batches)
+            total = self.run.engine.sum(weight[batch].sum())
+            step = Step(self, batch, total, self._rl_learning_rate(), fresh=fresh, ends_epoch=ends_epoch)
+            yield step
+            epoch = progress.epoch
+            progress.position += 1
+            progress.updates_in_epoch += step.updated
+            if ends_epoch:
+                progress.epoch, progress.position, progress.updates_in_epoch = epoch + 1, 0, 0
+            left = None if ends_epoch else vars(rows)
+            self.end_step(step.values, updated=step.updated, rollouts=left, epoch=epoch)
+
+    def single_steps(self, until: int, lr: float | None = None) -> Iterator[Step]:
+        """Optimizer steps on rows of their own, up to step `until` of the run.
+
+        Args:
+            lr: peak learning rate of supervised steps; None for a step of RL.
+        """
+        optimizer, progress = self.config.optimizer, self.progress
+        rows = torch.arange(optimizer.batch_size_per_device * optimizer.gradient_accumulation)
+        total = torch.tensor(float(len(rows) * self.run.engine.world_size))
+        while progress.step < until:
+            rate = self._rl_learning_rate() if lr is None else self.learning_rate(lr, progress.step, until)
+            step = Step(self, rows, total, rate)
+            yield step
+            self.end_step(step.values, updated=step.updated)
 
     def end_step(
         self,
@@ -222,10 +307,10 @@ class Session:
         decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[c.schedule]
         return base * ramp * decay
 
-    def rl_learning_rate(self, warmup_steps: int) -> float:
+    def _rl_learning_rate(self) -> float:
         """Of the next step after the warm-up."""
-        steps = self.config.training.max_steps - warmup_steps
-        return self.learning_rate(self.config.optimizer.lr, self.progress.step - warmup_steps, steps)
+        steps = self.config.training.max_steps - self.supervised_steps
+        return self.learning_rate(self.config.optimizer.lr, self.progress.step - self.supervised_steps, steps)
 
     # --- evaluation and checkpoints ---
 
@@ -260,7 +345,7 @@ class Session:
     def _is_due(self) -> bool:
         """Whether this step is evaluated as one of many; the ends of warm-up and run have evaluations of their own."""
         progress, training = self.progress, self.config.training
-        warmed_up = progress.phase == "warmup" and progress.step == self.config.algorithm.supervised_steps(self.config)
+        warmed_up = progress.phase == "warmup" and progress.step == self.supervised_steps
         last = progress.step >= training.max_steps
         return bool(training.eval_every) and progress.step % training.eval_every == 0 and not (warmed_up or last)
 

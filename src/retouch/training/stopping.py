@@ -9,12 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from retouch.rollout.scorer import RewardOutage
-
 logger = logging.getLogger(__name__)
-
-AnyRank = Callable[[bool], bool]
-"""Whether a flag is set on any process; a collective."""
 
 
 class StopRequests:
@@ -22,10 +17,11 @@ class StopRequests:
 
     Args:
         max_minutes: None for no limit.
+        any_rank: whether a flag is set on any process; a collective.
         where: the next place at which a run can stop, for the log.
     """
 
-    def __init__(self, max_minutes: float | None, any_rank: AnyRank, where: str) -> None:
+    def __init__(self, max_minutes: float | None, any_rank: Callable[[bool], bool], where: str) -> None:
         self._max_minutes, self._any_rank, self._where = max_minutes, any_rank, where
         self._started = time.monotonic()
         self._signal: str | None = None
@@ -58,9 +54,3 @@ class StopRequests:
             raise KeyboardInterrupt  # the second request: leave now; the last checkpoint stands
         self._signal = signal.Signals(number).name
         logger.warning("%s: stopping at %s; send it again to leave at once", self._signal, self._where)
-
-
-def raise_together(failed: RewardOutage | None, any_rank: AnyRank) -> None:
-    """Raise on every process if rewards failed on any, or the others would wait for it forever."""
-    if any_rank(failed is not None):
-        raise failed or RewardOutage("rewards failed on another process; see its log")

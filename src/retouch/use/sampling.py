@@ -20,7 +20,7 @@ from retouch.families.base import FamilySpec
 from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
-from retouch.rollout.scorer import without_strip
+from retouch.training.scoring import without_strip
 from retouch.use.items import SampleRequest, make_folder, mask_crop
 from retouch.use.loaded import Loaded
 from retouch.use.trained import Trained

@@ -55,6 +55,14 @@ class GrpoConfig(AdvantageConfig):
     def snapshots(self) -> frozenset[str]:
         return frozenset({"reference"} if self.kl_weight else ())
 
+    @property
+    def recorded_log_probs(self) -> Literal["exact", "cps"]:
+        return self.log_prob_mode
+
+    @property
+    def records_means(self) -> bool:
+        return self.guard
+
     def step_rule(self, run: RunConfig) -> StepRule:
         return STEP_RULES[_rule_name(run)]
 

@@ -18,39 +18,49 @@ over the repainted region; groups whose rewards are all alike are left out; a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from retouch.algorithms.nft.config import NftConfig
-from retouch.algorithms.sft.recipe import warm_up
 from retouch.core.objectives.nft import nft_loss, old_policy_decay
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
-from retouch.rollout.encoded import EncodedData
-from retouch.rollout.transition import objective_region
+from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import (
-    Experience,
-    collect,
-    row_generators,
-    train_epoch,
-)
-from retouch.training.noised import (
-    NoisedRows,
-    noised_copies,
-)
+from retouch.training.experience import Experience, collect
+from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
-from retouch.training.update import (
-    MicroLoss,
-    optimizer_step,
-)
+from retouch.training.supervised import warm_up
 
 
-@dataclass
-class Micro:
+def train(run: Run) -> None:
+    """Warm up, then train to max_steps."""
+    algorithm = run.config.algorithm
+    assert isinstance(algorithm, NftConfig)
+    with Session(run) as session:
+        warm_up(session, algorithm)
+        for _ in session.epochs():
+            train_epoch(session, algorithm)
+        session.finish()
+
+
+def train_epoch(session: Session, algorithm: NftConfig) -> None:
+    """Rollouts of the old policy, the optimizer steps on them, then the old policy follows."""
+    run = session.run
+    experience = session.kept(Experience) or collect(session, algorithm, policy="old")
+    for step in session.steps(experience):
+        for attempt in step.attempts():
+            with attempt:
+                prepared = prepare(session, algorithm, experience, attempt.chunks())
+                for micro in attempt.micro_batches(prepared):
+                    attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
+        if step.ends_epoch:
+            taken = session.progress.step + 1 - algorithm.sft_steps
+            run.policy.blend("old", old_policy_decay(taken, algorithm.old_policy))
+
+
+class Micro(NamedTuple):
     """Rows of one forward with what the snapshots predict for them.
 
     Attributes:
@@ -65,74 +75,32 @@ class Micro:
     reference: Tensor | None
 
 
-def train(run: Run) -> None:
-    """Warm up, then train to max_steps."""
-    algorithm = run.config.algorithm
-    assert isinstance(algorithm, NftConfig)
-    with Session(run, "warmup" if algorithm.sft_steps else "rl") as session:
-        warm_up(session, algorithm, ["old", "reference"] if algorithm.kl_weight else ["old"])
-        data = EncodedData(run.model, run.data, run.guidance_scale, run.clock)
-        noised = data.guided(run.denoising_guidance_scale)
-        while session.progress.step < run.config.training.max_steps:
-            saved = session.take_rollouts()
-            experience = Experience.restore(saved) if saved else collect(session, data, algorithm, policy="old")
-            step = partial(train_step, session, noised, algorithm, experience)
-            follow = partial(move_old_policy, session, algorithm)
-            train_epoch(session, len(experience.weight), experience.tensors, step, after=follow)
-        session.finish()
-
-
-def move_old_policy(session: Session, algorithm: NftConfig) -> None:
-    """old <- d old + (1 - d) policy, d by the optimizer steps of RL, the one just taken included."""
-    steps = session.progress.step + 1 - algorithm.sft_steps
-    session.run.policy.blend("old", old_policy_decay(steps, algorithm.old_policy))
-
-
-def train_step(
-    session: Session, data: EncodedData, algorithm: NftConfig, experience: Experience, rows: Tensor
-) -> tuple[dict[str, float], bool]:
-    """One optimizer step on rows of the experience -> (metrics, whether the weights changed)."""
-    run = session.run
-    total = run.engine.sum(experience.weight[rows].sum())
-    if float(total) == 0:  # no row with a signal on any rank
-        return {"skipped": 1.0}, False
-
-    def losses_of(size: int) -> list[MicroLoss]:
-        micros = prepare(session, data, algorithm, experience, rows.split(size))
-        return [partial(micro_loss, run, algorithm, experience, micro, total) for micro in micros]
-
-    values, updated = optimizer_step(session, losses_of, session.rl_learning_rate(algorithm.sft_steps))
-    return {**values, "rows": float(total), "skipped": 0.0}, updated
-
-
-def prepare(
-    session: Session, data: EncodedData, algorithm: NftConfig, experience: Experience, chunks: tuple[Tensor, ...]
-) -> list[Micro]:
-    """Noise every row of a step, and ask the snapshots once, before the policy's first forward: weights must not be
-    swapped between a forward and its backward."""
-    run, copies = session.run, algorithm.timesteps_per_image
-    noised: list[NoisedRows] = []
+def prepare(session: Session, algorithm: NftConfig, experience: Experience, chunks: tuple[Tensor, ...]) -> list[Micro]:
+    """Noise every row of a step and compute the predictions of the snapshots, before the policy's first forward:
+    weights must not be swapped between a forward and its backward."""
+    run, noised = session.run, list[NoisedRows]()
     for rows in chunks:
-        condition = data.conditions(experience.position[rows].tolist(), run.engine.device)
+        condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), run.engine.device)
         generators = row_generators(experience.seed[rows], "nft", session.progress.position)
-        noised.append(noised_copies(run, experience.latents[rows, 0], condition, generators, copies))
+        x0 = experience.latents[rows, 0]
+        noised.append(noised_copies(run, x0, condition, generators, algorithm.timesteps_per_image))
+    reference: list[Tensor | None] = [None] * len(noised)
     with run.clock.part("train_forward"):
         with run.policy.use("old"):
             old = [predict(run, rows) for rows in noised]
-        reference: list[Tensor | None] = [None] * len(noised)
         if algorithm.kl_weight:
             with run.policy.use("reference"):
                 reference = [predict(run, rows) for rows in noised]
     return [Micro(*parts) for parts in zip(chunks, noised, old, reference, strict=True)]
 
 
-def micro_loss(
+def implicit_policies_loss(
     run: Run, algorithm: NftConfig, experience: Experience, micro: Micro, total: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of one forward of B x W rows."""
+    """The loss of one forward of B x W rows -> (loss, metrics, rows that count)."""
     device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised
     weight = experience.weight[micro.rows].to(device)
-    wide: Callable[[Tensor], Tensor] = partial(torch.repeat_interleave, repeats=copies)
+    wide_weight = weight.repeat_interleave(copies)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
     prediction = predict(run, noised)
     x_t, velocity, sigma = noised.schedule.as_flow(noised.x, prediction, noised.time)
@@ -142,19 +110,19 @@ def micro_loss(
         x_t,
         noised.x0,
         sigma,
-        wide(experience.advantages[micro.rows].to(device)),
+        experience.advantages[micro.rows].to(device).repeat_interleave(copies),
         algorithm.mix,
         algorithm.advantage_clip,
         algorithm.mode,
         region,
-        wide(weight) / noised.schedule.velocity_gain(noised.time),
+        wide_weight / noised.schedule.velocity_gain(noised.time),
         total * copies,
     )
     if micro.reference is not None:
-        counted = region_of_kept(region, wide(weight))
+        counted = region_of_kept(region, wide_weight)
         kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)
-        loss = loss + algorithm.kl_weight * weighted_mean(kl, wide(weight), total * copies)
-        values["kl"] = weighted_mean(kl.detach(), wide(weight))
+        loss = loss + algorithm.kl_weight * weighted_mean(kl, wide_weight, total * copies)
+        values["kl"] = weighted_mean(kl.detach(), wide_weight)
     return loss, values, weight.sum()
 
 

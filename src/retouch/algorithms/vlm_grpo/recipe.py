@@ -39,10 +39,15 @@ from retouch.engine.checkpoint import read_state, verify_once
 from retouch.engine.saved import require_sound
 from retouch.observe.header import header
 from retouch.observe.run_dir import read_metrics
-from retouch.rollout.scorer import FailureRateExceeded, RewardOutage, refuse_failures, tally_of
-from retouch.training.readiness import wait_for_rewards
 from retouch.training.resume import has_finished, resume_folder, same_kind
-from retouch.training.stopping import raise_together
+from retouch.training.scoring import (
+    FailureRateExceeded,
+    RewardOutage,
+    raise_together,
+    refuse_failures,
+    tally_of,
+    wait_for_rewards,
+)
 from retouch.types import Scores
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from retouch.observe.grids import grid
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import broken_rows, to_uint8
-from retouch.rollout.scorer import PendingBatch, items_of, settle
 from retouch.training.evaluation import Evaluation, measures
+from retouch.training.scoring import PendingBatch, items_of, settle
 from retouch.types import Example, Outcome, Score, Scores
 
 KEPT_NEGATIVES = 64

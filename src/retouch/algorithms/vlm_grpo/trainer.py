@@ -31,9 +31,9 @@ from retouch.observe.guards import IdleWatch
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
-from retouch.rollout.scorer import RewardOutage
-from retouch.training.evaluating import Moment, record_evaluation
-from retouch.training.stopping import StopRequests, raise_together
+from retouch.training.evaluation import Moment, record_evaluation
+from retouch.training.scoring import RewardOutage, raise_together
+from retouch.training.stopping import StopRequests
 from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retouch.core._shapes import per_row, working
-from retouch.core.reduce import row_weights, weighted_mean
+from retouch.core.reduce import per_row, row_weights, weighted_mean, working
 
 
 def dpo_loss(

@@ -10,8 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import per_row, require_known, require_same_shape, working
-from retouch.core.reduce import row_mean, row_weights, weighted_mean, within
+from retouch.core.reduce import (
+    per_row,
+    require_known,
+    require_same_shape,
+    row_mean,
+    row_weights,
+    weighted_mean,
+    within,
+    working,
+)
 
 KlMode = Literal["exact", "published", "flow_grpo"]
 

@@ -7,8 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from retouch.core._shapes import per_row, require_same_shape, working
-from retouch.core.reduce import region_of_kept, row_mean, row_weights, weighted_mean, within
+from retouch.core.reduce import (
+    per_row,
+    region_of_kept,
+    require_same_shape,
+    row_mean,
+    row_weights,
+    weighted_mean,
+    within,
+    working,
+)
 
 Mode = Literal["normal", "positive_only", "negative_only", "one_only", "binary"]
 Decay = Literal["copy", "frozen", "ramp_half", "ramp_full"]

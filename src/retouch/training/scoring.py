@@ -1,0 +1,313 @@
+"""Rewards of samples: submitted while the next batch is sampled, settled when all are in, one pair (values, valid).
+
+A failed reward never becomes a number. Servers that went away are waited for; if they stay away, or too many rewards
+fail, the run stops, resumable, before anything was trained on the batch.
+
+Legend: n samples of this process, N of all processes in rank order, R rewards that are trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retouch.core.advantages import RewardRows
+from retouch.errors import FailureRateExceeded, RewardOutage
+from retouch.rewards.addresses import start_servers
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.table import PendingScores, RewardTable
+from retouch.types import Example, Failure, Outcome, Scores
+
+if TYPE_CHECKING:
+    from retouch.engine import Engine
+    from retouch.rewards.client.config import RewardClientConfig
+
+logger = logging.getLogger(__name__)
+
+STARTING_S = 60.0
+"""Seconds that servers which are loading get at least, whatever `reward_client.outage_wait_s` allows running ones."""
+
+_PAUSE_S = 1.0
+_RUN_IMAGES = 200  # a failure rate over fewer images means little
+
+NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
+
+
+# --- submit and settle ---
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch whose rewards are being computed; the items stay, to be submitted again after an outage.
+
+    Attributes:
+        broken: rows with NaN or Inf. Whatever scorers return for the image that stands in for them, all of their
+            rewards have failed.
+    """
+
+    items: Sequence[RewardItem]
+    scores: PendingScores
+    broken: Sequence[int] = ()
+
+
+def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
+    """Images [B, H, W, 3] without the strip of the in-context reference above them, which all examples have or none."""
+    strip = examples[0].strip
+    return images if strip is None else images[:, strip.height :]
+
+
+def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[int]) -> list[RewardItem]:
+    """What scorers see of samples: the image, and everything of its example but the target."""
+    return [
+        RewardItem(
+            id=i,
+            prompt=example.prompt,
+            image=images[i].numpy(),
+            mask=None if example.mask is None else np.asarray(example.mask),
+            source=None if example.source is None else np.asarray(example.source),
+            reference=None if example.reference is None else np.asarray(example.reference),
+            group=group_ids[i],
+            metadata=dict(example.metadata),
+        )
+        for i, example in enumerate(examples)
+    ]
+
+
+def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
+    """Wait until every reward can be scored.
+
+    Raises:
+        RewardOutage: it cannot; with the command that starts the servers that are not part of the run.
+    """
+    problems = table.wait_ready(max(client.outage_wait_s, STARTING_S))
+    if not problems:
+        return
+    started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
+    remedy = [start_servers(started_elsewhere)] if started_elsewhere else []
+    raise RewardOutage("rewards are not ready: " + "; ".join([*problems, *remedy]))
+
+
+def settle(
+    table: RewardTable, batches: Sequence[PendingBatch], config: RewardClientConfig, *, training: bool = True
+) -> list[Scores]:
+    """Wait for every batch. A reward of weight 0 is only logged: an outage of it is not waited out, its failures stop
+    nothing.
+
+    Args:
+        training: false for an evaluation, which waits for rewards that are only logged, too.
+
+    Raises:
+        RewardOutage: servers that did not come back within `outage_wait_s`.
+    """
+    scores = [_settle_one(table, batch, config, training) for batch in batches]
+    counted = rewards_of(_names(scores, counted=True), scores)
+    if counted.failures:
+        lost = int((~counted.valid).any(1).sum())
+        reasons = summary([failure for *_, failure in counted.failures])
+        logger.warning("%d of %d images lack a reward: %s", lost, len(counted.valid), reasons)
+    aside = rewards_of(_names(scores, counted=False), scores).failures
+    if aside:
+        reasons = summary([failure for *_, failure in aside])
+        logger.warning("%d rewards of weight 0 failed, which are only logged: %s", len(aside), reasons)
+    return scores
+
+
+def raise_together(failed: RewardOutage | None, any_rank: Callable[[bool], bool]) -> None:
+    """Raise on every process if rewards failed on any, or the others would wait for it forever.
+
+    Args:
+        any_rank: whether a flag is set on any process; a collective.
+    """
+    if any_rank(failed is not None):
+        raise failed or RewardOutage("rewards failed on another process; see its log")
+
+
+def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientConfig, training: bool) -> Scores:
+    aside_s = config.logged_wait_s if training else None
+    scores = batch.scores.result(aside_s)
+    columns = {name: list(column) for name, column in scores.outcomes.items()}
+    deadline = time.monotonic() + config.outage_wait_s
+    while away := _unavailable(columns, scores):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise RewardOutage(
+                f"rewards stayed unavailable for reward_client.outage_wait_s = {config.outage_wait_s:g} s: "
+                + summary(list(away.values()))
+            )
+        logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
+        if not table.wait_ready(min(left, 10.0), every_server=False):
+            again = table.submit([batch.items[row] for row in away], training=training).result(aside_s)
+            for name, column in columns.items():
+                for row, outcome in zip(away, again.outcomes[name], strict=True):
+                    # what was scored already stays, or many flaky requests would never all succeed
+                    if _is_unavailable(column[row]):
+                        column[row] = outcome
+        if _unavailable(columns, scores):
+            time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+    for column in columns.values():
+        for row in batch.broken:
+            column[row] = NOT_FINITE
+    return Scores(columns, scores.weights)
+
+
+def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int, Failure]:
+    """Row -> one of its failures, of a reward with a weight, that mean a server is away, not that the item is bad."""
+    return {
+        row: outcome
+        for name, column in columns.items()
+        if scores.weights[name]
+        for row, outcome in enumerate(column)
+        if isinstance(outcome, Failure) and outcome.retryable
+    }
+
+
+def _is_unavailable(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and outcome.retryable
+
+
+def summary(failures: Sequence[Failure]) -> str:
+    """Failures by code with one message each."""
+    counts = Counter(failure.code for failure in failures)
+    first = {failure.code: failure.message for failure in reversed(failures)}
+    return "; ".join(f"{code} x {count} ({first[code]})" for code, count in counts.most_common())
+
+
+# --- values and validity ---
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Some rewards of n samples.
+
+    Attributes:
+        values: [n, R] float64, 0 where a reward failed.
+        valid: [n, R] bool.
+        masses: [R, 2] float64: sum and number of the probabilities that judges gave their score tokens.
+        failures: (row, column, failure), column by column.
+    """
+
+    values: Tensor
+    valid: Tensor
+    masses: Tensor
+    failures: Sequence[tuple[int, int, Failure]]
+
+
+def rewards_of(names: Sequence[str], scores: Sequence[Scores]) -> Rewards:
+    """The named rewards of all batches."""
+    columns = [[outcome for batch in scores for outcome in batch.outcomes[name]] for name in names]
+    n = sum(len(next(iter(batch.outcomes.values()), ())) for batch in scores)
+    values, valid = torch.zeros(n, len(names), dtype=torch.float64), torch.zeros(n, len(names), dtype=torch.bool)
+    masses, failures = torch.zeros(len(names), 2, dtype=torch.float64), list[tuple[int, int, Failure]]()
+    for i, column in enumerate(columns):
+        for row, outcome in enumerate(column):
+            if isinstance(outcome, Failure):
+                failures.append((row, i, outcome))
+                continue
+            values[row, i], valid[row, i] = outcome.value, True
+            mass = outcome.detail.get("mass")
+            if isinstance(mass, float):
+                masses[i] += torch.tensor([mass, 1.0], dtype=torch.float64)
+    return Rewards(values, valid, masses, failures)
+
+
+def _names(scores: Sequence[Scores], *, counted: bool) -> list[str]:
+    """Rewards with a weight, or those without one."""
+    weights = scores[0].weights if scores else {}
+    return [name for name in (scores[0].outcomes if scores else ()) if bool(weights[name]) == counted]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Images of an epoch on one process, without those that are padding.
+
+    Attributes:
+        asked: number of images.
+        lost: number of those that lack a reward with a weight, and cannot be trained on.
+        failures: the reasons.
+        before: number of images in the epochs before, and of those that were lost.
+    """
+
+    asked: int
+    lost: int
+    failures: Sequence[Failure]
+    before: tuple[int, int]
+
+
+def tally_of(table: RewardTable, scores: Sequence[Scores], padding: Sequence[bool] | None = None) -> Tally:
+    """The tally of all batches of an epoch so far.
+
+    Args:
+        padding: of each image; None: there is none.
+    """
+    found = rewards_of(_names(scores, counted=True), scores)
+    kept = [True] * len(found.valid) if padding is None else [not one for one in padding]
+    lost = (~found.valid).any(1).tolist()
+    return Tally(
+        asked=sum(kept),
+        lost=sum(one and real for one, real in zip(lost, kept, strict=True)),
+        failures=[failure for row, _, failure in found.failures if kept[row]],
+        before=(table.asked, table.failed),
+    )
+
+
+def refuse_failures(tallies: Sequence[Tally], config: RewardClientConfig) -> None:
+    """Stop if too much of an epoch, or of the run, failed on all processes together: the few images of one process mean
+    little, and an item that always fails would stop it again and again.
+
+    Args:
+        tallies: of every process, so that all of them decide the same.
+
+    Raises:
+        FailureRateExceeded: more than `max_failure_rate` of the epoch's images were lost, or `max_run_failure_rate` of
+            those so far.
+    """
+    asked, lost = (sum(getattr(one, name) for one in tallies) for name in ("asked", "lost"))
+    why = summary([failure for one in tallies for failure in one.failures])
+    if lost > config.max_failure_rate * asked:
+        raise FailureRateExceeded(
+            f"{lost} of {asked} images lack a reward, over reward_client.max_failure_rate {config.max_failure_rate}: "
+            f"{why}"
+        )
+    asked, lost = asked + sum(one.before[0] for one in tallies), lost + sum(one.before[1] for one in tallies)
+    if asked >= _RUN_IMAGES and lost > config.max_run_failure_rate * asked:
+        raise FailureRateExceeded(
+            f"{lost} of the {asked} images so far lacked a reward, over reward_client.max_run_failure_rate "
+            f"{config.max_run_failure_rate}: {why}"
+        )
+
+
+# --- rewards of all processes ---
+
+
+def gather_rewards(
+    engine: Engine, table: RewardTable, rewards: Rewards, position: Tensor, index: Tensor, padding: Tensor
+) -> RewardRows:
+    """Rewards of every process's samples, the same on every process.
+
+    Args:
+        rewards: of `table.trained`, on this process.
+        position, index, padding: [n], see `RewardRows`.
+    """
+    own = (rewards.values, rewards.valid, position, index, padding)
+    values, valid, position, index, padding = (engine.gather(t).cpu() for t in own)
+    entries = [table.entries[name] for name in table.trained]
+    weights, noise = (
+        torch.tensor(column, dtype=torch.float64)
+        for column in ([table.weights[name] for name in table.trained], [entry.min_group_std for entry in entries])
+    )
+    relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
+    return RewardRows(table.trained, values, valid, weights, position, index, padding, noise, relative)
+
+
+def judge_masses(engine: Engine, names: Sequence[str], masses: Tensor) -> dict[str, float]:
+    """Mean probability that judges gave their score tokens, over all processes, of the rewards that report it."""
+    totals = engine.sum(masses).cpu().tolist()
+    return {f"judge_mass/{n}": mass / count for n, (mass, count) in zip(names, totals, strict=True) if count}

@@ -1,0 +1,224 @@
+"""One optimizer step: its micro-batches, its gradient, and a second attempt with smaller ones when memory runs out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retouch.data.sampler import derive_seed
+from retouch.engine import OutOfMemory
+from retouch.observe import Metrics
+
+if TYPE_CHECKING:
+    from retouch.training.session import Session
+
+logger = logging.getLogger(__name__)
+
+ON_POLICY_TOLERANCE = {"no": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
+"""Largest |log ratio| before the first update of an epoch without a warning, by training.mixed_precision: what rounding
+explains where forwards of sampling and of training have about as many rows."""
+
+
+class Step:
+    """One optimizer step on rows that this process holds.
+
+    Attributes:
+        rows: [n] indices of the rows.
+        total: sum of the rows' weights over all processes, which normalizes every loss of the step.
+        fresh: the weights are still those that sampled the rows.
+        ends_epoch: it is the last step on these rows.
+        values: metrics, once the step is taken.
+        updated: whether it changed the weights.
+    """
+
+    def __init__(
+        self, session: Session, rows: Tensor, total: Tensor, lr: float, *, fresh: bool = False, ends_epoch: bool = False
+    ) -> None:
+        self.session = session
+        self.rows = rows
+        self.total = total
+        self.fresh = fresh
+        self.ends_epoch = ends_epoch
+        self.values: dict[str, float] = {"skipped": 1.0}
+        self.updated = False
+        self._lr = lr
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Attempts at forwards and backwards of all rows; the update follows the one that fits in memory. None if no
+        row of any process has a weight: the step is then skipped.
+
+        An attempt after another one starts from no gradient, with half the rows in a forward. Its gradient is, bit for
+        bit, that of a run file with so few rows.
+
+        Raises:
+            OutOfMemory: halving cannot help.
+        """
+        if float(self.total) == 0:
+            return
+        session, run, attempt = self.session, self.session.run, None
+        for attempt in attempts(session, self.rows):
+            yield attempt
+        assert attempt is not None
+        with run.clock.part("optimizer"):
+            try:
+                stepped = run.engine.step(self._lr)
+            except torch.OutOfMemoryError as error:  # its moments are allocated in the first step
+                raise OutOfMemory(
+                    f"out of memory in the optimizer ({str(error).splitlines()[0]}); set optimizer.state=8bit or "
+                    "model.train.kind=lora, or training.sharding on several devices"
+                ) from error
+        self.values = {**attempt.metrics.reduce(run.engine), **stepped, "lr": self._lr}
+        self.updated = not stepped["overflow"]
+        if self.fresh and "max_abs_log_ratio" in self.values:
+            self._compare_with_record()
+        if session.progress.phase == "rl":
+            self.values |= {"rows": float(self.total), "skipped": 0.0}
+
+    def old(self, now: Tensor, recorded: Tensor) -> Tensor:
+        """What the policy that sampled says of the rows: log-probabilities or means.
+
+        That is `now` while its weights are in use: the record then differs by rounding alone, which under bf16 is many
+        times the clip range and would clip at random.
+        """
+        return now.detach() if self.fresh else recorded
+
+    def off_policy(self, now: Tensor, recorded: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """The metric `max_abs_log_ratio` against the record [B, W], for rows with a weight [B]; empty unless fresh."""
+        if not self.fresh:
+            return {}
+        off = (now.detach() - recorded).abs().amax(1)
+        return {"max_abs_log_ratio": torch.where(weight > 0, off, 0.0).max()}
+
+    def _compare_with_record(self) -> None:
+        """Log that the policy of training is not that of sampling, if it is not."""
+        off = max(self.values["max_abs_log_ratio"], self.session.off_policy)
+        self.values["max_abs_log_ratio"] = off
+        tolerance = ON_POLICY_TOLERANCE[self.session.config.training.mixed_precision]
+        if self.updated and off > tolerance:
+            logger.warning(
+                "off policy before the first update: max |log ratio| is %.2e, above %.0e. If forwards of sampling and "
+                "of training have different numbers of rows, bf16 explains it, above all with guidance: set "
+                "algorithm.old_log_probs=recomputed. Otherwise rollout and training do not compute the same policy",
+                off,
+                tolerance,
+            )
+
+
+class Attempt:
+    """One attempt at all forwards of some rows; a context manager that notes when memory runs out.
+
+    Attributes:
+        metrics: of the micro-batches so far.
+        problem: first line of the error; None while everything fits.
+    """
+
+    def __init__(self, session: Session, rows: Tensor | None = None) -> None:
+        self.metrics = Metrics()
+        self.problem: str | None = None
+        self._session = session
+        self._rows = torch.arange(0) if rows is None else rows
+        self._forward = ExitStack()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self._forward.close()
+        if not isinstance(error, torch.OutOfMemoryError):
+            return False
+        self.problem = str(error).splitlines()[0]
+        return True
+
+    def chunks(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The rows of each forward: of the step, or of the given ones."""
+        rows = self._rows if rows is None else rows
+        return rows.split(self._session.rows_per_forward) if len(rows) else ()
+
+    def micro_batches(self, batches: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Each micro-batch of an optimizer step, for one forward and one `backward`: these, or `chunks`.
+
+        Gradients are exchanged between processes in the last one only.
+        """
+        run, batches = self._session.run, self.chunks() if batches is None else batches
+        for number, batch in enumerate(batches):
+            with run.engine.micro_step(last=number == len(batches) - 1):
+                self._forward.enter_context(run.clock.part("train_forward"))
+                yield batch
+
+    def backward(self, loss: Tensor, values: Mapping[str, Tensor], rows: Tensor | float) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: its share of the step's loss; the normalizer counts all processes and micro-batches.
+            values: metrics, means over `rows` rows.
+        """
+        self._forward.close()
+        with self._session.run.clock.part("train_backward"):
+            self._session.run.engine.backward(loss)
+        self.metrics.add({**values, "loss": loss}, weight=rows)
+
+
+def attempts(session: Session, rows: Tensor | None = None) -> Iterator[Attempt]:
+    """Attempts at forwards of all rows until one fits in memory. Each has half the rows in a forward of the one before,
+    and the session keeps that number.
+
+    Args:
+        rows: None if the caller gives them to `Attempt.chunks`.
+
+    Raises:
+        OutOfMemory: halving cannot help.
+    """
+    while True:
+        attempt = Attempt(session, rows)
+        yield attempt
+        if attempt.problem is None:
+            return
+        session.rows_per_forward = _fewer(session, attempt.problem)
+        session.run.engine.drop_gradients()
+
+
+def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:
+    """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
+    evenly into its steps."""
+    batches: list[Tensor] = []
+    for inner in range(inner_epochs):
+        order = list(range(rows))
+        Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
+        batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
+    return batches
+
+
+def _fewer(session: Session, problem: str) -> int:
+    """Half the rows of a forward.
+
+    Raises:
+        OutOfMemory: there is only one, or other processes would wait for this one's gradients.
+    """
+    optimizer, rows = session.config.optimizer, session.rows_per_forward
+    if rows == 1:
+        raise OutOfMemory(
+            f"out of memory with one row in a forward ({problem}); set training.gradient_checkpointing=true, "
+            "optimizer.steps_per_forward=1 (grpo, ppo), or a smaller data.resolution"
+        )
+    if session.run.engine.world_size > 1 or optimizer.on_out_of_memory == "stop":
+        total = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+        fewer = next(size for size in range(rows // 2, 0, -1) if total % size == 0)
+        raise OutOfMemory(
+            f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer} "
+            f"and gradient_accumulation={total // fewer}, which gives the same gradients"
+        )
+    logger.warning(
+        "out of memory with %d rows in a forward (%s): the step begins again with %d, the same gradients up to "
+        "rounding; optimizer.batch_size_per_device=%d from the start avoids this",
+        rows,
+        problem,
+        rows // 2,
+        rows // 2,
+    )
+    return rows // 2

@@ -1,0 +1,112 @@
+"""Supervised optimizer steps: the denoising loss on examples with a target image (flow matching, arXiv 2210.02747).
+
+Alone they are SFT; before RL they are the warm-up. Departure from the paper: times go through the same shift as
+sampling (`shifted`), so that training sees the noise levels that sampling visits. For classifier-free guidance (arXiv
+2207.12598) a share of the rows can be trained without caption (`caption_dropout`) and, with a style adapter, without
+the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from retouch.algorithms.base import Objective, RlConfig
+from retouch.core.objectives.sft import denoising_loss
+from retouch.data.sampler import batch_examples, derive_seed
+from retouch.engine import CheckpointError
+from retouch.rollout.encoded import EncodedData, drop_references
+from retouch.rollout.sampler import noise_for, objective_region
+from retouch.training.noised import denoising_error
+from retouch.training.session import Session
+from retouch.training.step import Step
+
+
+def supervised_phase(session: Session, until: int, lr: float, objective: Objective, *, shifted: bool) -> None:
+    """Supervised optimizer steps up to step `until` of the run."""
+    run = session.run
+    data = EncodedData(run.model, run.warmup_data, run.denoising_guidance_scale, run.clock)
+    for step in session.single_steps(until, lr):
+        positions = step_positions(session, len(run.warmup_data), until)
+        data.read_ahead([p for rows in positions for p in rows])
+        run.costs.images += len(step.rows)
+        for attempt in step.attempts():
+            with attempt:
+                for rows in attempt.micro_batches():
+                    attempt.backward(*supervised_loss(session, data, objective, step, rows, positions[0], shifted))
+
+
+def supervised_loss(
+    session: Session,
+    data: EncodedData,
+    objective: Objective,
+    step: Step,
+    rows: Tensor,
+    positions: list[int],
+    shifted: bool,
+) -> tuple[Tensor, Mapping[str, Tensor], int]:
+    """The loss of one forward -> (loss, metrics, rows).
+
+    A row draws its noise, its time and whether it loses its caption from (run seed, step, number of the row among those
+    of all processes), whatever process or micro-batch computes it.
+
+    Args:
+        positions: in the data, of all rows of the step on this process.
+    """
+    run, device, number = session.run, session.run.engine.device, session.progress.step
+    places = [session.run.engine.rank * len(step.rows) + int(row) for row in rows]
+    chosen = [positions[row] for row in rows]
+    x0 = data.images(chosen, "target", device)
+    noise, generators = noise_for(x0.shape[1:], [derive_seed(run.config.seed, "sft", number, r) for r in places])
+    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    uncaptioned = [float(torch.rand((), generator=g)) < objective.caption_dropout for g in generators]
+    condition = data.conditions(chosen, device, uncaptioned)
+    train = run.config.model.train
+    if train.kind == "ip_adapter":
+        draws = [derive_seed(run.config.seed, "reference", number, r) for r in places]
+        condition = drop_references(condition, train.reference_dropout, draws, uncaptioned)
+    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
+    time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
+    region = objective_region(objective, condition, run.model.spec.downsampling)
+    errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)
+    loss, values = denoising_loss(errors, normalizer=step.total)
+    return loss, values, len(rows)
+
+
+def step_positions(session: Session, size: int, until: int) -> list[list[int]]:
+    """Positions, in data of `size` examples, of this process's rows of the next step and, if there is one before step
+    `until`, of the step after it."""
+    optimizer, engine, begun = session.config.optimizer, session.run.engine, session.progress.step
+    per_rank = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+    mine = slice(engine.rank * per_rank, (engine.rank + 1) * per_rank)
+    steps = range(begun, min(begun + 2, until))
+    return [batch_examples(size, per_rank * engine.world_size, session.config.seed, step)[mine] for step in steps]
+
+
+def warm_up(session: Session, algorithm: RlConfig) -> None:
+    """The supervised steps before RL, if there are any. Its end, or the start of the run, is what the snapshots of the
+    algorithm hold.
+
+    Raises:
+        CheckpointError: resumed after the warm-up from a checkpoint without a snapshot. The policy of today is no
+            replacement for it.
+    """
+    run, optimizer = session.run, session.config.optimizer
+    if session.progress.phase == "warmup":
+        lr = optimizer.sft_lr or optimizer.lr
+        supervised_phase(session, algorithm.sft_steps, lr, algorithm, shifted=algorithm.sft_shifted_times)
+        session.evaluate("warmup")
+        session.progress.phase = "rl"
+        run.engine.new_optimizer()
+        for name in sorted(algorithm.snapshots):
+            run.policy.snapshot(name)
+        session.save(pinned=True)
+    for name in sorted(algorithm.snapshots - {*run.policy.snapshots}):
+        if session.resumed_from is not None:
+            raise CheckpointError(
+                f"{session.resumed_from}: has no snapshot {name!r}, which {algorithm.name} needs; give another "
+                "checkpoint, or start a new run under another name=..."
+            )
+        run.policy.snapshot(name)
