@@ -107,8 +107,9 @@ def test_make_targets_exist() -> None:
     assert {word for word in named if "=" not in word} <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=as_text)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "extending.md"], ids=as_text)
 def test_examples_of_run_files_are_valid(page: Path) -> None:
+    """That of extending.md names components of a plug-in; tests/examples/test_plugin.py trains with it."""
     for block in blocks(page, "yaml"):
         parse_run({**BASE, **yaml.safe_load(block)}, source=page.name)
 

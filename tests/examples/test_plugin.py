@@ -31,9 +31,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("csv")
-    with (folder / "signs.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["image", "mask", "caption", "text"])
+    folder = tmp_path_factory.mktemp("tsv")
+    with (folder / "signs.tsv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["image", "mask", "caption", "text"], delimiter="\t")
         writer.writeheader()
         for i in range(5):
             Image.new("RGB", (64, 32), (40 * i, 90, 200 - 30 * i)).save(folder / f"{i}.png")
@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             mask.save(folder / f"{i}_mask.png")
             row = {"image": f"{i}.png", "mask": f"{i}_mask.png", "caption": f"The text is '{i}'.", "text": str(i)}
             writer.writerow(row)
-    return folder / "signs.csv"
+    return folder / "signs.tsv"
 
 
 def program(site: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

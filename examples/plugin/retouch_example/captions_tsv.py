@@ -1,4 +1,4 @@
-"""A data format: a CSV file with the columns image, mask, caption and, if there are target texts, text."""
+"""A data format: a tab-separated file with the columns image, mask, caption and, if there are target texts, text."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, ite
 COLUMNS = {"image", "mask", "caption"}
 
 
-class CaptionsCsvData(ImageSection):
-    """Rows of a CSV file; paths are relative to it. The image is the source and the ground truth."""
+class CaptionsTsvData(ImageSection):
+    """Rows of a tab-separated file; paths are relative to it. The image is the source and the ground truth."""
 
-    format: Literal["captions_csv"] = "captions_csv"
-    delimiter: str = ","
+    format: Literal["captions_tsv"] = "captions_tsv"
+    delimiter: str = "\t"
     """Between the columns."""
 
-    expects: ClassVar[str] = "a .csv of image, mask, caption"
+    expects: ClassVar[str] = "a .tsv of image, mask, caption"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        return path.suffix == ".csv" and path.is_file()
+        return path.suffix == ".tsv" and path.is_file()
 
     def listing(self) -> Path:
         return Path(self.path).expanduser()
@@ -33,7 +33,7 @@ class CaptionsCsvData(ImageSection):
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file, delimiter=self.delimiter))
         except OSError as error:
-            raise DataError(f"data.path: {path}: {error.strerror}; set a CSV file") from None
+            raise DataError(f"data.path: {path}: {error.strerror}; set a .tsv file") from None
         return [item_or_error(f"row {number}", _item, number, row, path.parent) for number, row in enumerate(rows, 1)]
 
 
