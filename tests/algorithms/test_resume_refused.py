@@ -154,7 +154,7 @@ def test_a_snapshot_that_is_gone_is_not_replaced_by_the_policy_of_today(resume: 
     (folder / "complete.json").write_text(json.dumps(complete), encoding="utf-8")
     outcome = resume(3, "algorithm.kl_weight=0.1", "training.max_steps=4")
     assert outcome.code == 2
-    assert "step-000003: has no snapshot 'reference', with which grpo goes on; give another checkpoint" in outcome.err
+    assert "step-000003: has no snapshot 'reference', which grpo needs; give another checkpoint" in outcome.err
 
 
 def test_moments_of_another_kind_are_refused(written: Path) -> None:

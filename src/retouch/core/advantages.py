@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-
-from retouch.core.reduce import require_known
 
 Baseline = Literal["group", "batch"]
 Scale = Literal["group", "batch", "none"]
@@ -43,7 +41,8 @@ def group_advantages(
     Raises:
         ValueError: wrong shapes, non-integer ids, a valid reward that is not finite, or an unknown baseline or scale.
     """
-    require_known(scale, Scale, "scale")
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale is {scale!r}; it must be group, batch or none")
     ids, ok, r = _checked(rewards, group_ids, valid)
     ok = comparable_rows(group_ids, ok, baseline)
     if not bool(torch.isfinite(r[ok]).all()):
@@ -76,7 +75,8 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
     Raises:
         ValueError: an unknown baseline.
     """
-    require_known(baseline, Baseline, "baseline")
+    if baseline not in get_args(Baseline):
+        raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
     ids = _dense(group_ids)

@@ -271,7 +271,9 @@ class RewardTable:
             training: False adds the gold rewards.
         """
         places = {name: place for name, place in self._places.items() if place.kind != "gold" or not training}
-        views = {view: [viewed(item, view) for item in items] for view in {place.view for place in places.values()}}
+        views = {View(): list(items)}
+        for view in {place.view for place in places.values()} - {View()}:
+            views[view] = [viewed(item, view) for item in items]
         futures = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
         weights = {name: self.weights[name] for name in places}
         gates = {name: gate for name, gate in self.gates.items() if name in places}
