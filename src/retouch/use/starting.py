@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from retouch.algorithms import ALGORITHMS
 from retouch.config import ConfigError, RunConfig, load_run, numbers
 from retouch.config.errors import nearest
 from retouch.data.base import DataError
@@ -14,10 +15,6 @@ from retouch.data.discover import Found, discover
 from retouch.data.split import split
 from retouch.families import FAMILIES
 from retouch.texts import has_text
-
-ALGORITHMS = ("dpo", "grpo", "nft", "ppo", "sft")
-REPAINTING = ("flux_fill", "sd_inpaint", "qwen_image_edit")
-"""Families that repaint or edit images."""
 
 _HELD_OUT = 0.2
 _ENOUGH = 8
@@ -74,7 +71,9 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
         ConfigError: an unknown family or algorithm, files that exist, or images that do not fit the family.
         DataError: no data set in the folder.
     """
-    for option, given, known in (("--family", family, REPAINTING), ("--algorithm", algorithm, ALGORITHMS)):
+    repainting = [name for name, section in FAMILIES.available().items() if "source" in section.spec.needs]
+    algorithms = [name for name, kind in ALGORITHMS.available().items() if not kind.trains_text_encoder]
+    for option, given, known in (("--family", family, repainting), ("--algorithm", algorithm, algorithms)):
         if given not in known:
             raise ConfigError(f"{option}: given {given!r}; {nearest(given, known)}")
     found = discover(folder)
@@ -189,7 +188,7 @@ def _rollout(run: _Run) -> list[str]:
         f"  name: {algorithm}",
         "  sft_steps: 0    # supervised steps before RL; they need targets (warmup_data)",
         "rollout:",
-        *([] if algorithm == "dpo" else ["  preset: fast    # `retouch check` lists what it sets"]),
+        *(["  preset: fast    # `retouch check` lists what it sets"] if ALGORITHMS[algorithm].presets else []),
         f"  group_size: {group}    # samples of each example, compared with each other",
         f"  global_groups_per_batch: {groups}    # different examples of a rollout batch",
         f"  batch_size_per_device: {32 if tiny else 8}    # samples generated at once",
