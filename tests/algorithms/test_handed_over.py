@@ -16,7 +16,7 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.families.sd_inpaint.model import SdInpaint
 from retouch.rollout import sampler
 from retouch.rollout.sampler import objective_region
-from retouch.training import evaluation
+from retouch.training import evaluation, supervised
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 

@@ -23,6 +23,7 @@ from retouch.adapters.train_ip_adapter import IpAdapterWeights, train_ip_adapter
 from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
 from retouch.data.dataset import load_dataset
 from retouch.engine import CheckpointError
+from retouch.families import FAMILIES
 from retouch.families.base import TrainIpAdapter
 from retouch.families.diffusion import pack
 from retouch.families.loading import load_model, tiny_path
@@ -345,7 +346,8 @@ def test_a_bad_initial_adapter_is_refused_before_the_model_is_loaded(
 def test_factors_of_a_file_are_merged_where_the_network_is() -> None:
     """They are read to the CPU; meta stands for an accelerator."""
     network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
-    spec: Any = SimpleNamespace(family="flux_fill", reference_width=16)
+    adapter = FAMILIES["flux_fill"].spec.adapter
+    spec: Any = SimpleNamespace(family="flux_fill", adapter=adapter, reference_width=16)
     train = TrainIpAdapter(kind="ip_adapter", weights="kv_lora", rank=3, tokens=4)
     trainee = train_ip_adapter(network, train, spec, 0)
     network.to("meta")
@@ -521,7 +523,8 @@ def test_every_file_draws_and_goes_on_at_the_scale_of_training(
 
 def test_another_scale_than_that_of_training_is_refused(tmp_path: Path) -> None:
     """It would fit, and draw something else. A file that says none may be of any."""
-    spec: Any = SimpleNamespace(family="flux_fill", reference_width=16)
+    adapter = FAMILIES["flux_fill"].spec.adapter
+    spec: Any = SimpleNamespace(family="flux_fill", adapter=adapter, reference_width=16)
 
     def trainee(scale: float | list[float]) -> IpAdapterWeights:
         network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
@@ -539,7 +542,8 @@ def test_another_scale_than_that_of_training_is_refused(tmp_path: Path) -> None:
 
 def test_a_factor_for_each_block_of_a_run_file_reaches_its_block() -> None:
     network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
-    spec: Any = SimpleNamespace(family="flux_fill", reference_width=16)
+    adapter = FAMILIES["flux_fill"].spec.adapter
+    spec: Any = SimpleNamespace(family="flux_fill", adapter=adapter, reference_width=16)
     factors = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     train_ip_adapter(network, TrainIpAdapter(scale=factors, tokens=4), spec, 0)
     assert [processor.scale for processor in network.attn_processors.values()] == factors
