@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from retouch.algorithms.grpo import recipe as grpo
 from retouch.algorithms.nft import recipe as nft
-from retouch.algorithms.sft import recipe as sft
 from retouch.config import RunConfig
 from retouch.core.schedule import shift_sigma
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.sd_inpaint.model import SdInpaint
 from retouch.rollout import sampler
 from retouch.rollout.sampler import objective_region
-from retouch.training import evaluation
+from retouch.training import evaluation, supervised
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
@@ -196,12 +195,12 @@ def test_times_of_supervised_steps(
     scripted(brightness)
     option = "shifted_times" if algorithm == "sft" else "warmup_shifted_times"
     warmed = {} if algorithm == "sft" else {"warmup_steps": 2}
-    supervised = {"rewards": {}} if algorithm == "sft" else {}
+    unscored = {"rewards": {}} if algorithm == "sft" else {}
     times: dict[bool, Tensor] = {}
     for shifted in (False, True):
         with monkeypatch.context() as patched:
-            errors = spied(patched, sft, "denoising_error")
-            run, _ = train(run_of(algorithm, {option: shifted, **warmed}, name=f"s{shifted}", **supervised))
+            errors = spied(patched, supervised, "denoising_error")
+            run, _ = train(run_of(algorithm, {option: shifted, **warmed}, name=f"s{shifted}", **unscored))
             times[shifted] = torch.cat([arguments[5] for arguments in errors])
     assert len(times[True]) == 4
     expected = shift_sigma(times[False], run.model.schedule(3, (32, 64)).shift)

@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retouch.algorithms.sft import recipe as sft
 from retouch.algorithms.train import recipe
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import (
@@ -23,6 +22,7 @@ from retouch.data.sampler import (
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.sampler import noise_for
+from retouch.training import supervised
 from retouch.training.build import (
     Run,
     build,
@@ -121,8 +121,8 @@ GUIDED = {"model": {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "tr
 def rows_of(shares: list[float], config: Config, monkeypatch: pytest.MonkeyPatch, rows: int) -> list[Any]:
     """The arguments of the denoising error of one step: (..., x0, noise, time, condition, region)."""
     found: list[Any] = []
-    real = sft.denoising_error
-    monkeypatch.setattr(sft, "denoising_error", lambda *a: found.append(a) or real(*a))
+    real = supervised.denoising_error
+    monkeypatch.setattr(supervised, "denoising_error", lambda *a: found.append(a) or real(*a))
     for share in shares:
         algorithm = {"name": "sft", "caption_dropout": share}
         shape = {"training__max_steps": 1, "optimizer__batch_size_per_device": rows}
