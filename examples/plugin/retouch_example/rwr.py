@@ -39,10 +39,9 @@ class RwrConfig(AdvantageConfig):
 
 def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
-    from retouch.training.supervised import warm_up
-
     from retouch.training.experience import Experience, collect
     from retouch.training.session import Session
+    from retouch.training.supervised import warm_up
 
     algorithm = run.config.algorithm
     assert isinstance(algorithm, RwrConfig)
