@@ -113,7 +113,8 @@ def test_rows_say_what_was_measured(loaded: Loaded, examples: Dataset) -> None:
 def test_a_kind_that_is_no_word_or_number_is_left_out() -> None:
     """The metadata of a manifest may hold anything under these names."""
     about = {"level": ["PhD"], "discipline": None, "complexity": 3, "image_type": "real"}
-    row = evaluation._row(Example(1, "p", metadata=about), 0, np.zeros((4, 4, 3), np.uint8))
+    image = np.zeros((4, 4, 3), np.uint8)
+    row = evaluation._row(Example(1, "p", metadata=about), 0, image, image)
     assert {name: row[name] for name in evaluation.FACETS if name in row} == {"complexity": 3, "image_type": "real"}
 
 

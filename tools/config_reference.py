@@ -6,12 +6,17 @@ python tools/config_reference.py --print    # print them
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,24 @@ GROUPS = {
     "training": ("Optimizer, training, evaluation, logging", ()),
 }
 """Page -> its title and the sections of a run file on it; the last page takes the sections that no other page has."""
+
+
+@cache
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Field -> the docstring below it, in the section or a base of it. The package does not read these: pydantic would
+    parse the source of every section whenever a run file is read."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if kind is not Section and issubclass(kind, Section):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, below in pairwise(definition.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    found.pop(field.target.id, None)
+                    if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                        found[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return found
+
 
 NOTE = "<!-- Written by tools/config_reference.py from the schema. Change the docstrings there, then run the tool. -->"
 
@@ -95,7 +118,7 @@ class _Reference:
                 self.where.setdefault(_kinds(fields[section]), (page, _dotted("", section, fields[section])))
             body = "".join(text for section in sections for text in self._section(page, section, fields[section]))
             written[page] = f"# Configuration: {title[0].lower()}{title[1:]}\n\n{NOTE}\n{body}"
-        rows = [self._row(OVERVIEW, "", name, info) for name, info in fields.items()]
+        rows = [self._row(OVERVIEW, "", RunConfig, name, info) for name, info in fields.items()]
         return {OVERVIEW: f"{overview}\n## The run\n\n{_table(rows)}", **written}
 
     def _section(self, page: str, name: str, info: FieldInfo, key: str = "") -> Iterator[str]:
@@ -121,9 +144,9 @@ class _Reference:
                 yield from self._section(page, inner_name, inner_info, dotted)
 
     def _rows(self, page: str, key: str, kind: type[BaseModel], tag: str | None) -> list[str]:
-        return [self._row(page, key, name, info) for name, info in kind.model_fields.items() if name != tag]
+        return [self._row(page, key, kind, name, info) for name, info in kind.model_fields.items() if name != tag]
 
-    def _row(self, page: str, key: str, name: str, info: FieldInfo) -> str:
+    def _row(self, page: str, key: str, kind: type[BaseModel], name: str, info: FieldInfo) -> str:
         kinds = _kinds(info)
         takes, default = "" if kinds else _type(info), _default(info)
         if kinds:
@@ -133,7 +156,7 @@ class _Reference:
                 tag = _tag(kinds) if len(kinds) > 1 else None
                 chosen = f"`{tag}: {getattr(info.default, tag)}`" if tag and not _is_table(info) else "its defaults"
                 default = "none" if _is_table(info) else chosen
-        return f"| `{name}` | {takes} | {default} | {_cell(info.description or '')} |"
+        return f"| `{name}` | {takes} | {default} | {_cell(descriptions(kind).get(name, ''))} |"
 
     def _link(self, page: str, kinds: Kinds, text: str = "") -> str:
         """Markdown link from a page to the heading that shows these kinds."""

@@ -20,7 +20,6 @@ from retouch import adapters as retouch_adapters
 from retouch import load
 from retouch.adapters.formats import read_adapter, write_safetensors
 from retouch.adapters.train_ip_adapter import IpAdapterWeights, train_ip_adapter
-from retouch.algorithms.sft import recipe as sft
 from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
 from retouch.data.dataset import load_dataset
 from retouch.engine import CheckpointError
@@ -37,6 +36,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
+from retouch.training import supervised
 from retouch.training.build import (
     Run,
     build,
@@ -359,8 +359,8 @@ def test_a_row_that_loses_its_caption_loses_its_reference(
     config: Config, styled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    real = sft.denoising_error
-    monkeypatch.setattr(sft, "denoising_error", lambda *a: found.append(a) or real(*a))
+    real = supervised.denoising_error
+    monkeypatch.setattr(supervised, "denoising_error", lambda *a: found.append(a) or real(*a))
     monkeypatch.setitem(ALGORITHMS, "sft", {"caption_dropout": 0.5})
     optimizer = {"lr": 3e-3, "batch_size_per_device": 16, "gradient_accumulation": 1}
     own: dict[str, Any] = {"model__family": "sd_inpaint", "model__path": tiny_model("sd_inpaint")}

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from tools.config_reference import descriptions
 
 from retouch.config import RunConfig
 from retouch.rewards import REWARDS
@@ -17,6 +18,7 @@ from .leaves import Leaf, attribute_reads, leaves
 READ_AS_A_WHOLE = {
     "VlmGrpoConfig.trl": "option by option, by TRL's own classes",
     "RolloutConfig.noise_level": "by the name that the step rule gives its strength",
+    "RunConfig.plugins": "before the run file is validated",
     "RolloutConfig.eta": "by the name that the step rule gives its strength",
 }
 """Option -> how it is read where no attribute access shows it."""
@@ -99,7 +101,11 @@ def test_options_of_a_scorer_are_read_in_its_own_file(name: str) -> None:
 
 def test_every_option_says_what_it_is() -> None:
     tags = ("family", "kind", "format", "name", "scorer")
-    said = {leaf.owner: leaf.info.description for leaf in LEAVES if leaf.name not in tags or leaf.section is RunConfig}
+    said = {
+        leaf.owner: descriptions(leaf.section).get(leaf.name)
+        for leaf in LEAVES
+        if leaf.name not in tags or leaf.section is RunConfig
+    }
     assert [owner for owner, description in said.items() if not description] == []
 
 

@@ -25,7 +25,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 class Section(BaseModel):
     """Keys of a run file. A former key or value of `ALIASES` and `VALUE_ALIASES` is read as the one of today."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
     """Former key -> key. Subclasses have those of their bases, too."""
