@@ -12,6 +12,7 @@ from pydantic import (
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 
 from retouch.config.base import (
@@ -260,14 +261,14 @@ class QwenImageEditModel(ModelSection):
     train: Train = TrainLora()
     """What of the network is trained, and how it is saved."""
 
-    @field_validator("path")
-    @classmethod
-    def _is_of_the_variant(cls, value: str, info: ValidationInfo) -> str:
-        wanted = info.data.get("variant")
+    @model_validator(mode="after")
+    def _path_is_of_the_variant(self) -> QwenImageEditModel:
         for variant, released in RELEASED_EDIT.items():
-            if value == released and wanted is not None and wanted != variant:
-                raise ValueError(f"given {value!r}, but model.variant is {wanted!r}; set {RELEASED_EDIT[wanted]}")
-        return value
+            if self.path == released and variant != self.variant:
+                raise ValueError(
+                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {RELEASED_EDIT[self.variant]}"
+                )
+        return self
 
 
 Model = Annotated[ModelSection, Chosen(FAMILIES, "family")]
