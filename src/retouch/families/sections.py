@@ -265,9 +265,8 @@ class QwenImageEditModel(ModelSection):
     def _path_is_of_the_variant(self) -> QwenImageEditModel:
         for variant, released in RELEASED_EDIT.items():
             if self.path == released and variant != self.variant:
-                raise ValueError(
-                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {RELEASED_EDIT[self.variant]}"
-                )
+                wanted = RELEASED_EDIT[self.variant]
+                raise ValueError(f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {wanted}")
         return self
 
 
