@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxFillPipeline
 
-from retouch.families.base import TrainFull, TrainLora
+from retouch.families.base import FamilySpec, TrainFull, TrainLora
 from retouch.families.diffusion import pack, unpack
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.flux_fill.spec import FluxFillModel
@@ -231,3 +232,13 @@ def test_committed_base_loads_in_plain_diffusers() -> None:
 def test_decoded_pictures_are_bytes(model: FluxFill) -> None:
     pictures = to_uint8(model.decode(torch.randn(2, 8, 8, 16)))
     assert pictures.shape == (2, 32, 64, 3) and pictures.dtype == torch.uint8
+
+
+def test_a_family_without_a_released_model_refuses_a_network_in_its_own_words() -> None:
+    class Own(FluxFillModel):
+        spec: ClassVar[FamilySpec] = replace(FluxFillModel.spec, family="own", hub_ids=())
+
+    pipeline = tiny_pipeline("flux_fill")
+    pipeline.transformer.register_to_config(in_channels=32)
+    with pytest.raises(ModelFilesError, match="takes 32 channels, but own with .* set a model of own"):
+        FluxFill(pipeline.transformer, pipeline.vae, None, pipeline.scheduler, config=Own())

@@ -88,9 +88,10 @@ class FamilyModel(ABC):
         takes = self.input_channels()
         if network.config.in_channels != takes:
             why = "a text-to-image model cannot inpaint; " if "mask" in self.spec.needs else ""
+            remedy = f"use {self.spec.hub_ids[0]}" if self.spec.hub_ids else f"set a model of {self.spec.family}"
             raise ModelFilesError(
                 f"model.path: the network takes {network.config.in_channels} channels, but {self.spec.family} with "
-                f"this autoencoder needs {takes}; {why}use {self.spec.hub_ids[0]}"
+                f"this autoencoder needs {takes}; {why}{remedy}"
             )
         self.to(device)
 
