@@ -240,5 +240,5 @@ def test_a_family_without_a_released_model_refuses_a_network_in_its_own_words() 
 
     pipeline = tiny_pipeline("flux_fill")
     pipeline.transformer.register_to_config(in_channels=32)
-    with pytest.raises(ModelFilesError, match="takes 32 channels, but own with .* set a model of own"):
+    with pytest.raises(ModelFilesError, match=r"takes 32 channels, but own with .* set a model of own"):
         FluxFill(pipeline.transformer, pipeline.vae, None, pipeline.scheduler, config=Own())
