@@ -164,10 +164,17 @@ def source(folder: Path = REPOSITORY / "src") -> Iterator[Text]:
         name = path.relative_to(folder.parent).as_posix()
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
-                yield Text(name, node.lineno, re.sub(r"`[^`\n]*`", "X", node.value))
+                yield Text(name, node.lineno, string_text(node.value))
         for token in tokenize.generate_tokens(io.StringIO(code).readline):
             if token.type == tokenize.COMMENT:
-                yield Text(name, token.start[0], token.string.lstrip("#! "))
+                yield Text(name, token.start[0], string_text(token.string.lstrip("#! ")))
+
+
+def string_text(string: str) -> str:
+    """The string without code: `code`, a "key" in quotes, the name that a line of Args documents, Jinja commands."""
+    for code in (r"`[^`\n]*`", r'"[\w.]+"', r"(?<=\n    ) *\w+(?:, \w+)*(?=: )", r"\{%.*?%\}|\{\{.*?\}\}"):
+        string = re.sub(code, "X", string)
+    return string
 
 
 SCOPES = {"docs": pages, "help": helps, "source": source}

@@ -203,6 +203,6 @@ def test_an_edit_does_not_learn_to_copy_its_source() -> None:
     overrides = ["data.path=a", "evaluation.data.path=b"]
     item = ItemFiles(0, "Make it red.", Path("a.png"), Path("m.png"), target="source")
     edits, inpaints = (load_run(CONFIGS / f"{f}_sft.yaml", overrides) for f in ("qwen_image_edit", "flux_fill"))
-    with pytest.raises(ConfigError, match="has no target picture"):
+    with pytest.raises(ConfigError, match="has no target image"):
         needs_targets(edits, Dataset(edits.data, [item]))
     needs_targets(inpaints, Dataset(inpaints.data, [item]))

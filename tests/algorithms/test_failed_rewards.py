@@ -168,7 +168,7 @@ def test_the_gradient_with_failed_rows_is_that_without_them(
 def test_a_run_whose_rewards_all_fail_stops_resumable_and_untrained(config: Config, scripted: Use) -> None:
     scripted(lambda item: Failure("scorer_error", "no"))
     run = config(name="stops", resume="auto")
-    with pytest.raises(Stopped, match=r"4 of 4 images lack a reward.*nothing was trained") as stopped:
+    with pytest.raises(Stopped, match=r"4 of 4 images have no reward.*nothing was trained") as stopped:
         train(run)
     assert stopped.value.code == 3
     scripted(brightness)
@@ -197,7 +197,7 @@ def test_images_of_other_processes_count_in_the_rate(
     assert [r["failed"] for r in of_kind(records, "rollout")] == [1.0]
     assert (run.rewards.asked, run.rewards.failed) == (4, 1)
     elsewhere = Tally(4, 2, [Failure("deadline", "late")] * 2, (0, 0))
-    with pytest.raises(Stopped, match=r"3 of 8 images lack a reward.*deadline x 2 \(late\); bad_item x 1"):
+    with pytest.raises(Stopped, match=r"3 of 8 images have no reward.*deadline x 2 \(late\); bad_item x 1"):
         train(config(name="stops", training__max_steps=2))
 
 
@@ -236,7 +236,7 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
     assert all(r["failed"] == 1 for r in of_kind(records, "rollout"))
     assert all(torch.equal(t, weights(run)[n]) for n, t in weights(expected).items())
     rows += [0, *range(2, 8)]
-    with pytest.raises(Stopped, match=r"8 of 8 images lack a reward.*the sample contains NaN or Inf"):
+    with pytest.raises(Stopped, match=r"8 of 8 images have no reward.*the sample contains NaN or Inf"):
         train(config(name="all", **shape))
 
 
@@ -246,7 +246,9 @@ def test_a_rate_over_the_whole_run_stops_it_too(config: Config, scripted: Use, m
     count = itertools.count()
     scripted(lambda item: Failure("bad_item", "no") if next(count) % 8 == 7 else brightness(item))
     client = {"max_failure_rate": 0.5, "max_run_failure_rate": 0.1}
-    with pytest.raises(Stopped, match=r"images so far lacked a reward, over reward_client\.max_run_failure_rate 0\.1"):
+    with pytest.raises(
+        Stopped, match=r"images of the run had no reward, over reward_client\.max_run_failure_rate 0\.1"
+    ):
         train(config(training__max_steps=40, reward_client=client))
 
 

@@ -268,7 +268,7 @@ def test_all_rewards_failing_stops_the_run_with_the_weights_unchanged(config: Co
     assert all(torch.equal(t, initial[n]) for n, t in weights(run).items())
     run.close()
     run = build(config(name="strict", reward_client__max_failure_rate=0.5))
-    with pytest.raises(Stopped, match="4 of 4 images lack a reward") as stopped:
+    with pytest.raises(Stopped, match="4 of 4 images have no reward") as stopped:
         recipe("grpo")(run)
     run.close()
     assert stopped.value.code == 3
@@ -438,7 +438,7 @@ def test_rl_never_sees_a_target(config: Config) -> None:
     assert all(example.target is None for example in run.data)
     assert all(example.target is not None for example in run.warmup_data)
     run.close()
-    with pytest.raises(ConfigError, match="no target picture"):
+    with pytest.raises(ConfigError, match="no target image"):
         build(config(name="x", warmup_data=None, algorithm__warmup_steps=1))
 
 

@@ -83,7 +83,7 @@ def test_failures_count_against_all_rounds_of_the_epoch(config: Config, scripted
         run = config(name=f"l{lost}", algorithm={"name": "grpo", "resample_rounds": 1}, training__max_steps=1)
         if stops:
             with pytest.raises(
-                Stopped, match=r"2 of 6 images lack a reward, over reward_client\.max_failure_rate 0\.2"
+                Stopped, match=r"2 of 6 images have no reward, over reward_client\.max_failure_rate 0\.2"
             ):
                 train(run)
         else:

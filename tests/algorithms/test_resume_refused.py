@@ -79,38 +79,38 @@ ELSE = "or start a new run under another name=..."
 @pytest.mark.parametrize(
     ("step", "overrides", "problem"),
     [
-        (1, ("algorithm={name: dpo}", *ODE), "was written under algorithm.name=grpo, the run file says dpo; set it "),
-        (3, ("algorithm={name: dpo}", *ODE), "was written under algorithm.name=grpo, the run file says dpo; set it "),
-        (3, ("algorithm={name: nft}", *ODE), "was written under algorithm.name=grpo, the run file says nft; set it "),
+        (1, ("algorithm={name: dpo}", *ODE), "was written under algorithm.name=grpo, the run file has dpo; set it "),
+        (3, ("algorithm={name: dpo}", *ODE), "was written under algorithm.name=grpo, the run file has dpo; set it "),
+        (3, ("algorithm={name: nft}", *ODE), "was written under algorithm.name=grpo, the run file has nft; set it "),
         (2, ("algorithm.kl_weight=0.1",), "was written with algorithm.kl_weight=0, which keeps no reference, "),
         (
             3,
             ("rollout.num_steps=4",),
-            "lies inside an epoch of rollout.num_steps=3, the run file says 4; set it back, ",
+            "lies inside an epoch of rollout.num_steps=3, the run file has 4; set it back, ",
         ),
-        (3, ("algorithm.guard=true",), "lies inside an epoch of algorithm.guard=False, the run file says True; "),
-        (3, ("algorithm.region=mask",), "lies inside an epoch of algorithm.region=all, the run file says mask; "),
+        (3, ("algorithm.guard=true",), "lies inside an epoch of algorithm.guard=False, the run file has True; "),
+        (3, ("algorithm.region=mask",), "lies inside an epoch of algorithm.region=all, the run file has mask; "),
         (3, ("optimizer.gradient_accumulation=2",), "lies inside an epoch of optimizer steps on 2 rows per device, "),
         (
             3,
             ("training.mixed_precision=bf16",),
-            "lies inside an epoch of training.mixed_precision=no, the run file says bf16; set it back, ",
+            "lies inside an epoch of training.mixed_precision=no, the run file has bf16; set it back, ",
         ),
-        (3, ("seed=6",), "lies inside an epoch of seed=5, the run file says 6; set it back, "),
+        (3, ("seed=6",), "lies inside an epoch of seed=5, the run file has 6; set it back, "),
         (
             3,
             ("data.resolution=[64, 64]", "data.fit=stretch"),
-            "lies inside an epoch of data.resolution=[32, 64], the run file says [64, 64]; set it back, ",
+            "lies inside an epoch of data.resolution=[32, 64], the run file has [64, 64]; set it back, ",
         ),
         (
             3,
             ("model.max_sequence_length=32",),
-            "lies inside an epoch of model.max_sequence_length=24, the run file says 32; set it back, ",
+            "lies inside an epoch of model.max_sequence_length=24, the run file has 32; set it back, ",
         ),
         (
             3,
             ("model.vae_batch=tiles",),
-            "lies inside an epoch of model.vae_batch=all, the run file says tiles; set it back, ",
+            "lies inside an epoch of model.vae_batch=all, the run file has tiles; set it back, ",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_moments_of_another_kind_are_refused(written: Path) -> None:
     states = [{"config": yaml.safe_dump(of), "progress": {"phase": "rl"}} for of in (run, older)]
     run["optimizer"]["state"] = "8bit"
     for state in states:
-        with pytest.raises(CheckpointError, match=r"was written under optimizer.state=fp32, the run file says 8bit"):
+        with pytest.raises(CheckpointError, match=r"was written under optimizer.state=fp32, the run file has 8bit"):
             may_go_on(written, state, parse_run(run), {})
 
 
@@ -193,7 +193,7 @@ def test_an_option_that_an_older_checkpoint_lacks_had_its_default(
     state = {"config": yaml.safe_dump(older), "progress": {"phase": "rl"}}
     (tmp_path / "rollouts.safetensors").touch()
     may_go_on(tmp_path, state, parse_run(run, before), {})
-    with pytest.raises(CheckpointError, match=rf"lies inside an epoch of {key}={default}, the run file says"):
+    with pytest.raises(CheckpointError, match=rf"lies inside an epoch of {key}={default}, the run file has"):
         may_go_on(tmp_path, state, parse_run(run, [*before, f"{key}={value}"]), {})
 
 
@@ -347,4 +347,4 @@ def test_an_average_that_the_run_file_no_longer_has_is_dropped(signs: Path, tmp_
     assert (checkpoints / "step-000002/weights").is_dir()
     again = retouch("train", tmp_path / "run.yaml", f"resume={checkpoints / 'step-000002'}", "training.max_steps=3")
     assert again.code == 2
-    assert "has no averaged weights, but the run file has an ema section; set ema=null evaluation" in again.err
+    assert "has no EMA weights, but the run file has an ema section; set ema=null evaluation" in again.err

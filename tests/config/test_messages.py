@@ -90,9 +90,9 @@ def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Pro
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("algorithm={clip_range: 1}", "algorithm: say which kind it is: set algorithm.name"),
-        ("model.train={rank: 4}", "model.train: say which kind it is: set model.train.kind"),
-        ("data={path: x}", "data: say which kind it is: set data.format"),
+        ("algorithm={clip_range: 1}", "algorithm: the kind is missing; set algorithm.name"),
+        ("model.train={rank: 4}", "model.train: the kind is missing; set model.train.kind"),
+        ("data={path: x}", "data: the kind is missing; set data.format"),
         ("data={format: self_bench}", "data.path: required and not set"),
         ("warmup_data={format: manifest}", "warmup_data.path: required and not set"),
         ("model=lora", "model: given 'lora'; expected a section; write its keys as {key: value}"),

@@ -10,7 +10,7 @@ from retouch.config import RunConfig
 
 GATE = "but gated_by is not set; leave it out"
 BOX = "but crop is 'none'; set crop=mask_box, or leave it out"
-DOWN = "rewards: no weight is above 0, so that training would lower what the rewards say; set one weight above 0"
+DOWN = "rewards: no weight is above 0, and training would lower every reward; set one weight above 0"
 GOLD = "but role is 'gold', which is never trained on; leave"
 
 
@@ -51,11 +51,11 @@ GOLD = "but role is 'gold', which is never trained on; leave"
         ),
         (
             "{ocr: {role: gold}}",
-            "rewards: every role is gold, so that there is nothing to raise; add one of role train",
+            "rewards: every role is gold, but training needs one of role train; add one",
         ),
         (
             "{ocr: {weight: 0}, seam: {role: gold}}",
-            "rewards: every weight is 0, so that there is nothing to raise; set one weight above 0",
+            "rewards: every weight is 0, but the objective is their weighted sum; set one weight above 0",
         ),
         ("{ocr: {weight: -1}}", DOWN),
         ("{ocr: {weight: -1}, seam: {weight: 0}}", DOWN),

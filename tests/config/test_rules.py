@@ -151,7 +151,7 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         ),
         (
             ("rewards={ocr: {weight: 0}, preservation: {weight: 0}}",),
-            "rewards: every weight is 0, so that there is nothing to raise; set one weight above 0",
+            "rewards: every weight is 0, but the objective is their weighted sum; set one weight above 0",
         ),
         (
             ("rollout.group_size=1",),

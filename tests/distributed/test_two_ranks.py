@@ -236,7 +236,7 @@ def test_failures_of_one_rank_are_a_share_of_all(run_yaml: Path) -> None:
     assert (rollout["images"], rollout["failed"]) == (9.0, 0.0)
     dead = child_of(run_yaml, "dead", TORCHRUN, *four, *shape, "optimizer.gradient_accumulation=4", BAD="all")
     assert dead.returncode != 0 and "exitcode  : 3" in dead.stderr
-    assert "8 of 8 images lack a reward" in " ".join(dead.stderr.split())
+    assert "8 of 8 images have no reward" in " ".join(dead.stderr.split())
     assert (run_yaml.parent / "runs/dead/checkpoints/step-000000").is_dir()
 
 

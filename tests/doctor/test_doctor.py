@@ -459,7 +459,7 @@ def test_too_few_examples_or_none_with_a_target(run_yaml: Callable[..., Path], s
     assert (what, "an epoch takes 9 different examples" in says) == ("examples", True)
     section = {"format": "self_bench", "path": str(signs / "prompts"), "resolution": [32, 64], "target": "none"}
     what, says = only("fix", run_yaml(warmup_data=section, algorithm__warmup_steps=1))
-    assert (what, "no target picture, which supervised steps need" in says) == ("examples", True)
+    assert (what, "no target image, which supervised steps need" in says) == ("examples", True)
 
 
 def test_no_held_out_examples_is_a_warning(run_yaml: Callable[..., Path]) -> None:

@@ -311,7 +311,7 @@ def test_errors_say_what_to_do(models: Any) -> None:
         model.encode([Example(1, "Make it red.", size=(32, 64))], 4.0)
     assert model.prompts is None  # which encode a prompt without its image
     text, latents = torch.randn(5, 32), model.encode_picture(picture(1, 32, 64))
-    with pytest.raises(ValueError, match="qwen_image_edit needs pictures to edit; given 0 a row"):
+    with pytest.raises(ValueError, match="qwen_image_edit needs images to edit; given 0 a row"):
         model.condition_on([text], (32, 64))
     with pytest.raises(ValueError, match=r"guidance_scale is 4.0 with 0 negative text states"):
         model.condition_on([text], (32, 64), 4.0, pictures=[[latents]])
@@ -319,7 +319,7 @@ def test_errors_say_what_to_do(models: Any) -> None:
         model.condition_on([text], (32, 64), 1.0, [text], [[latents]])
     with pytest.raises(ValueError, match="2 rows of text states, but 1 negative ones"):
         model.condition_on([text] * 2, (32, 64), 4.0, [text], [[latents]] * 2)
-    with pytest.raises(ValueError, match="2 rows of text states, but pictures of 1"):
+    with pytest.raises(ValueError, match="2 rows of text states, but images to edit of 1"):
         model.condition_on([text] * 2, (32, 64), pictures=[[latents]])
 
 

@@ -175,9 +175,9 @@ def test_what_draws_does_not_learn(models: dict[str, QwenModel]) -> None:
 
 
 def test_only_what_fits_is_drawn(models: dict[str, QwenModel]) -> None:
-    with pytest.raises(ValueError, match="qwen_image takes no pictures to edit; given 1 a row"):
+    with pytest.raises(ValueError, match="qwen_image takes no images to edit; given 1 a row"):
         generate_images(models["draw"], [ImageRequest(states(9), 1, SIZE, sources=(picture(1),))], 1)
-    with pytest.raises(ValueError, match="qwen_image_edit needs pictures to edit; given 0 a row"):
+    with pytest.raises(ValueError, match="qwen_image_edit needs images to edit; given 0 a row"):
         generate_images(models["edit"], [ImageRequest(states(9), 1, SIZE)], 1)
     with pytest.raises(ValueError, match="2 rows of text states, but 1 negative ones"):
         generate_images(

@@ -175,7 +175,7 @@ def test_more_failures_than_the_limit_stop_the_run(limit: float, stops: bool) ->
         pending[0].scores.result()  # the request that fails
         pending.append(pend(made, eight[4:]))
         if stops:
-            with pytest.raises(FailureRateExceeded, match=r"2 of 8 images lack a reward.*scorer_error x 2 \(no\)"):
+            with pytest.raises(FailureRateExceeded, match=r"2 of 8 images have no reward.*scorer_error x 2 \(no\)"):
                 refuse_failures([tally_of(made, settle(made, pending, limits()))], limits(max_failure_rate=limit))
         else:
             first, second = settle(made, pending, limits())
@@ -191,7 +191,7 @@ def test_one_dead_reward_of_many_stops_the_run() -> None:
     )
     made = RewardTable({}, limits())
     pending = PendingBatch(items(4), cast("Any", SimpleNamespace(result=lambda aside_s: scores)))
-    with pytest.raises(FailureRateExceeded, match=r"4 of 4 images lack a reward.*scorer_error x 4 \(no\)"):
+    with pytest.raises(FailureRateExceeded, match=r"4 of 4 images have no reward.*scorer_error x 4 \(no\)"):
         refuse_failures([tally_of(made, settle(made, [pending], limits()))], limits(max_failure_rate=0.2))
 
 
@@ -203,7 +203,7 @@ def test_the_rate_is_that_of_all_processes_together() -> None:
     """One image of two is half of a process, and a sixteenth of eight of them; an outage is one on all."""
     fine = [tally(2, 0)] * 7
     refuse_failures([tally(2, 1), *fine], limits(max_failure_rate=1 / 16))
-    with pytest.raises(FailureRateExceeded, match=r"2 of 16 images lack a reward.* 0\.1: bad_item x 2 \(no\)"):
+    with pytest.raises(FailureRateExceeded, match=r"2 of 16 images have no reward.* 0\.1: bad_item x 2 \(no\)"):
         refuse_failures([tally(2, 1), *fine[1:], tally(2, 1)], limits(max_failure_rate=0.1))
     with pytest.raises(FailureRateExceeded, match="16 of 16 images"):
         refuse_failures([tally(2, 2)] * 8, limits(max_failure_rate=0.2))

@@ -1,4 +1,4 @@
-"""What every section of a run file is made of."""
+"""Base class and field types of the sections of a run file."""
 
 from __future__ import annotations
 

@@ -50,13 +50,11 @@ def _rewards(run: RunConfig) -> None:
         )
     trained = [entry for entry in run.rewards.values() if entry.role == "train"]
     if not trained:
-        raise ValueError("rewards: every role is gold, so that there is nothing to raise; add one of role train")
+        raise ValueError("rewards: every role is gold, but training needs one of role train; add one")
     if not any(entry.weight for entry in trained):
-        raise ValueError("rewards: every weight is 0, so that there is nothing to raise; set one weight above 0")
+        raise ValueError("rewards: every weight is 0, but the objective is their weighted sum; set one weight above 0")
     if not any(entry.weight > 0 for entry in trained):
-        raise ValueError(
-            "rewards: no weight is above 0, so that training would lower what the rewards say; set one weight above 0"
-        )
+        raise ValueError("rewards: no weight is above 0, and training would lower every reward; set one weight above 0")
 
 
 def _weights(run: RunConfig) -> None:

@@ -22,23 +22,22 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True)
 class Derived:
-    """What a run amounts to on `world_size` processes.
+    """Sizes and costs of a run on `world_size` processes, computed from its options.
 
     Attributes:
-        images_per_epoch_per_device, padded_images_per_epoch: every rollout batch is padded by itself until it divides.
-        global_rows_per_step: images (DPO: pairs) that one optimizer step sees at most; an epoch is dealt evenly into
-            its steps.
+        images_per_epoch_per_device, padded_images_per_epoch: each rollout batch is padded until it divides.
+        global_rows_per_step: images (DPO: pairs) in one optimizer step at most; an epoch is split evenly into its
+            steps.
         forwards_per_image: forward-equivalents of the network that one image costs, sampled and trained: solver steps,
             1 for each noised copy or trained step under each snapshot (old, reference) and for each log-probability
             that is computed again, then 3 for each of them in each inner epoch (a backward counts as 2; 1 more with
             gradient checkpointing). Classifier-free guidance doubles what goes through the solver: sampling, and the
             trained steps of GRPO and PPO.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
-            weight, its gradient, two moments of AdamW (less where optimizer.state says so), and one copy in each
-            snapshot; with training.sharding this is shared out over the devices. Frozen weights, activations,
-            autocast's copies and, on several processes without sharding, the buckets of the gradient exchange (4 more)
-            come on top.
-        vision_tokens: tokens of the text encoder that a source of `data` takes; 0 where it reads no pictures.
+            weight, its gradient, two moments of AdamW (fewer bytes with another optimizer.state), and one copy in each
+            snapshot; training.sharding divides this over the devices. It excludes frozen weights, activations,
+            autocast's copies and, on several processes without sharding, the buckets of the gradient exchange (4 more).
+        vision_tokens: tokens of the text encoder that a source of `data` takes; 0 where it reads no images.
     """
 
     world_size: int

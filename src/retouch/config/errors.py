@@ -49,7 +49,7 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
     if kind in _NOT_A_SECTION:
         return f"{key}: given {problem['input']!r}; expected a section; write its keys as {{key: value}}"
     if kind == "union_tag_not_found":
-        return f"{key}: say which kind it is: set {key}.{problem['ctx']['discriminator'].strip(chr(39))}"
+        return f"{key}: the kind is missing; set {key}.{problem['ctx']['discriminator'].strip(chr(39))}"
     if kind == "union_tag_invalid":
         context = problem["ctx"]
         tags = [tag.strip(" '") for tag in str(context["expected_tags"]).split(",")]

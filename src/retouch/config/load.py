@@ -41,11 +41,11 @@ def load_run(
 
     Args:
         overrides: "dotted.key=value" as the command line takes them, or a mapping for `overlaid`.
-        unread: sections that the caller does not read from, like "evaluation.data": a variable of theirs that is not
-            set stays as it is written.
+        unread: sections that the caller does not read, like "evaluation.data"; variables in them may be unset and then
+            stay as they are written.
 
     Raises:
-        ConfigError: with one message that says what was given, what is allowed and what to set.
+        ConfigError: with one message that names the value given, the values allowed and the option to set.
     """
     run = read_yaml(Path(path))
     if isinstance(overrides, Mapping):
@@ -110,9 +110,9 @@ def _as_yaml(value: Any) -> Any:
 def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     """The mapping a YAML file holds, laid over the one it `extends`.
 
-    `extends: other.yaml`, beside the file, takes everything that the other says and this one does not. Sections are
+    `extends: other.yaml`, relative to the file, adds the keys of the other that this one does not set. Sections are
     merged key by key, unless they name another kind (`train: {kind: full}` over a `lora`): then the new one replaces
-    the old. Null takes a reward away (`rewards: {ocr: null}`), as it does an optional section (`ema: null`).
+    the old. Null removes a reward (`rewards: {ocr: null}`) or an optional section (`ema: null`).
 
     Raises:
         ConfigError: no such file, not YAML, not a mapping, files that extend each other, or what cannot be laid over.
@@ -151,7 +151,7 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def with_new_names(run: Mapping[str, Any], annotation: Any = RunConfig, key: str = "") -> dict[str, Any]:
-    """A run file with former keys under the names of today, so that layers of it can be laid over each other.
+    """A run file with former keys renamed to the current ones; layers of it can then be merged.
 
     Args:
         annotation: what the mapping is validated as.
@@ -183,7 +183,7 @@ def with_new_names(run: Mapping[str, Any], annotation: Any = RunConfig, key: str
 
 
 _TAGS = ("family", "kind", "format", "scorer")
-"""Keys that say which kind of section it is. `name` is one only under `algorithm`."""
+"""Keys that select the kind of a section. `name` is one only under `algorithm`."""
 
 
 def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], key: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _take_away(rewards: dict[str, Any], name: str) -> None:
     """Remove a reward that was given as null.
 
     Raises:
-        ConfigError: there is none; null would otherwise read as the reward with its defaults.
+        ConfigError: there is none; without this error, null would mean the reward with its defaults.
     """
     if name not in rewards:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run asks of its data and its rollouts, read off the run file."""
+"""Requirements of a run on its data and rollouts, derived from the run file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA_SECTIONS = ("data", "warmup_data", "evaluation.data")
 
 
 def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
-    """Pictures that every example of the run must have; `training`: those of `data`; `scored`: by the rewards, too."""
+    """Images that every example must have; `training`: the examples of `data`; `scored`: include the rewards' needs."""
     needs = run.model.spec.needs
     if scored:
         needs = needs.union(*(entry.example_images() for entry in run.rewards.values()))
@@ -24,7 +24,7 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
 
 
 def takes_references(run: RunConfig, *, scored: bool) -> bool:
-    """Whether anything looks at a reference: a style adapter, a strip above the picture or, where images are scored, a
+    """Whether the run reads references: a style adapter, a strip above the image or, where images are scored, a
     style reward."""
     judged = scored and any("reference" in entry.example_images() for entry in run.rewards.values())
     return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged

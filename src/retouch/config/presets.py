@@ -4,7 +4,7 @@
                 with a KL to the reference. Slow, and what a fast run is to be compared with.
     fast        a fraction of the forwards. Each lever is lossy; docs/speed.md describes them.
 
-What the run file sets always wins, key by key. A filled-in run is an ordinary one: its keys are in the run directory's
+Keys that the run file sets always win. A filled-in run is an ordinary one: its keys are in the run directory's
 config.yaml, and only what prints them reads the preset again. The keys are those of the algorithm (`preset_keys`).
 """
 

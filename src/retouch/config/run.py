@@ -1,7 +1,7 @@
-"""A run, typed. One YAML file is one `RunConfig`; every key has a default or says that it is required.
+"""A run, typed. One YAML file is one `RunConfig`; every key has a default or is required.
 
 Rules of this file: no torch; `extra="forbid"`; every option is read somewhere (tests/config/test_leaves.py); two
-quantities never share a name; every batch size says `_per_device` or `global_`.
+quantities never share a name; the name of every batch size has `_per_device` or `global_`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Window(Section):
     range: tuple[Unit, Unit] = (0.0, 0.5)
     """Share of the run in which the window may lie: [0, 0.5] keeps it in the first half."""
     position: Literal["random", "fixed", "sliding"] = "random"
-    """"random" draws a new place for each rollout batch from the run's seed; "fixed" starts at the range's start;
-    "sliding" moves on through the range as training goes (MixGRPO), and starts over at its end."""
+    """"random" samples a new position for each rollout batch from the run's seed; "fixed" keeps the start of the range;
+    "sliding" moves through the range during training (MixGRPO), and starts over at its end."""
     stride: PositiveInt = 1
     """Steps that a sliding window moves at a time."""
     batches_per_position: PositiveInt = 25
-    """Rollout batches that a sliding window stays at a place."""
+    """Rollout batches that a sliding window stays at a position."""
 
 
 Solver = Literal["first_order", "dpm2"]
@@ -56,9 +56,9 @@ class RolloutConfig(Section):
     """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
 
     preset: Preset | None = None
-    """Of grpo, ppo and nft: fills in keys that the run file leaves out, here and under algorithm. "reference" is what
-    the method was published with; "fast" takes a fraction of the forwards, by levers that are lossy (docs/speed.md).
-    Written keys win; `retouch check` prints what it came to. Null fills in nothing."""
+    """Defaults of grpo, ppo and nft for keys that the run file leaves out, here and under algorithm. "reference" has
+    the published values; "fast" takes a fraction of the forwards, by lossy settings (docs/speed.md). Written keys win;
+    `retouch check` prints the result. Null fills in nothing."""
     group_size: PositiveInt = 8
     """K: images of one example that are compared with each other."""
     global_groups_per_batch: PositiveInt = 8
@@ -79,9 +79,9 @@ class RolloutConfig(Section):
     eta: Positive | None = None
     """Noise of dance_sde and ddim; null is the published value, 0.3 and 1.0."""
     solver: Solver = "first_order"
-    """Of the deterministic steps, those outside of a window or all where images are sampled by the ODE: Euler or DDIM;
-    or "dpm2" of flow models, DPM-Solver++(2M), mostly nearer to the ODE's end in as many steps. Evaluation and use keep
-    the first order."""
+    """Solver of the deterministic steps: those outside of a window, or all steps of ODE sampling. "first_order" is
+    Euler or DDIM; "dpm2" (flow models only) is DPM-Solver++(2M), mostly nearer to the ODE's solution in as many steps.
+    Evaluation, `retouch sample` and `eval` keep the first order."""
     window: Window | None = None
     """Null makes every step stochastic; see also algorithm.timestep_fraction."""
     shared_noise: bool = False
@@ -158,7 +158,7 @@ class TrainingConfig(Section):
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
     compile: bool = False
-    """Compile the repeated blocks of the network (torch.compile), in rollout and training alike. Needs a C++ compiler,
+    """Compile the repeated blocks of the network (torch.compile), in rollout and training. Needs a C++ compiler,
     on a GPU Triton; the first step of each shape takes minutes."""
     deterministic: bool = False
     """On a GPU, use only kernels that give the same bits every time, at some cost in speed: then a run with the same
@@ -170,30 +170,30 @@ class TrainingConfig(Section):
     by DeepSpeed, layer by layer; "zero2", by DeepSpeed, shares out gradients and moments alone. The numbers are the
     same."""
     shard_gradients: bool = True
-    """Of sharding (zero3 always does): exchange gradients after every backward, so that they stay sharded; false keeps
-    them whole over the accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
+    """With sharding, exchange gradients after every backward and keep only a shard of them (zero3 always does); false
+    keeps them whole over the accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
 
 
 class EvaluationConfig(Section):
     """Fixed seeds, plain ODE, the same for every checkpoint of the run."""
 
     data: Data | None = None
-    """Held-out examples; null falls back to the first training examples, and says so."""
+    """Held-out examples; null falls back to the first training examples, with a warning."""
     allow_overlap: bool = False
-    """Evaluate although data or warmup_data holds some of the same pictures (by the bytes of the files); false refuses
+    """Evaluate although data or warmup_data holds some of the same images (by the bytes of the files); false rejects
     the run."""
     num_examples: PositiveInt = 64
-    """The first so many of the data."""
+    """Number of examples, from the start of the data."""
     images_per_example: PositiveInt = 1
-    """Images of each, with seeds of their own."""
+    """Images of each example, each with its own seed."""
     num_steps: PositiveInt | None = None
     """Null is rollout.num_steps."""
     weights: Literal["ema", "raw"] | None = None
-    """Which weights are evaluated, in the run and by `retouch eval` and `sample`: the averages of the ema section, or
-    those that are trained. Null takes the averages where there are any."""
+    """Weights to evaluate, in the run and by `retouch eval` and `sample`: the EMA weights, or the raw trained ones.
+    Null takes the EMA weights if the run file has an ema section."""
     on_gold_fall: Literal["warn", "stop"] = "warn"
-    """What follows where rewards that are trained on rise while one of role gold falls: a line in the log, or the end
-    of the run, resumable (exit 3)."""
+    """Action when rewards of role train rise while one of role gold falls: a warning in the log, or the end of the run,
+    resumable (exit 3)."""
     grid_examples: Annotated[int, Field(ge=0)] = 8
     """Examples shown in the image grids."""
 
@@ -202,14 +202,14 @@ class LoggingConfig(Section):
     dir: str = "runs"
     """Parent of the run directory, which is named after the run."""
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
-    """Besides metrics.jsonl, which is always written; all get the same numbers and grids. wandb and trackio are extras
-    of the package, and take the run file as well; where they send it, their own environment variables say (WANDB_MODE,
-    WANDB_ENTITY, TRACKIO_SPACE_ID). A resumed run goes on in the same run there, and what it takes again of the steps
-    after its checkpoint is there twice. If they are slow or away, training goes on all the same."""
+    """Trackers that receive the same numbers and grids as metrics.jsonl, which is always written. wandb and trackio are
+    extras of the package and also receive the run file; their own environment variables set the destination
+    (WANDB_MODE, WANDB_ENTITY, TRACKIO_SPACE_ID). A resumed run continues the same run there; steps that it repeats
+    after its checkpoint appear twice. If a tracker is slow or offline, training continues."""
     project: Name = "retouch"
-    """What wandb and trackio file the run under."""
+    """Project of the run in wandb and trackio."""
     group: Name | None = None
-    """What they show it with; null is no group."""
+    """Group of the run in wandb and trackio; null is no group."""
     rollout_images_every: Annotated[int, Field(ge=0)] = 0
     """Epochs between grids of sampled groups with their rewards; 0 writes none."""
 
@@ -218,15 +218,15 @@ class RunConfig(Section):
     """One run."""
 
     name: Name
-    """Names the run directory; letters, digits, '.', '_' and '-'."""
+    """Name of the run directory; letters, digits, '.', '_' and '-'."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Everything random derives from it."""
+    """Seed of every random number of the run."""
     plugins: list[Text] = Field(default=[])
     """Modules that register components of other packages (docs/extending.md), imported before the run file is
     validated; the working directory is searched too. Packages with entry points need none."""
     resume: str | None = None
-    """"auto" continues from the newest complete checkpoint of the run directory, or starts where there is none; a path
-    continues from that checkpoint; null starts, and refuses a directory that holds a run."""
+    """"auto" continues from the newest complete checkpoint of the run directory, or starts if there is none; a path
+    continues from that checkpoint; null starts, and rejects a directory that holds a run."""
     model: Model
     data: Data
     """Examples to train on; RL needs no targets."""
@@ -235,7 +235,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Annotated[AlgorithmSection, Chosen(ALGORITHMS, "name")]
     rewards: dict[str, Reward] = Field(default={})
-    """Name -> reward; their weighted sum is what is raised."""
+    """Name -> reward; the objective is their weighted sum."""
     reward_client: RewardClientConfig = RewardClientConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None

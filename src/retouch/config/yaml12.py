@@ -1,7 +1,7 @@
 """Run files as YAML 1.2 (core schema), read within bounds.
 
 PyYAML follows 1.1: it reads 1e-4 as a string, `no` (mixed precision) as false, 2025-01-01 (a name) as a date, 010 as 8,
-1:30 as 90 and 1_000 as 1000. Of two equal keys it keeps the last without a word.
+1:30 as 90 and 1_000 as 1000. If a key occurs twice, it silently keeps the last.
 """
 
 from __future__ import annotations

@@ -34,19 +34,18 @@ def group_advantages(
         group_ids: [N] integers.
         valid: [N] bool; rows without a valid reward leave every mean and std and get advantage 0. With a group
             baseline so do rows of a group with fewer than two valid rewards (see `comparable_rows`).
-        noise: standard deviation of the reward on one picture, measured: what the baseline is taken over (the group or
-            the batch) has advantage 0 where its spread is not above it. Divided by its own std, noise alone would
-            train as hard as a signal.
+        noise: measured standard deviation of the reward on one image. A group (or batch, by the baseline) whose spread
+            is not above it has advantage 0: divided by its own std, noise alone would train as hard as a signal.
 
     Raises:
-        ValueError: wrong shapes, non-integer ids, a valid reward that is not finite, or an unknown baseline or scale.
+        ValueError: wrong shapes, non-integer ids, a valid reward of NaN or Inf, or an unknown baseline or scale.
     """
     if scale not in get_args(Scale):
         raise ValueError(f"scale is {scale!r}; it must be group, batch or none")
     ids, ok, r = _checked(rewards, group_ids, valid)
     ok = comparable_rows(group_ids, ok, baseline)
     if not bool(torch.isfinite(r[ok]).all()):
-        raise ValueError("a reward marked valid is not finite; a failed reward must be marked invalid")
+        raise ValueError("a reward marked valid is NaN or Inf; a failed reward must be marked invalid")
     r = torch.where(ok, r, torch.zeros_like(r))
     unit = _unit(r)
     r, eps, noise = r / unit, eps / unit, noise / unit
@@ -105,8 +104,8 @@ def win_rates(rewards: Tensor, group_ids: Tensor, valid: Tensor, noise: float = 
 def zero_std_rows(
     rewards: Tensor, group_ids: Tensor, valid: Tensor, tolerance: float = 1e-6, noise: float = 0.0
 ) -> Tensor:
-    """[N] bool: valid rows whose group has rewards all alike (within `tolerance`, or with a standard deviation of at
-    most `noise`): no signal with a group baseline."""
+    """[N] bool: valid rows of groups with zero reward variance (all within `tolerance`, or a standard deviation of at
+    most `noise`); with a group baseline their advantages are 0."""
     ids, ok, r = _checked(rewards, group_ids, valid)
     groups = int(ids.max()) + 1 if len(ids) else 0
     low = torch.full((groups,), float("inf"), dtype=r.dtype, device=r.device)
@@ -193,11 +192,11 @@ class RewardRows:
         return self._weighted(self.values)
 
     def signals(self, combine: str) -> list[tuple[Tensor, Tensor, float]]:
-        """What becomes advantages: ([N] signal, its weight, its noise) of each reward with a weight, or of their
-        weighted sum where that is what is normalized, or all there is.
+        """([N] signal, its weight, its noise) of each reward with a weight, or of their weighted sum if `combine` is
+        "sum" or only one reward has a weight. Advantages are computed from these.
 
-        The signal is the value, or the win rate among the usable samples of the group, in which its noise is a tie.
-        Noises of a sum are taken as independent.
+        The signal is the value, or the win rate among the usable samples of the group, where differences within the
+        noise are ties. The noises of a sum are taken as independent.
         """
         count, usable = len(self.names), self.usable
         noise = [0.0] * count if self.noise is None else [float(n) for n in self.noise]

@@ -96,15 +96,15 @@ def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
 
 
 def within(values: Tensor, region: Tensor | None) -> Tensor:
-    """`values` [B, ...] with 0 where `region` is 0, so that what lies there has no gradient either, NaN or not.
+    """`values` [B, ...] with 0 where `region` is 0; values there, NaN included, have no gradient.
 
-    To be applied to differences before they are squared: 0 times the derivative of NaN² would be NaN.
+    Apply it to differences before they are squared: 0 times the derivative of NaN² would be NaN.
     """
     return values if region is None else torch.where(region > 0, values, torch.zeros_like(values))
 
 
 def region_of_kept(region: Tensor | None, weight: Tensor) -> Tensor | None:
-    """`region` with everything in rows of weight 0: these count nowhere, so that an empty region is no error there."""
+    """`region`, with rows of weight 0 filled with 1: an empty region in a row that does not count is no error."""
     if region is None or region.shape[:1] != weight.shape:  # which `row_mean` refuses
         return region
     return region.masked_fill((weight == 0).view(-1, *([1] * (region.ndim - 1))), 1)
@@ -127,7 +127,7 @@ def weighted_mean(rows: Tensor, weight: Tensor | None = None, normalizer: Tensor
     """sum(weight * rows) / normalizer -> scalar of fp32 at least; rows [B] or [B, W], weight [B].
 
     Rows of weight 0 are inert whatever they hold. [B, W] rows are averaged over W first. `normalizer` defaults to
-    sum(weight); a recipe passes the sum over ranks and micro-batches of one optimizer step, so that every image counts
+    sum(weight); a recipe passes the sum over ranks and micro-batches of one optimizer step, and every image then counts
     the same however the batch is split. A zero total gives 0, with zero gradient.
 
     Raises:

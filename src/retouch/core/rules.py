@@ -23,7 +23,7 @@ class StepRule:
         default: published value of `strength`.
         step: "module:function" (x, prediction, level, level_next, strength) -> (mean, std), see `retouch.core.steps`.
         is_share: `strength` is a share in (0, 1].
-        ends_without_noise: the last step has a std of 0, so that it has no density and is never trained.
+        ends_without_noise: the last step has a std of 0, hence no density, and is never trained.
         takes_second_level: the function takes the second level of the schedule as its last argument (sigma_max).
     """
 

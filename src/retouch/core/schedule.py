@@ -8,7 +8,7 @@ Two families. *Flow* models (FLUX, Qwen-Image) predict a velocity; their time is
 
     x = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise
 
-Recipes and step rules see only the methods below, so that one code path serves both. Legend: B rows, T steps.
+Recipes and step rules use only the methods below: one code path serves both. Legend: B rows, T steps.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class FlowSchedule:
         return torch.ones_like(time)
 
     def training_times(self, uniform: Tensor, *, shifted: bool = True, visited: bool = False) -> Tensor:
-        """Logit-normal(0, 1) sigmas, through the shift of sampling unless told otherwise (SD3, section 3.1). Sampling
-        starts at 1, so that all are visited."""
+        """Logit-normal(0, 1) sigmas, by default through the shift of sampling (SD3, section 3.1). Sampling starts at 1
+        and visits all of them."""
         sigma = torch.sigmoid(torch.erfinv(2 * uniform.double() - 1) * math.sqrt(2)).float()
         return shift_sigma(sigma, self.shift) if shifted else sigma
 

@@ -122,7 +122,7 @@ def ode_step(prediction: Prediction, x: Tensor, output: Tensor, level: Level, le
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a deterministic step leaves to the next one.
+    """Result of a deterministic step that the next one reads.
 
     Attributes:
         x0: [B, ...] the data that its prediction implied.

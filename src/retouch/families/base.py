@@ -1,4 +1,4 @@
-"""What every family has without torch: the facts of a family (`FamilySpec`) and its section of the run file."""
+"""Common part of every family, without torch: its facts (`FamilySpec`) and its section of the run file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FamilySpec:
         hub_ids: released models, of these sizes.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
-        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient.
+        drops_text_stream: whether the last block's text output is unused; some of its weights then have no gradient.
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
@@ -120,7 +120,7 @@ def _null_is_the_default(value: object, info: ValidationInfo) -> object:
 
 
 Alpha = Annotated[Positive, BeforeValidator(_null_is_the_default)]
-"""Of low-rank adapters. Run directories record the number, so that a resumed run keeps its own strength."""
+"""Alpha of low-rank adapters. Run directories record the number; a resumed run keeps its own strength."""
 
 
 class TrainFull(Section):
@@ -169,7 +169,7 @@ class TrainIpAdapter(Section):
     `initial_adapter`, else false. Files record it."""
     reference_dropout: Unit = 0.0
     """Share of the samples of supervised steps that are trained without their reference. Such a sample attends to no
-    reference token, so that it trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
+    reference token and trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
     unconditional half of guidance."""
     initial_adapter: Text | None = None
     """Adapter file of any supported layout, or checkpoint folder, to start from; null starts with a new adapter, which
@@ -260,7 +260,7 @@ class ModelSection(Section):
     """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
     not loaded. Null encodes during training."""
     train: Train = TrainLora()
-    """What of the network is trained, and how it is saved."""
+    """Trained part of the network: a low-rank adapter, all weights, or a style adapter."""
 
     @property
     def pipeline(self) -> str:

@@ -1,7 +1,7 @@
-"""What the families' models share: their parts, loading, latents, tokens and schedules.
+"""Base of the families' models: parts, loading, latents, tokens and schedules.
 
-A family is a subclass of `FamilyModel` that encodes examples and predicts; `retouch.types.DiffusionModel` is what the
-rest of the package sees of it.
+A family is a subclass of `FamilyModel` that encodes examples and predicts; `retouch.types.DiffusionModel` is its
+interface to the rest of the package.
 
 Legend: B samples, C latent channels, h w latent sides.
 """

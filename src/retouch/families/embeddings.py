@@ -1,5 +1,5 @@
-"""Embeddings on disk: outputs of the frozen encoders for prompts, references and images, so that training loads neither
-text encoders nor the encoder of references.
+"""Embeddings on disk: outputs of the frozen encoders for prompts, references and images. With them, training loads
+neither the text encoders nor the reference encoder.
 
     FOLDER/cache.json         the model that made them
     FOLDER/text/KEY.safetensors    by the name of each tensor in the condition
@@ -142,14 +142,14 @@ class EmbeddingCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary)
-        temporary.replace(path)  # a reader sees all of it or none
+        temporary.replace(path)  # atomic: a reader never finds part of a file
 
 
 class StoredVectors(ImageEncoder):
     """References as vectors that were computed before; no encoder.
 
     Raises:
-        ConfigError: when called with a picture that the cache does not have.
+        ConfigError: when called with an image that the cache does not have.
     """
 
     def __init__(self, cache: EmbeddingCache, width: int) -> None:
@@ -183,7 +183,7 @@ def require_prompts(model: Model, prompts: Iterable[str]) -> None:
     """Before minutes go into loading: every prompt must be in the cache that the run file names.
 
     Raises:
-        ConfigError: not there, stale, or prompts that it lacks.
+        ConfigError: the cache does not exist, is stale, or has no entry for a prompt.
     """
     cache = open_cache(model)
     if cache is None:
@@ -197,7 +197,7 @@ def require_prompts(model: Model, prompts: Iterable[str]) -> None:
 
 
 def identity(model: Model) -> dict[str, Any]:
-    """What embeddings depend on. Of files a sample; None where they are not here."""
+    """Settings and files that embeddings depend on. Files count by a sample of their bytes; None if they are absent."""
     path = component_path(model.path, model.family)
     made: dict[str, Any] = {
         "family": model.family,

@@ -18,7 +18,7 @@ from retouch.families.loading import ModelFilesError
 
 
 def on_meta(make: Callable[[], Any]) -> Any:
-    """What `make` gives, with shapes alone."""
+    """The result of `make` on the meta device: shapes without values."""
     with torch.device("meta"):
         return make()
 
@@ -46,7 +46,7 @@ def to_run_without_data(network: nn.Module, mode: FakeTensorMode, dtype: Callabl
 
 
 def released_networks(spec: FamilySpec) -> dict[str, Any]:
-    """Component -> network of its released size on the meta device, as far as the family knows its config."""
+    """Component -> network of its released size on the meta device, where the family has its config."""
     return {name: _from_config(spec.networks[name], config) for name, config in spec.released.items()}
 
 

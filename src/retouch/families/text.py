@@ -143,7 +143,7 @@ class TextEncoders:
         found = stored.text(prompt)
         if found is None:
             raise ConfigError(
-                f"model.embeddings: {stored.folder} lacks the prompt {prompt!r}; run `retouch data precompute` again, "
+                f"model.embeddings: {stored.folder} has no prompt {prompt!r}; run `retouch data precompute` again, "
                 "or set model.embeddings=null"
             )
         return found

@@ -1,6 +1,6 @@
 """Parts of the families at toy sizes: the same diffusers and transformers classes, a few million parameters, byte-level
-tokenizers, weights drawn from a seed. Each family puts them together in its `tiny`; `retouch.tiny` trains them into
-models that really inpaint text and edit images.
+tokenizers, random weights from a seed. Each family combines them in its `tiny`; `retouch.tiny` trains them into
+models that inpaint text and edit images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT_TOKENS = 24
 TEXT_WIDTH = 64
 
 CHANNELS = 8
-"""Of the latents of FLUX."""
+"""Latent channels of the toy FLUX."""
 
 SHIFT = 4.0
 """Flow shift of the tiny flow models. A word is decided at high noise; with the shift that FLUX's formula gives for 32

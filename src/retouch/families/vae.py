@@ -25,7 +25,7 @@ KEPT = 512
 class Autoencoder:
     """An `AutoencoderKL` of diffusers: images [B, 3, H, W] in [-1, 1] <-> latents [B, C, h, w] fp32.
 
-    Images are encoded by the mode of the posterior, so that latents are a function of their image.
+    Images are encoded by the mode of the posterior: latents are then a function of their image.
 
     Args:
         vae: of diffusers, in the pipeline's layout.

@@ -123,7 +123,7 @@ class EncodedData:
 
 
 def drop_references(condition: Condition, share: float, seeds: Sequence[int], uncaptioned: Sequence[bool]) -> Condition:
-    """The condition with a share of its rows, drawn from a seed each, attending to no token of their reference.
+    """The condition, with a random share of its rows (one seed each) attending to no token of their reference.
 
     Args:
         uncaptioned: rows that lose theirs in any case: guidance steers away from "no text, no reference".

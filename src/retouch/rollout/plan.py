@@ -1,7 +1,7 @@
 """Which steps of a rollout are stochastic and trained, and one step of a rollout: the forward that sampling and
 training share.
 
-Both call `DiffusionModel.predict` through here, so that the policy has one forward. Legend: B rows.
+Both call `DiffusionModel.predict` through this module: the policy has one forward. Legend: B rows.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:
 
 
 class Plans:
-    """The plans of a run's rollouts. What follows from the run file is computed once."""
+    """The plans of a run's rollouts. Parts that depend only on the run file are computed once."""
 
     def __init__(self, run: RunConfig) -> None:
         self.rule = run.algorithm.step_rule(run)
@@ -117,8 +117,8 @@ class Plans:
                 del self.starts[1:]
 
     def plan(self, schedule: Schedule, batch: int = 0) -> StepPlan:
-        """The plan of rollout batch number `batch` of the run (counted over epochs); a random window is drawn from
-        (run seed, batch), never from a global generator."""
+        """The plan of rollout batch number `batch` of the run (counted over epochs); a random window depends on
+        (run seed, batch), never on a global generator."""
         if self.rule is None:
             return ode_plan(schedule, self.solver)
         if self.is_random:

@@ -33,8 +33,8 @@ def sample(
 
     Args:
         condition: B rows, one image each.
-        seeds: B seeds; each row draws all its noise from a generator of its own, on the CPU, so that an image does not
-            depend on the batch it was sampled in.
+        seeds: B seeds; each row takes all its noise from its own generator on the CPU: an image does not depend on the
+            batch it was sampled in.
         noise_seeds: B seeds of the initial noise where it is shared within a group; None: `seeds`. Rows with one noise
             seed must have one condition: the ODE steps before the first stochastic one are computed once for them.
         region: [B, 1, h, w] where log-probabilities are taken; None: everywhere.
@@ -123,26 +123,26 @@ def latent_shape(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int
 
 
 def broken_rows(*tensors: Tensor) -> list[int]:
-    """Rows of tensors [B, ...] in any of which something is not a finite number."""
+    """Indices of rows of tensors [B, ...] in any of which there is NaN or Inf."""
     finite = torch.stack([t.isfinite().flatten(1).all(1) for t in tensors]).all(0)
     return (~finite).nonzero().flatten().tolist()
 
 
 def require_drawn(broken: Sequence[int], example: int) -> None:
-    """For pictures that no reward looks at.
+    """Reject samples with NaN or Inf. For samples that are not scored; of a scored one, the reward fails.
 
     Raises:
-        Diverged: there are `broken_rows`.
+        Diverged: `broken` is not empty.
     """
     if broken:
         raise Diverged(
-            f"example {example}: the network did not draw it in finite numbers; its weights are broken, or overflow in "
-            "this precision: take those of an earlier checkpoint"
+            f"example {example}: its sample contains NaN or Inf; the weights are broken, or overflow in this "
+            "precision; use an earlier checkpoint"
         )
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """[B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU; what is no number is black (`broken_rows` tells)."""
+    """[B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU; NaN becomes black (see `broken_rows`)."""
     return (
         ((images.nan_to_num(-1.0).clamp(-1, 1) + 1) * 127.5)
         .round()

@@ -1,1 +1,1 @@
-"""What every training loop stands on: session, rollouts, evaluation, memory."""
+"""Common parts of the training loops: session, rollouts, evaluation, memory."""

@@ -1,4 +1,4 @@
-"""From a run file to its parts, wired: the only place that knows them all."""
+"""Build the parts of a run from its run file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Run:
         network: what the engine made of `model.network`; what `model.predict` must be given.
         warmup_data: examples with targets; equal to `data` where the run file names no other.
         eval_data: examples to evaluate on.
-        eval_is_held_out: whether training sees none of them.
+        eval_is_held_out: whether none of them is trained on.
         encoded: encoded examples of `data`, under the guidance of rollouts.
         plans: the solver plans of rollouts.
     """
@@ -93,7 +93,7 @@ def build(config: RunConfig) -> Run:
     """Load data, connect rewards, load the model, prepare it for training. Cheap things that may fail come first.
 
     Raises:
-        ConfigError, DataError, ModelFilesError: one message each that says what to do.
+        ConfigError, DataError, ModelFilesError: one message each, with the remedy.
     """
     engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
     derived = derive(config, engine.world_size)
@@ -176,7 +176,7 @@ def needs_targets(config: RunConfig, data: Dataset) -> None:
         section = "warmup_data" if config.warmup_data else "data"
         remedy = "" if config.algorithm.name == "sft" else "set algorithm.sft_steps=0, or "
         raise ConfigError(
-            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target picture, which supervised "
+            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target image, which supervised "
             f"steps need; {remedy}name data with targets under warmup_data"
         )
 
@@ -199,12 +199,12 @@ def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
     if first.source_path is not None and first.mask_path is None and not config.model.spec.edits:
         raise ConfigError(
             f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
-            "a mask_path, leave their pictures out, or set model.family=qwen_image_edit"
+            "a mask_path, leave their source images out, or set model.family=qwen_image_edit"
         )
 
 
 def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
-    """A family that edits sees all of the source: with the source as its target it would learn to copy."""
+    """A family that edits reads the whole source image: with the source as its target it would learn to copy."""
     useless = {"none", "source"} if config.model.spec.edits else {"none"}
     return [item.id for item in data.items if item.target in useless]
 
@@ -220,7 +220,7 @@ def can_begin(config: RunConfig, run_dir: RunDir) -> None:
 
 
 def _require_checkpoint(given: str) -> None:
-    """What `resume` names; of a run, and of its checkpoints, the message says the newest."""
+    """Reject a `resume` that is no checkpoint; the message names the newest one below it."""
     folder = Path(given).expanduser()
     if (folder / "complete.json").is_file():
         return
@@ -231,12 +231,12 @@ def _require_checkpoint(given: str) -> None:
 
 
 def is_held_out(config: RunConfig, held_out: Dataset, *training: Dataset) -> None:
-    """Refuse to evaluate on pictures that are trained on, unless the run file asks for it."""
+    """Reject evaluation on images that are trained on, except with `evaluation.allow_overlap`."""
     seen = [] if config.evaluation.allow_overlap else trained_on(held_out, *training)
     if seen:
         raise ConfigError(
             f"evaluation.data: example {seen[0].id} (and {len(seen) - 1} more of {len(held_out)}) is trained on: data "
-            "or warmup_data holds the same picture (or, without pictures, the same prompt); divide the data with "
+            "or warmup_data holds the same image (or, without images, the same prompt); split the data with "
             "`retouch data split`, or set evaluation.allow_overlap=true"
         )
 

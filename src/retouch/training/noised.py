@@ -38,9 +38,9 @@ def noised_copies(
 ) -> NoisedRows:
     """`copies` noised copies of each clean latent.
 
-    Each row draws from its own generator. The copies of a row fall into equal shares of the distribution of times:
-    drawn independently, two of them would often lie close together. No time is noisier than where sampling starts: what
-    the model does there affects no image.
+    Each row has its own generator. The times of its copies are stratified over equal shares of their distribution:
+    independent ones would often lie close together. No time is noisier than the start of sampling: the model's output
+    there affects no image.
     """
     device = run.engine.device
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
@@ -68,5 +68,5 @@ def denoising_error(
 
 
 def row_generators(seeds: Sequence[int] | Tensor, *parts: int | str) -> list[torch.Generator]:
-    """A generator for each row's draws of a step, from its own seed and what names the step."""
+    """A generator for each row, from its own seed and the parts that name the step."""
     return [torch.Generator().manual_seed(derive_seed(int(seed), *parts)) for seed in seeds]

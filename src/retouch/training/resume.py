@@ -1,5 +1,5 @@
-"""Whether a run may go on from a checkpoint: by its run file and the one of today, and inside an epoch by what its
-rollouts were drawn from."""
+"""Whether a run may resume from a checkpoint: compare its run file with the current one and, for a mid-epoch
+checkpoint, the files that its rollouts were sampled with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAY_CHANGE = {
     "model": {
         "path", "train.image_encoder",  # by their files
         "family", "train.kind",  # refused in any case
-        "train.scale", "train.value_norm",  # by what an adapter's file says
+        "train.scale", "train.value_norm",  # by an adapter's file
         "offload_text_encoders", "offload_vae", "free_text_encoders", "vae_batch",
         "train.initial_adapter", "train.reference_dropout",  # of a new run, and of supervised steps
     },
@@ -49,7 +49,7 @@ _COMPARED = ("algorithm", "optimizer", "training")
 """Other sections with options that are compared."""
 
 Base = Mapping[str, str | None]
-"""What `models.embeddings.base_files` says."""
+"""Result of `models.embeddings.base_files`."""
 
 BASE = {
     "network_files": ("network", "path"),
@@ -57,12 +57,12 @@ BASE = {
     "vae_files": ("autoencoder", "path"),
     "image_encoder_files": ("image encoder", "train.image_encoder"),
 }
-"""Part of the files of a model -> what it is, and the option that says where."""
+"""Part of the files of a model -> its name in messages, and the option with its path."""
 
 NEW_RUN = "or start a new run under another name=..."
 INSIDE = "or resume from a checkpoint without rollouts.safetensors"
 KEYS = "example"
-"""Of the tensor beside an epoch's rows: the `item_key` of the example of each."""
+"""Name of the tensor beside an epoch's rows with the `item_key` of each row's example."""
 
 
 def resume_folder(config: RunConfig, checkpoints: Path) -> Path | None:
@@ -106,7 +106,7 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
     """
     same_kind(folder, state, config)
     before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], dump_run(config)))
-    for section, defaults in _defaults(config).items():  # an option that the checkpoint lacks did not exist yet
+    for section, defaults in _defaults(config).items():  # an option that is missing in the checkpoint did not exist yet
         before[section] = {**defaults, **before[section]}
     _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)
     after_warmup = state["progress"]["phase"] == "rl"
@@ -117,7 +117,7 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
         )
     if (folder / "rollouts.safetensors").exists():
         _same_sampling(folder, before, now)
-        if "base" in state:  # older ones do not say
+        if "base" in state:  # missing in older checkpoints
             _same_base(folder, before, now, state["base"], base)
 
 
@@ -188,7 +188,7 @@ def _same(
     given, kept = (run[section].get(name) for run in (now, before))
     if given != kept:
         option = f"{section}.{name}".removeprefix(".")
-        raise CheckpointError(f"{folder}: {what} {option}={kept}, the run file says {given}; set it back, {remedy}")
+        raise CheckpointError(f"{folder}: {what} {option}={kept}, the run file has {given}; set it back, {remedy}")
 
 
 def _flat(run: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _own_defaults(section: BaseModel) -> dict[str, Any]:
 
 
 def _warn_of_changes(saved: str, current: str) -> None:
-    """Of every line of the run file."""
+    """Log every line of the run file that differs."""
     before, now = saved.splitlines(), current.splitlines()
     for line in now:
         if line not in before and not line.startswith("resume:"):

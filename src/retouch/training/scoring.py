@@ -65,7 +65,7 @@ def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
 
 
 def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[int]) -> list[RewardItem]:
-    """What scorers see of samples: the image, and everything of its example but the target."""
+    """Scorers' inputs for samples: the image, and everything of its example except the target."""
     return [
         RewardItem(
             id=i,
@@ -112,7 +112,7 @@ def settle(
     if counted.failures:
         lost = int((~counted.valid).any(1).sum())
         reasons = summary([failure for *_, failure in counted.failures])
-        logger.warning("%d of %d images lack a reward: %s", lost, len(counted.valid), reasons)
+        logger.warning("%d of %d images have no reward: %s", lost, len(counted.valid), reasons)
     aside = rewards_of(_names(scores, counted=False), scores).failures
     if aside:
         reasons = summary([failure for *_, failure in aside])
@@ -230,7 +230,7 @@ class Tally:
 
     Attributes:
         asked: number of images.
-        lost: number of those that lack a reward with a weight, and cannot be trained on.
+        lost: number of those without every weighted reward; they are not trained on.
         failures: the reasons.
         before: number of images in the epochs before, and of those that were lost.
     """
@@ -263,7 +263,7 @@ def refuse_failures(tallies: Sequence[Tally], config: RewardClientConfig) -> Non
     little, and an item that always fails would stop it again and again.
 
     Args:
-        tallies: of every process, so that all of them decide the same.
+        tallies: of every process; all of them then decide the same.
 
     Raises:
         FailureRateExceeded: more than `max_failure_rate` of the epoch's images were lost, or `max_run_failure_rate` of
@@ -273,13 +273,13 @@ def refuse_failures(tallies: Sequence[Tally], config: RewardClientConfig) -> Non
     why = summary([failure for one in tallies for failure in one.failures])
     if lost > config.max_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{lost} of {asked} images lack a reward, over reward_client.max_failure_rate {config.max_failure_rate}: "
+            f"{lost} of {asked} images have no reward, over reward_client.max_failure_rate {config.max_failure_rate}: "
             f"{why}"
         )
     asked, lost = asked + sum(one.before[0] for one in tallies), lost + sum(one.before[1] for one in tallies)
     if asked >= _RUN_IMAGES and lost > config.max_run_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{lost} of the {asked} images so far lacked a reward, over reward_client.max_run_failure_rate "
+            f"{lost} of the {asked} images of the run had no reward, over reward_client.max_run_failure_rate "
             f"{config.max_run_failure_rate}: {why}"
         )
 

@@ -1,7 +1,7 @@
-"""What every recipe does around its optimizer steps: count, average, log, evaluate, checkpoint, resume, stop.
+"""Work around the optimizer steps of every recipe: count, average, log, evaluate, checkpoint, resume, stop.
 
-The state of a run is its weights and a few numbers (`Progress`): every random draw derives from the run's seed and
-these, so that a resumed run continues bit for bit.
+The state of a run is its weights and a few numbers (`Progress`): every random number derives from the run's seed and
+these, and a resumed run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Session:
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
-        self._counted = run.rewards.state()  # as of the last step: what is thrown away is asked for again
+        self._counted = run.rewards.state()  # as of the last step: discarded rewards are requested again
         self._stops = StopRequests(run.config.training.max_minutes, lambda flag: run.engine.any(flag), "the next step")
         self._owes_evaluation = False
         self._watch = StepWatch()
@@ -288,7 +288,7 @@ class Session:
         self._stop_if_asked(None, between_epochs=True)
 
     def probe_rewards(self) -> None:
-        """Every `probe_every` epochs: do the scorers still score the same pictures alike?"""
+        """Every `probe_every` epochs, check that the scorers still give the same images the same rewards."""
         client, rewards = self.config.reward_client, self.run.rewards
         if not client.probe_every or self.progress.epoch % client.probe_every or not self.run.engine.is_main:
             return
@@ -300,7 +300,7 @@ class Session:
                     self._alert(alarm, stop=client.on_drift == "stop")
 
     def learning_rate(self, base: float, step: int, steps: int) -> float:
-        """Of step `step` (from 0) of a phase of `steps`: ramp, then constant or down to 0."""
+        """Learning rate of step `step` (from 0) of a phase of `steps`: warm-up, then constant or decay to 0."""
         c = self.config.optimizer
         ramp = min(1.0, (step + 1) / c.ramp_steps) if c.ramp_steps else 1.0
         share = step / max(1, steps)
@@ -308,14 +308,14 @@ class Session:
         return base * ramp * decay
 
     def _rl_learning_rate(self) -> float:
-        """Of the next step after the warm-up."""
+        """Learning rate of the next step of the RL phase."""
         steps = self.config.training.max_steps - self.supervised_steps
         return self.learning_rate(self.config.optimizer.lr, self.progress.step - self.supervised_steps, steps)
 
     # --- evaluation and checkpoints ---
 
     def evaluate(self, moment: Moment) -> None:
-        """Evaluate the weights that the run file names on fixed seeds, once a step; processes share the pictures."""
+        """Evaluate the weights that the run file names on fixed seeds, once a step; processes share the examples."""
         if self._evaluated_at == self.progress.step and moment == "step":
             return
         result = evaluated(self.run)
@@ -338,7 +338,7 @@ class Session:
     # --- inside ---
 
     def _spent(self) -> dict[str, float]:
-        """Seconds and costs by part since they were asked for last."""
+        """Seconds and costs by part since the last call."""
         seconds = self.run.clock.split()
         return seconds | self.run.costs.split(seconds["step"])
 
@@ -375,15 +375,15 @@ class Session:
         records = read_metrics(self.run.dir.path / "metrics.jsonl")
         for record in records:
             if record["kind"] == "train":
-                self._watch.see(record)  # its alarms were told
+                self._watch.see(record)  # its alarms were reported before
         self._finished = has_finished(self.config, self.progress.step, records)
         if self.config.ema and "ema" not in self.run.policy.snapshots:
             raise CheckpointError(
-                f"{folder}: has no averaged weights, but the run file has an ema section; set ema=null "
+                f"{folder}: has no EMA weights, but the run file has an ema section; set ema=null "
                 "evaluation.weights=raw to go on without them"
             )
         if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
-            logger.warning("%s has averaged weights, but the run file has no ema section: they are dropped", folder)
+            logger.warning("%s has EMA weights, but the run file has no ema section: they are dropped", folder)
 
     def _require_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Files of the model may differ between machines: all processes go on, or none does.
@@ -432,4 +432,4 @@ class Session:
         for line in preset_lines(self.config):
             logger.info("%s", line)
         if not run.eval_is_held_out:
-            logger.warning("evaluating on training examples, which says little; set evaluation.data to others")
+            logger.warning("evaluating on training examples, not on a held-out set; set evaluation.data")

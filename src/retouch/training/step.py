@@ -81,10 +81,10 @@ class Step:
             self.values |= {"rows": float(self.total), "skipped": 0.0}
 
     def old(self, now: Tensor, recorded: Tensor) -> Tensor:
-        """What the policy that sampled says of the rows: log-probabilities or means.
+        """Log-probabilities or means of the rows under the policy that sampled them.
 
-        That is `now` while its weights are in use: the record then differs by rounding alone, which under bf16 is many
-        times the clip range and would clip at random.
+        That is `now` until the first update: the record then differs only by rounding, which under bf16 is many times
+        the clip range and would clip at random.
         """
         return now.detach() if self.fresh else recorded
 
@@ -104,7 +104,7 @@ class Step:
             logger.warning(
                 "off policy before the first update: max |log ratio| is %.2e, above %.0e. If forwards of sampling and "
                 "of training have different numbers of rows, bf16 explains it, above all with guidance: set "
-                "algorithm.old_log_probs=recomputed. Otherwise rollout and training do not compute the same policy",
+                "algorithm.old_log_probs=recomputed. If not, rollout and training do not compute the same policy",
                 off,
                 tolerance,
             )

@@ -1,7 +1,7 @@
 """Supervised optimizer steps: the denoising loss on examples with a target image (flow matching, arXiv 2210.02747).
 
 Alone they are SFT; before RL they are the warm-up. Departure from the paper: times go through the same shift as
-sampling (`shifted`), so that training sees the noise levels that sampling visits. For classifier-free guidance (arXiv
+sampling (`shifted`): training then uses the noise levels that sampling visits. For classifier-free guidance (arXiv
 2207.12598) a share of the rows can be trained without caption (`caption_dropout`) and, with a style adapter, without
 the reference.
 """
@@ -49,8 +49,8 @@ def supervised_loss(
 ) -> tuple[Tensor, Mapping[str, Tensor], int]:
     """The loss of one forward -> (loss, metrics, rows).
 
-    A row draws its noise, its time and whether it loses its caption from (run seed, step, number of the row among those
-    of all processes), whatever process or micro-batch computes it.
+    The noise of a row, its time and its caption dropout depend on (run seed, step, number of the row among those of all
+    processes), not on the process or micro-batch that computes it.
 
     Args:
         positions: in the data, of all rows of the step on this process.

@@ -35,8 +35,8 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """mean max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_prob - old_log_prob).
 
-    With mean-reduced log-probabilities ratios stay within about 1e-3 of 1, so that `clip_range` is 1e-5 .. 1e-3; the
-    0.2 of language models never clips there.
+    With mean-reduced log-probabilities ratios stay within about 1e-3 of 1, and `clip_range` is 1e-5 .. 1e-3; the 0.2 of
+    language models would never clip.
 
     Args:
         log_prob: [B] or [B, W], with gradient.
@@ -93,7 +93,7 @@ def guard_log_probs(
 
     The ratio becomes exp((log_prob - old_log_prob + b) q) with q = std and b = mean |mean - old_mean|² / (2 q²): the
     expected log-ratio of a policy that moved is -b, which pushes ratios below 1 and lets the clip miss them; q makes
-    the spread alike at every noise level. b belongs to each row (public code averages it over the batch). The paper
+    the spread equal at every noise level. b belongs to each row (public code averages it over the batch). The paper
     also divides each step's loss by -dt: pass -1 / dt as `step_weight`.
 
     Args:

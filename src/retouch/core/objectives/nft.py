@@ -22,7 +22,7 @@ Mode = Literal["normal", "positive_only", "negative_only", "one_only", "binary"]
 Decay = Literal["copy", "frozen", "ramp_half", "ramp_full"]
 
 SMALLEST_SCALE = 1e-5
-"""Of the self-normalisation: where the implicit policy already hits the image, its error is not blown up further."""
+"""Smallest divisor of the self-normalisation: an error near 0 is not amplified without bound."""
 
 
 def nft_loss(
@@ -45,8 +45,8 @@ def nft_loss(
         x0± = x_t - s v±        w± = stopgrad mean |x0± - x0|        L± = mean (x0± - x0)² / w±
         loss = mean c [r L+ + (1 - r) L-] / m
 
-    At v = v_old the gradient of a row is A times that of flow matching, times s² / w, so that A > 0 moves towards the
-    image and A < 0 away; the loss's *value* there does not depend on the rewards at all. Away from v_old a row of
+    At v = v_old the gradient of a row is A times that of flow matching, times s² / w: A > 0 moves towards the image and
+    A < 0 away. The loss's *value* there does not depend on the rewards. Away from v_old a row of
     advantage 0 still has a gradient (it pulls back to v_old): only weight 0 makes a row inert. The KL term is not here.
 
     Args:
@@ -94,7 +94,7 @@ def nft_loss(
 
 
 def effective_advantages(advantages: Tensor, clip: float, mode: Mode) -> Tensor:
-    """Advantages [B] as a mode sees them, within ±clip.
+    """Advantages [B] under a mode, within ±clip.
 
     normal: clipped. positive_only, negative_only: the other side is 0. one_only: 1 above 0, else 0. binary: the sign.
     """

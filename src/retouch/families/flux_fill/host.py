@@ -14,7 +14,7 @@ from retouch.config.errors import ConfigError
 
 
 class FluxIpProcessor(IpProcessor):
-    """Of the double and single blocks of FLUX."""
+    """Attention with a style adapter in the double and single blocks of FLUX."""
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 The token sequence of the transformer is, per 2 x 2 patch of latent cells and in this order: noisy latents, latents of
 the masked image, the mask itself with its pixels unshuffled into channels. Everything here equals
 `diffusers.FluxFillPipeline` on the same weights (tests/families/test_flux_fill.py), except that the masked image is
-encoded by the mode of the autoencoder's posterior, so that a condition is a function of its example.
+encoded by the mode of the autoencoder's posterior: a condition is then a function of its example.
 
 Legend: B samples, C latent channels, h w latent sides, S text tokens, D widths.
 """

@@ -1,1 +1,1 @@
-"""What the Qwen-Image families share."""
+"""Common code of the Qwen-Image families."""

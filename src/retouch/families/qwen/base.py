@@ -1,7 +1,7 @@
-"""What the families on Qwen-Image's networks share: tokens, true guidance, conditions.
+"""Common code of the families on Qwen-Image's networks: tokens, true guidance, conditions.
 
-Prompts become text states in `retouch.families.qwen.text`. The transformer takes the tokens of the noisy image and,
-behind them, those of images to edit, which it tells apart by their positions. Guidance above 1 runs a negative prompt
+Prompts become text states in `retouch.families.qwen.text`. The transformer takes the tokens of the noisy image, then
+those of the images to edit; their positions distinguish them. Guidance above 1 runs a negative prompt
 beside the prompt and scales the guided prediction back, token by token, to the length of the one with the prompt.
 
 Legend: B samples, C latent channels, h w latent sides, S text tokens, L of one sample, D widths.
@@ -77,7 +77,7 @@ class QwenModel(FamilyModel):
             size: (height, width) of the generated images.
             guidance_scale: above 1 `predict` guides away from `negative`; at 1 that must be empty.
             negative: [L, D] of each sample.
-            pictures: latents [1, C, h, w] of the images that each sample edits: as many in each, of the same sizes.
+            pictures: latents [1, C, h, w] of the images that each sample edits: equally many, of equal sizes.
 
         Raises:
             ValueError: a size or a number of samples that does not fit, or guidance without negative states.
@@ -91,9 +91,9 @@ class QwenModel(FamilyModel):
         if negative and len(negative) != len(text):
             raise ValueError(f"{len(text)} rows of text states, but {len(negative)} negative ones")
         if pictures and len(pictures) != len(text):
-            raise ValueError(f"{len(text)} rows of text states, but pictures of {len(pictures)}")
+            raise ValueError(f"{len(text)} rows of text states, but images to edit of {len(pictures)}")
         if bool(pictures and pictures[0]) != ("source" in self.spec.needs):
-            wants = "needs pictures to edit" if "source" in self.spec.needs else "takes no pictures to edit"
+            wants = "needs images to edit" if "source" in self.spec.needs else "takes no images to edit"
             raise ValueError(f"{self.spec.family} {wants}; given {len(pictures[0]) if pictures else 0} a row")
         longest = max(len(states) for states in (*text, *negative))
         states, mask = padded([states.to(self.device) for states in text], longest)
@@ -150,11 +150,11 @@ def unpadded(states: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def picture_tensors(pictures: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Latents [1, C, h, w] of the pictures of B rows -> `picture_0` [B, C, h, w], `picture_1` ..."""
+    """Latents [1, C, h, w] of the images to edit of B rows -> `picture_0` [B, C, h, w], `picture_1` ..."""
     return {f"picture_{i}": torch.cat(column) for i, column in enumerate(zip(*pictures, strict=True))}
 
 
 def pictures_in(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """What `picture_tensors` put in, in order."""
+    """The tensors of `picture_tensors`, in order."""
     count = sum(name.startswith("picture_") for name in tensors)
     return [tensors[f"picture_{i}"] for i in range(count)]

@@ -41,7 +41,7 @@ def merge_distillation_lora(network: Any, lora: DistillationLora | None) -> None
 
 
 def _read(lora: DistillationLora) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Tensors by diffusers' names, and what the file says of their scale."""
+    """Tensors by diffusers' names, and the scale that the file's metadata records."""
     local = Path(lora.path).expanduser()
     path = str(local) if local.exists() else lora.path
     loader: Any = QwenImageLoraLoaderMixin

@@ -1,4 +1,4 @@
-"""What the Qwen-Image families share in a run file, and facts of their networks."""
+"""Common options of the Qwen-Image families in a run file, and facts of their networks."""
 
 from __future__ import annotations
 

@@ -30,19 +30,18 @@ from retouch.families.text import (
 logger = logging.getLogger(__name__)
 
 Task = Literal["draw", "edit", "edit_plus"]
-"""Which chat a prompt is put into: text to image, one picture to edit, or numbered pictures to edit."""
+"""Chat template of a prompt: text to image, one image to edit, or numbered images to edit."""
 
 PREFIX: dict[Task, int] = {"draw": 34, "edit": 64, "edit_plus": 64}
 """Tokens of the chat before the user's words, with the released tokenizer."""
 
 USER = "<|im_start|>user\n"
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
-"""A picture in a chat; the processor repeats the pad for as many tokens as the picture takes."""
+"""An image in a chat; the processor repeats the pad for as many tokens as the image takes."""
 
 
 class ImageTextProcessor(Qwen2_5_VLProcessor):
-    """The released processor for text and pictures alone; the stock class also loads one for videos, which needs
-    torchvision."""
+    """The released processor without its video part, which needs torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any) -> None:
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
@@ -72,15 +71,15 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-"""What the released processor makes of text and pictures, as a template of its own: a policy that chats with it is
-asked what the diffusion network is conditioned on, token by token, whatever template its files bring."""
+"""The released processor's chat format as a template. A VLM policy that uses it reads exactly the tokens that condition
+the diffusion network, whichever template its files contain."""
 
 
 @lru_cache
 def template(task: Task) -> str:
-    """The chat that the released model was trained on, as diffusers has it; {} stands for the pictures and the prompt.
+    """The chat that the released model was trained on, from diffusers; {} stands for the images and the prompt.
 
-    `edit` has its one picture in the text; here it is where the pictures are for `edit_plus`, in front of the prompt.
+    diffusers writes the one image of `edit` into the text; here it stands in front of the prompt, as in `edit_plus`.
     """
     absent: Any = None
     if task == "draw":
@@ -90,13 +89,13 @@ def template(task: Task) -> str:
 
 
 def chat(task: Task, prompt: str, pictures: int = 0) -> str:
-    """A prompt and its pictures in the template of a task."""
+    """A prompt and its images in the template of a task."""
     seen = "".join(f"Picture {i + 1}: {SEEN}" for i in range(pictures)) if task == "edit_plus" else SEEN * pictures
     return template(task).replace("{}", seen + prompt)
 
 
 def system_text(task: Task) -> str:
-    """What the system says in the chat of a task."""
+    """System message in the chat of a task."""
     return template(task).partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
 
 
@@ -128,13 +127,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ChatStates:
-    """A prompt and pictures in the chat of a task -> states of the vision-language model behind the system part.
+    """A prompt and images in the chat of a task -> states of the vision-language model after the system part.
 
     Attributes:
         model: its weights may be in training and have adapters; encoding is done without dropout and gradients.
-        tokenizer: of text alone.
-        processor: of text with pictures; None where the task has none.
-        length: tokens kept at most, pictures and the end of the chat included.
+        tokenizer: for text without images.
+        processor: for text with images; None where the task has none.
+        length: tokens kept at most, including images and the end of the chat.
     """
 
     model: Any  # Qwen2_5_VLForConditionalGeneration
@@ -147,7 +146,7 @@ class ChatStates:
         """States [L, D] on the model's device.
 
         Raises:
-            ValueError: the pictures alone take more tokens than are kept.
+            ValueError: the images alone take more tokens than are kept.
         """
         inputs, drop = self._inputs(prompt, pictures)
         with evaluating(self.model):
@@ -160,7 +159,7 @@ class ChatStates:
         return inputs["input_ids"].shape[1] - drop
 
     def _inputs(self, prompt: str, pictures: Sequence[Image]) -> tuple[dict[str, Tensor], int]:
-        """What the model takes, of one row without padding, and how many of its states are cut off."""
+        """The model's inputs of one row without padding, and the number of states to cut off in front."""
         text = chat(self.task, prompt, len(pictures))
         if pictures:
             inputs = dict(self.processor(text=[text], images=list(pictures), return_tensors="pt"))
@@ -170,7 +169,7 @@ class ChatStates:
         return self._shortened(inputs, drop, prompt), drop
 
     def _shortened(self, inputs: dict[str, Tensor], drop: int, prompt: str) -> dict[str, Tensor]:
-        """Without the last tokens of the prompt where there are too many: pictures and the end of the chat stay."""
+        """Cut the last tokens of a prompt that is too long; images and the end of the chat stay."""
         ids = inputs["input_ids"]
         over = ids.shape[1] - drop - self.length
         if over <= 0:
@@ -179,8 +178,8 @@ class ChatStates:
         words = len(self.tokenizer(prompt).input_ids)
         if over > words:
             raise ValueError(
-                f"the pictures and the chat around a prompt take {ids.shape[1] - drop - words} tokens, but "
-                f"model.max_sequence_length is {self.length}; raise it, or show the text encoder smaller pictures "
+                f"the images and the chat around a prompt take {ids.shape[1] - drop - words} tokens, but "
+                f"model.max_sequence_length is {self.length}; raise it, or give the text encoder smaller images "
                 "(model.vision_pixels)"
             )
         logger.warning(
@@ -200,10 +199,10 @@ class ChatStates:
 
 @dataclass(frozen=True)
 class PaddedChats:
-    """What a family keeps of prompts -> states of their chats, padded to one length.
+    """Stored prompts of a family -> states of their chats, padded to one length.
 
     Attributes:
-        read: the prompt and the pictures of what is kept.
+        read: the prompt and the images of a stored one.
         states: the states [B, S, D]; False: which of them are no padding [B, S].
     """
 

@@ -14,7 +14,8 @@ from retouch.adapters.hosts import BlockHost, IpProcessor, Reference
 
 
 class QwenIpProcessor(IpProcessor):
-    """Of the blocks of Qwen-Image, whose attention is joint: image queries attend to the tokens."""
+    """Attention with a style adapter in the blocks of Qwen-Image (joint attention): image queries attend to the
+    reference tokens."""
 
     def __call__(
         self,

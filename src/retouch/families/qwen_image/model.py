@@ -1,10 +1,10 @@
 """Qwen-Image: a flow model that generates an image from a prompt, or repaints a mask, on diffusers' own networks.
 
-The network knows no mask: inpainting blends latents. Outside the mask the state stays on the straight line from the
+The network has no mask input: inpainting blends latents. Outside the mask the state stays on the straight line from the
 noise to the source, so the velocity there is (x - x0) / sigma. The blend is a part of `predict`; solvers need not know
 of it, and the state outside is the source's at every step, as in `QwenImageInpaintPipeline`. Everything here equals
 diffusers' pipelines on the same weights (tests/families/test_qwen_image.py), except that the source is encoded by the
-mode of the autoencoder's posterior, so that a condition is a function of its example.
+mode of the autoencoder's posterior: a condition is then a function of its example.
 
 Legend: B samples, C latent channels, h w latent sides, S text tokens, D widths.
 """

@@ -87,8 +87,8 @@ class QwenImageEdit(QwenModel):
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
         """Sources, as latents and with the text, of examples of one size; a `guidance_scale` above 1 adds the negative
-        prompt with the same image, and `predict` then doubles the batch of the network. A mask is kept for losses that
-        are restricted to it; the network sees none.
+        prompt with the same image, and `predict` then doubles the batch of the network. A mask is kept only for losses
+        that are restricted to it.
 
         Raises:
             ValueError: an example without a source, or a size that the network does not take.

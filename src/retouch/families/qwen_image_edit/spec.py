@@ -20,7 +20,7 @@ RELEASED: dict[EditVariant, str] = {"edit": "Qwen/Qwen-Image-Edit", "edit_plus":
 """Variant -> hub id."""
 
 CHAT_TOKENS = 11
-"""Most tokens that the chat adds around an image and a prompt: "Picture 1: ", two marks, and the end of the turn."""
+"""Most tokens that the chat adds around an image and a prompt: `Picture 1: `, two marks, and the end of the turn."""
 
 
 class QwenImageEditModel(QwenSection):
@@ -45,7 +45,7 @@ class QwenImageEditModel(QwenSection):
     embeddings: Text | None = None
     """Must be null: the states of the text encoder depend on the image."""
     variant: EditVariant = "edit"
-    """"edit" is Qwen-Image-Edit; "edit_plus" is Edit-Plus (2509), whose text encoder sees an image of 384 x 384."""
+    """"edit" is Qwen-Image-Edit; "edit_plus" is Edit-Plus (2509), whose text encoder reads an image of 384 x 384."""
     max_sequence_length: Annotated[int, Field(ge=1, le=2048)] = 1024
     """Tokens that the image, the prompt and the end of the chat template are padded to. A longer prompt is cut, with a
     warning; the image never is."""
@@ -71,8 +71,8 @@ class QwenImageEditModel(QwenSection):
         return self.variant
 
     def shown_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """(height, width) at which the text encoder sees an image of `size`: the same, or `vision_pixels` at its aspect
-        ratio in multiples of 32."""
+        """(height, width) at which the text encoder reads an image of `size`: the same, or `vision_pixels` at its
+        aspect ratio in multiples of 32."""
         area = self.vision_pixels or (384 * 384 if self.variant == "edit_plus" else None)
         if area is None:
             return size

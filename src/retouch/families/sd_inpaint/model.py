@@ -3,7 +3,7 @@
 The channels of its input are, in this order: noisy latents, the mask (its pixel at the corner of each latent cell),
 latents of the masked image. Everything here equals `diffusers.StableDiffusionInpaintPipeline` with a `DDIMScheduler` on
 the same weights (tests/families/test_sd_inpaint.py), except that the masked image is encoded by the mode of the
-autoencoder's posterior, so that a condition is a function of its example.
+autoencoder's posterior: a condition is then a function of its example.
 
 Stable Diffusion 2 inpainting has the same pipeline, and loads as well.
 
@@ -39,7 +39,7 @@ class SdInpaint(FamilyModel):
 
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        # only the noise levels of its config are read, so that any scheduler of the pipeline serves
+        # any scheduler of the pipeline works: only the noise levels of its config are read
         self.scheduler: Any = DDIMScheduler.from_config(self.scheduler.config)
         for key, needed in (("prediction_type", "epsilon"), ("timestep_spacing", "leading")):
             given = self.scheduler.config[key]
@@ -92,7 +92,7 @@ class SdInpaint(FamilyModel):
         )
         absent: Any = None
         return StableDiffusionInpaintPipeline(
-            vae=tiny.autoencoder(latent_channels=4, shift_factor=None),  # the pipeline knows no shift
+            vae=tiny.autoencoder(latent_channels=4, shift_factor=None),  # the pipeline applies no shift
             text_encoder=tiny.clip(),
             tokenizer=tiny.byte_clip_tokenizer(),
             unet=unet,
@@ -107,7 +107,7 @@ class SdInpaint(FamilyModel):
 
     def schedule(self, num_steps: int, size: tuple[int, int]) -> AlphaBarSchedule:
         final = float(self.scheduler.final_alpha_cumprod)
-        # the pipeline samples with an offset of 1, whatever an old config says
+        # the pipeline samples with an offset of 1, whatever an old config contains
         return AlphaBarSchedule.make(self.scheduler.alphas_cumprod, num_steps, steps_offset=1, final_alpha_bar=final)
 
     @torch.no_grad()
