@@ -160,7 +160,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an empty text": (
         empty_text,
-        "self_bench.txt line 4: the text of item 103 is empty; write what the mask shall say",
+        "self_bench.txt line 4: the text of item 103 is empty; write the target text of the mask",
     ),
     "a file that is no image": (
         lambda folder: (folder / "test103_source.png").write_text("<html>"),
@@ -365,7 +365,7 @@ def test_a_checkpoint_of_other_weights(finished: Finished, run_yaml: Callable[..
         )
     lora = run_yaml(model__train={"kind": "lora", "rank": 4, "alpha": 16})
     assert refused(retouch("eval", "--config", lora, "--weights", folder)).endswith(
-        "/ema: rank 4 and alpha 8 were trained, but model.train says 4 and 16; "
+        "/ema: rank 4 and alpha 8 were trained, but model.train has 4 and 16; "
         "set model.train.rank=4 model.train.alpha=8"
     )
 

@@ -141,8 +141,8 @@ def test_a_large_image_is_repainted_at_full_resolution_around_the_mask(
     outcome = retouch("sample", *run, *image, *mask, *text, "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     assert (
-        "large.png: the model sees 1200 x 600 pixels around the mask at 64 x 32: 512 effective pixels in the mask (184 "
-        "without the crop, --crop none)"
+        "large.png: the model receives 1200 x 600 pixels around the mask at 64 x 32: 512 effective pixels in the mask "
+        "(184 without the crop, --crop none)"
     ) in " ".join(outcome.err.split())
     hard = pixels(tmp_path / "out/large.png")
     assert repainted_inside_alone(hard, (*image, *mask))

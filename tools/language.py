@@ -162,12 +162,28 @@ def source(folder: Path = REPOSITORY / "src") -> Iterator[Text]:
     for path in sorted(folder.rglob("*.py")):
         code = path.read_text(encoding="utf-8")
         name = path.relative_to(folder.parent).as_posix()
-        for node in ast.walk(ast.parse(code)):
+        tree = ast.parse(code)
+        kept = {id(part) for value in judge_texts(tree) for part in ast.walk(value)}
+        for node in ast.walk(tree):
+            if id(node) in kept:
+                continue
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
                 yield Text(name, node.lineno, string_text(node.value))
         for token in tokenize.generate_tokens(io.StringIO(code).readline):
             if token.type == tokenize.COMMENT:
                 yield Text(name, token.start[0], string_text(token.string.lstrip("#! ")))
+
+
+def judge_texts(tree: ast.AST) -> Iterator[ast.expr]:
+    """Values of `question`, `_QUESTION` and `_ABOUT_...`: texts to a judge, which another wording would change."""
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?question|_ABOUT_\w+", target.id, re.IGNORECASE):
+                assert isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+                yield node.value
 
 
 def string_text(string: str) -> str:

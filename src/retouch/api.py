@@ -128,7 +128,7 @@ class Run:
             fit: "crop" or "stretch", for an image of another aspect ratio; None: the run's.
             feather: radius of the soft edge inside the mask in pixels.
             box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
-            crop: "auto", "mask" or "none": whether the model sees a box around the mask or the whole image.
+            crop: "auto", "mask" or "none": whether the model receives a box around the mask or the whole image.
             context: margin of that box on each side, as a share of the mask box's longer side.
 
         Raises:

@@ -22,7 +22,7 @@ WHERE = "logging.dir or --out"
 
 @contextmanager
 def writing(place: Path | str, options: str = WHERE) -> Iterator[None]:
-    """Add the path to errors of writing that lack it, and convert those of torch and safetensors to OSError.
+    """Add the path to write errors that do not name it, and convert those of torch and safetensors to OSError.
 
     Args:
         options: the options that set the path, for the message.

@@ -1,7 +1,7 @@
-"""Reference pictures as vectors: a frozen SigLIP (or CLIP) in front of the style adapters.
+"""Reference images as vectors: a frozen SigLIP (or CLIP) in front of the style adapters.
 
-A reference is padded to a square, so that letters keep their shape, and embedded once and alone; the vector is the
-frozen part of its condition. What is trained (the projection into tokens) runs inside the network's forward.
+A reference is padded to a square, which keeps the shape of letters, and embedded once and alone; the vector is the
+frozen part of its condition. The trained part (the projection into tokens) runs inside the network's forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CACHE_SIZE = 4096
 
 
 class ImageEncoder:
-    """Pictures -> vectors, each computed once.
+    """Images -> vectors, each computed once.
 
     Attributes:
         width: D of a vector.
@@ -99,7 +99,7 @@ class ImageEncoder:
                 raise
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(f"{where}, which cannot be loaded: {reason.rstrip('. ')}") from None
-        if info["missing_keys"]:  # transformers draws them at random and goes on
+        if info["missing_keys"]:  # transformers initializes them at random without an error
             raise ConfigError(f"{where}: {len(info['missing_keys'])} weights are missing; copy it anew")
         mean, std = (options.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))
         return cls(model, output, mean, std, resident=resident)
@@ -116,7 +116,7 @@ class ImageEncoder:
         return torch.stack(self._cache.get_all(keys, lambda missing: self._embed([images[i] for i in missing])))
 
     def pixels(self, image: Image.Image) -> Tensor:
-        """[3, size, size] normalised, of the picture padded to a square."""
+        """[3, size, size] normalised, of the image padded to a square."""
         square = pad_to_square(image.convert("RGB")).resize((self.size, self.size), Image.Resampling.BICUBIC)
         values = torch.from_numpy(np.asarray(square, np.float32)).permute(2, 0, 1) / 255
         return (values - self._mean) / self._std
@@ -134,7 +134,7 @@ class ImageEncoder:
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
-    """The picture in the middle of a black square (Calligrapher's padding): nothing of it is cut off or stretched."""
+    """The image in the middle of a black square (Calligrapher's padding), neither cropped nor stretched."""
     side = max(image.size)
     square = Image.new("RGB", (side, side))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
@@ -148,5 +148,5 @@ def _preprocessor(path: str) -> dict[str, Any]:
 
 
 def picture_key(image: Image.Image) -> str:
-    """Hash of what a picture shows."""
+    """Hash of an image's pixels."""
     return hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Images and masks in numpy and PIL: paste-back, mask boxes, crops, colour modes, text distance. No torch.
+"""Images and masks in numpy and PIL: composites, mask boxes, crops, colour modes, text distance. No torch.
 
 Arrays are [H, W, 3] uint8 RGB and [H, W] masks, 255 = repaint. Boxes are half-open (left, top, right, bottom).
 """
@@ -284,7 +284,7 @@ MOST_ENLARGED = 8
 
 @dataclass(frozen=True)
 class MaskCrop:
-    """Choice of a box around a mask that the model sees instead of the whole image.
+    """Choice of a box around a mask that is passed to the model instead of the whole image.
 
     Attributes:
         context: margin on each side, as a share of the mask box's longer side.

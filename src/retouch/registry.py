@@ -1,7 +1,7 @@
 """Components by name: those of the package, of installed packages (entry points), and of modules that a run file names.
 
-A component is one class or object in one file. The package lists its own as `name -> "module:attribute"`, so that a
-module is imported only when its component is used. Other packages add theirs through an entry point of the registry's
+A component is one class or object in one file. The package lists its own as `name -> "module:attribute"`: a module
+is imported only when its component is used. Other packages add theirs through an entry point of the registry's
 group, or by calling `register` when a module named under `plugins` of a run file is imported.
 """
 
@@ -22,7 +22,7 @@ from pydantic_core import CoreSchema
 logger = logging.getLogger(__name__)
 
 PLUGINS = "RETOUCH_PLUGINS"
-"""Environment variable: modules of plug-ins, separated by commas. It tells them to processes that read no run file."""
+"""Environment variable: modules of plug-ins, separated by commas, for processes that read no run file."""
 
 _plugins: set[str] = set()
 

@@ -32,17 +32,17 @@ class Example:
     """One training or test item; all images have the size of the run.
 
     Attributes:
-        id: stable integer within the data set; what groups, seeds and reports key on.
-        prompt: what the model is told.
-        source: RGB picture to repaint, or None for text-to-image.
+        id: stable integer within the data set; the key of groups, seeds and reports.
+        prompt: text condition of the model.
+        source: RGB image to repaint or edit, or None for text-to-image.
         mask: mode "L", 255 = repaint, 0 = keep.
         target: RGB ground truth; None where there is none (RL needs none).
-        reference: RGB style picture of any size.
+        reference: RGB style reference of any size.
         metadata: further fields of the item; `text` is the text to write.
-        win, lose: RGB pictures of which the first is preferred; pairs of offline DPO.
-        size: (height, width) in pixels to draw at where there is no source.
-        strip: RGB, as wide as the source: what the model sees above it, and nobody else (in-context reference).
-        embedding_path: a file with what text encoders made of the prompt; only flux_fill reads it.
+        win, lose: RGB images of which the first is preferred; pairs of offline DPO.
+        size: (height, width) in pixels to generate at where there is no source.
+        strip: RGB, as wide as the source: in-context reference above it, which only the model receives.
+        embedding_path: a file with the text encoders' output for the prompt; only flux_fill reads it.
     """
 
     id: int
@@ -61,7 +61,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Condition:
-    """An encoded batch of examples: everything `predict` and the objectives need besides x and t.
+    """An encoded batch of examples: the inputs of `predict` and the objectives other than x and t.
 
     Attributes:
         tensors: named tensors, each [B, ...]; the names belong to the family.
@@ -125,7 +125,7 @@ class DiffusionModel(Protocol):
         ...
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """The one forward of the policy, for rollout and training alike.
+        """The one forward of the policy, for rollout and training.
 
         Args:
             network: what the engine returned for `self.network`.
@@ -148,15 +148,15 @@ class DiffusionModel(Protocol):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a rollout leaves of its path through the latents, in fp32.
+    """The recorded part of a rollout's path through the latents, in fp32.
 
     Attributes:
         final: [B, C, H, W] clean latents.
         times: [T + 1] of the schedule.
         first_step: index of the first trained step; the S trained steps are consecutive.
         latents: [B, S + 1, C, H, W], the states around the trained steps; with S = 0 the clean latents alone.
-        log_probs: [B, S] as the sampler drew them.
-        means: [B, S, C, H, W] of the trained steps, where an objective asks for them.
+        log_probs: [B, S] recorded by the sampler.
+        means: [B, S, C, H, W] of the trained steps, where an objective needs them.
     """
 
     final: Tensor

@@ -460,7 +460,7 @@ def test_ten_lines_for_users(finished: Path, styled: Path) -> None:
     with pytest.raises(ConfigError, match="is not attached"):
         adapter.detach()
     nameless = retouch_adapters.load(finished / "checkpoints/step-000006/ema/ip-adapter.bin").attach(pipe)
-    with pytest.raises(ConfigError, match="does not say which encoder it is for"):
+    with pytest.raises(ConfigError, match="names no image encoder"):
         nameless.condition([example.reference])  # type: ignore[list-item]
 
 

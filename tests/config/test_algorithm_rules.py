@@ -45,7 +45,7 @@ OFFLINE = (PAIRS, "rewards={}")
         (
             (SD, "rollout.num_steps=1"),
             (
-                "rollout.num_steps: given 1, but step_rule ddim draws no noise in the last step; set num_steps to 2 or "
+                "rollout.num_steps: given 1, but step_rule ddim adds no noise in the last step; set num_steps to 2 or "
                 "more, or another step_rule"
             ),
         ),

@@ -177,8 +177,8 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("algorithm.timestep_fraction=0.5", "rollout.window={size: 2}"),
             (
-                "algorithm.timestep_fraction: given 0.5 beside rollout.window; the window already says which steps are "
-                "trained; leave timestep_fraction at 1.0"
+                "algorithm.timestep_fraction: given 0.5 beside rollout.window; the window already selects the "
+                "trained steps; leave timestep_fraction at 1.0"
             ),
         ),
         (
@@ -261,7 +261,7 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("rollout={step_rule: cps, num_steps: 1}",),
             (
-                "rollout.num_steps: given 1, but step_rule cps draws no noise in the last step; set num_steps to 2 or "
+                "rollout.num_steps: given 1, but step_rule cps adds no noise in the last step; set num_steps to 2 or "
                 "more, or another step_rule"
             ),
         ),
@@ -293,7 +293,7 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("data.reference=half_box", "rewards={style: {}}"),
             (
-                "data.reference: given 'half_box', which repaints half of a text, so that no reward can read it; set "
+                "data.reference: given 'half_box', which repaints half of a text; no reward can read that; set "
                 "it under warmup_data (SFT: data, with evaluation.data), and set mask_box here"
             ),
         ),

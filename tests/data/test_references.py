@@ -130,7 +130,7 @@ def test_a_malformed_cross_line_is_an_error_of_its_own(line: str, bench: Bench) 
 
 def test_cross_lists_without_text_or_pictures(bench: Bench) -> None:
     assert str(cross(bench, ["12-3- "]).items()[0]) == (
-        "cross_bench.txt line 1: the text of item 12 is empty; write what the mask shall say"
+        "cross_bench.txt line 1: the text of item 12 is empty; write the target text of the mask"
     )
     config = cross(bench.add(1), ["1-2-A"])
     (item,) = config.items()

@@ -52,8 +52,8 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_text(bench: Bench) -> No
         ("x1-Azir", "'x1-Azir' is not {number}-{text}"),
         ("-Azir", "'-Azir' is not {number}-{text}"),
         ("1.5-Azir", "'1.5-Azir' is not {number}-{text}"),
-        ("12-", "the text of item 12 is empty; write what the mask shall say"),
-        ("12- \t", "the text of item 12 is empty; write what the mask shall say"),
+        ("12-", "the text of item 12 is empty; write the target text of the mask"),
+        ("12- \t", "the text of item 12 is empty; write the target text of the mask"),
     ],
 )
 def test_a_malformed_line_is_an_error_of_its_own(line: str, problem: str, bench: Bench) -> None:

@@ -484,7 +484,7 @@ def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: P
     assert auto() == "ok: holds no checkpoint; the run starts from step 0"
     (tmp_path / "runs/t/checkpoints/step-000001").mkdir(parents=True)
     (tmp_path / "runs/t/checkpoints/step-000001/complete.json").write_text("{}", encoding="utf-8")
-    assert auto() == "ok: as resume says"
+    assert auto() == "ok: resumes (resume=auto)"
 
 
 # --- rewards ---
@@ -518,14 +518,14 @@ def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.Monke
         assert (what, "has no reward preservation; it has: other" in says) == ("reward preservation", True)
     with serving({"preservation": Failing()}) as url:
         what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
-        assert (what, says == "ready, but it did not score a picture: bad_item: no") == ("reward preservation", True)
+        assert (what, says == "ready, but it did not score an image: bad_item: no") == ("reward preservation", True)
 
 
 def test_the_reward_that_a_run_starts_by_itself(run_yaml: Callable[..., Path]) -> None:
     [line] = [
         line for line in lines(run_yaml(rewards={"preservation": {"url": "auto"}})) if line["what"].startswith("reward")
     ]
-    assert (line["status"], line["says"]) == ("ok", "auto: ready, and scored a picture")
+    assert (line["status"], line["says"]) == ("ok", "auto: ready, and scored an image")
 
 
 def test_rewards_of_what_was_said_score_the_doctors_picture() -> None:

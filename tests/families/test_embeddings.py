@@ -142,12 +142,12 @@ def test_entries_are_added_and_none_is_made_twice(signs: Path, tmp_path: Path) -
         (
             {"family": "qwen_image_edit"},
             "nft",
-            "model.family: qwen_image_edit has a text encoder that reads the picture with the prompt, so that .*",
+            "model.family: qwen_image_edit has a text encoder that reads the image with the prompt; .*",
         ),
         (
             {"family": "qwen_image"},
             "vlm_grpo",
-            "algorithm.name: vlm_grpo trains the text encoder, so that nothing of it can be kept",
+            "algorithm.name: vlm_grpo trains the text encoder; its embeddings cannot be kept",
         ),
     ],
 )

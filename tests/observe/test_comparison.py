@@ -111,9 +111,7 @@ def test_data_that_changed_under_one_name_are_noticed(runs: tuple[Path, Path], t
 def test_a_reward_that_is_defined_differently_is_not_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
     changed(runs[1], "paste_back: false", "paste_back: true")
     page, [verdict], [problem] = compared(tmp_path, *runs)
-    assert problem == (
-        "rewards.preservation: a and b define it differently (paste_back), so that its scores are not compared"
-    )
+    assert problem == ("rewards.preservation: a and b define it differently (paste_back); its scores are not compared")
     assert "preservation" not in verdict and "outside_l1" in verdict and problem in page
 
 

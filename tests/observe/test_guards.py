@@ -70,7 +70,7 @@ def test_gold_is_compared_with_its_best_and_statistics_with_the_first() -> None:
     assert gold.of_gold and "fell by 0.3" in gold.text
     assert rest == [
         Alarm("saturation of the images was 0.2 and is 0.5"),
-        Alarm("images become alike: the mean distance to the most similar other one was 0.4 and is 0.1"),
+        Alarm("images become too similar: the mean distance to the nearest other was 0.4 and is 0.1"),
     ]
 
 

@@ -215,7 +215,9 @@ def test_the_rate_of_the_run_is_that_of_all_processes_together() -> None:
     """Of 200 images so far, 21 of them lost on one of two."""
     run = [tally(10, 1, (90, 20)), tally(10, 0, (90, 0))]
     refuse_failures(run, limits(max_run_failure_rate=0.105))
-    with pytest.raises(FailureRateExceeded, match=r"21 of the 200 images so far .*max_run_failure_rate 0\.1: bad_item"):
+    with pytest.raises(
+        FailureRateExceeded, match=r"21 of the 200 images of the run .*max_run_failure_rate 0\.1: bad_item"
+    ):
         refuse_failures(run, limits(max_run_failure_rate=0.1))
     refuse_failures([tally(10, 1, (89, 20)), tally(10, 0, (90, 0))], limits(max_run_failure_rate=0.1))  # 199 say little
 

@@ -1,4 +1,4 @@
-"""What ComfyUI reads: LoRA by its names, and how its node for style adapters computes.
+"""ComfyUI's formats: names of LoRA weights, and the arithmetic of its node for style adapters.
 
     Stable Diffusion     lora_unet_down_blocks_0_..._attn1_to_q.lora_down.weight, .lora_up.weight, .alpha
     FLUX, Qwen-Image     transformer.transformer_blocks.0.attn.to_q.lora_A.weight, .lora_B.weight, .alpha
@@ -24,7 +24,7 @@ from retouch.adapters.lora import file_tensors
 FILE = "comfyui_lora.safetensors"
 
 TOKENS = 128
-"""What ComfyUI-IPAdapter-Flux builds its modules for, whatever the file holds."""
+"""Number of tokens that ComfyUI-IPAdapter-Flux builds its modules for, independent of the file."""
 
 
 def comfyui_tensors(state: Mapping[str, Tensor], rank: int, prefix: str) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def same_in_node(file: AdapterFile) -> bool:
 def node_weight(file: AdapterFile) -> float:
     """`weight` to set in the node.
 
-    Where `same_in_node`, this is the scale. Otherwise it is the mean over blocks of the root mean square of the scaled
+    If `same_in_node`, this is the scale. If not, it is the mean over blocks of the root mean square of the scaled
     values, which is the length that the norm takes away; it holds for tokens whose normalized entries are independent
     with variance 1, so it is an estimate.
     """

@@ -22,7 +22,7 @@ from retouch.config.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DIFFUSERS_TOKENS = 4
-"""What diffusers splits the one layer of an SD1.5 adapter into, whatever the file holds."""
+"""Number of tokens that diffusers splits the one layer of an SD1.5 adapter into, independent of the file."""
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -60,7 +60,7 @@ def export(base: Base, weights: Path, to: str, out: Path) -> Path:
     - `comfyui`: LoRA by the names that ComfyUI reads; a style adapter as the .bin of ComfyUI-IPAdapter-Flux.
     - `diffusers-ip-adapter`: the file that `pipe.load_ip_adapter` of Stable Diffusion takes.
 
-    Every file of a LoRA has alpha / rank in its weights, so that programs that do not read it apply the same update.
+    Every file of a LoRA has alpha / rank in its weights: programs that do not read alpha apply the same update.
 
     Raises:
         ConfigError: a format that does not fit what was trained.
@@ -132,7 +132,7 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
 
 
 def _report_weight(file: AdapterFile) -> None:
-    """What to set in ComfyUI's node, and where its images differ from ours."""
+    """Log the weight to set in ComfyUI's node, and when its images differ from retouch's."""
     weight = comfyui.node_weight(file)
     if comfyui.same_in_node(file):
         logger.info("in ComfyUI, set weight=%.4g in the node Apply IPAdapter Flux Model", weight)
@@ -157,7 +157,7 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
     if base.kind == "full":
         kind = getattr(diffusers, json.loads((weights / "config.json").read_text(encoding="utf-8"))["_class_name"])
         network, info = kind.from_pretrained(str(weights), torch_dtype=base.dtype, output_loading_info=True)
-        if info["missing_keys"]:  # diffusers draws them at random and goes on
+        if info["missing_keys"]:  # diffusers initializes them at random without an error
             raise ValueError(f"{weights}: {len(info['missing_keys'])} weights are missing")
         trained[base.network_name] = network
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, torch_dtype=base.dtype, **trained)

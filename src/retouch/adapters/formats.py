@@ -31,7 +31,7 @@ from retouch.errors import AdapterFileError
 from retouch.saved_tensors import DamagedFile, RefusedFile, load_saved
 
 NAME = "ip-adapter"
-"""Of the files in a checkpoint: ip-adapter.safetensors and ip-adapter.bin."""
+"""Stem of the files in a checkpoint: ip-adapter.safetensors and ip-adapter.bin."""
 
 SECTIONS = {
     "image_proj": "image_proj",
@@ -61,7 +61,7 @@ class AdapterShape:
     """Sizes that make an adapter.
 
     Attributes:
-        head: how the vector of a picture becomes tokens.
+        head: kind of projection from the vector of an image to tokens.
         width: D of the vector.
         tokens: T.
         token_width: W.
@@ -102,8 +102,8 @@ class AdapterShape:
         return found
 
     def numbers(self) -> list[int]:
-        """How the file counts the blocks: Tencent's numbers all attentions of a U-Net, of which every other one has
-        keys from the picture."""
+        """Numbers of the blocks in the file: Tencent's counts all attentions of a U-Net, of which every other one has
+        keys from the image."""
         return [2 * i + 1 if self.head == "linear" else i for i in range(len(self.inner))]
 
     def parameters(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class AdapterFile:
 
     @property
     def scale(self) -> list[float]:
-        """How much the reference counts in each block: 1 where the file does not say."""
+        """Weight of the reference in each block: 1 if the file has no scale."""
         return self.metadata.get("scale", [1.0] * len(self.shape.inner))
 
     @property
@@ -190,10 +190,10 @@ def read_adapter(path: Path) -> AdapterFile:
 
 
 def folded(file: AdapterFile) -> AdapterFile:
-    """The same adapter at scale 1, for programs that know no other: what a block adds is linear in its values, and
-    these have no bias, so that they take its factor.
+    """The same adapter at scale 1, for programs without a scale: the output of a block is linear in its values, and
+    these have no bias, so the value weights are multiplied by the scale.
 
-    An adapter that was trained with `value_norm` is returned as it is: the norm removes every factor of the values."""
+    An adapter that was trained with `value_norm` is returned unchanged: the norm removes every factor of the values."""
     if file.value_norm:
         return file
     values = [f"ip_adapter.{number}.to_v_ip.weight" for number in file.shape.numbers()]

@@ -12,7 +12,7 @@ Transformers get an attention processor with a second attention, from image toke
 With `value_norm` the values are normalized as the keys are, which is the attention of ComfyUI-IPAdapter-Flux. q' is the
 query after its norm and before the rotary embedding: image queries in a double block; all of them in a single block,
 which has no separate text (as in InstantX's and Calligrapher's code, whose weights this must run). The sum is taken
-before `to_out`. Without tokens the stock processor runs, so that an idle adapter is the stock model bit for bit.
+before `to_out`. Without tokens the stock processor runs: an idle adapter is bitwise identical to the stock model.
 
 Legend: B samples, S positions, T tokens, W their width, H heads, d width of a head.
 """
@@ -34,7 +34,7 @@ from retouch.families.base import AdapterFacts
 from retouch.registry import load_attribute
 
 EPS = 1e-5
-"""Of the norm of keys (and values), which has no weights."""
+"""Epsilon of the norm of keys (and values), which has no weights."""
 
 Reference = tuple[Tensor, Tensor | None]
 """Tokens [B, T, W], and which samples attend to them [B] (None: all)."""
@@ -158,7 +158,7 @@ class IpProcessor(nn.Module):
         nn.init.zeros_(self.to_v_ip.weight)
         self.scale = 1.0
         self.value_norm = False
-        self._stock = (stock,)  # in a tuple, so that it is no submodule
+        self._stock = (stock,)  # a tuple hides it from nn.Module, which would register a submodule
 
     @property
     def stock(self) -> Any:

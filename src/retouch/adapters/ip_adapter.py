@@ -1,12 +1,12 @@
-"""Style adapters (IP-Adapter, arXiv 2308.06721): a reference picture that every block of a frozen network attends to.
+"""Style adapters (IP-Adapter, arXiv 2308.06721): every block of a frozen network attends to a reference image.
 
     import retouch.adapters
     adapter = retouch.adapters.load("ip-adapter.safetensors").attach(pipe)
-    pipe(..., **adapter.condition([picture]))
+    pipe(..., **adapter.condition([reference]))
     adapter.detach()
 
-Nothing of diffusers is forked: attention processors take the picture's tokens, and the projection that makes them sits
-where stock networks look for one.
+Nothing of diffusers is forked: attention processors take the reference's tokens, and the projection that makes them is
+stored where stock networks expect one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IpAdapter:
 
     Attributes:
         names: key of the file -> parameter name in the network.
-        scale: how much the picture counts in each block.
+        scale: weight of the reference in each block.
         value_norm: whether the values are normalized, as the keys are.
     """
 
@@ -86,7 +86,7 @@ class IpAdapter:
         return {key: parameters[name] for key, name in self.names.items()}
 
     def set_scale(self, scale: float | Sequence[float]) -> None:
-        """How much the picture counts, in all blocks or in each; 0 leaves the stock model.
+        """Set the weight of the reference, in all blocks or in each; 0 is the stock model.
 
         Raises:
             ConfigError: not as many factors as blocks.
@@ -118,7 +118,7 @@ class IpAdapter:
 
 
 def new_adapter(network: Any, head: Head, width: int, tokens: int, seed: int = 0) -> IpAdapter:
-    """A fresh adapter in a network, its weights drawn from a seed: its values are 0, so that it changes nothing yet."""
+    """A new adapter in a network, initialized from a seed. Its values start at 0: the outputs do not change yet."""
     host = host_of(network)
     shape = AdapterShape(head, width, tokens, host.token_width(), host.inner())
     with torch.random.fork_rng(devices=[]):
@@ -182,7 +182,7 @@ class StyleAdapter:
         """Arguments of the pipeline's call for one reference each image (or one for all).
 
         Args:
-            encoder: what embeds the pictures; None loads the one that the file names.
+            encoder: embeds the references; None loads the one that the file names.
             guided: whether the call uses classifier-free guidance; only Stable Diffusion must know.
 
         Raises:
@@ -191,7 +191,7 @@ class StyleAdapter:
         if encoder is not None or self._encoder is None:
             named = encoder or self.file.metadata.get("image_encoder")
             if named is None:
-                raise ConfigError(f"{self.path} does not say which encoder it is for; give condition(..., encoder=...)")
+                raise ConfigError(f"{self.path} names no image encoder; give condition(..., encoder=...)")
             self._encoder = named if isinstance(named, ImageEncoder) else ImageEncoder.load(named, where="encoder")
         if self._encoder.width != self.file.shape.width:
             raise ConfigError(

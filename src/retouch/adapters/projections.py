@@ -1,4 +1,4 @@
-"""From the vector of a reference picture to the tokens that the blocks attend to.
+"""From the vector of a reference image to the tokens that the blocks attend to.
 
 Legend: B rows, D width of the vector, T tokens, W width of a token (that of the network's text).
 Parameter names are those of the files (`retouch.adapters.formats`).
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 HEADS = 8
-"""Of the query-former's attention; the files do not tell it."""
+"""Heads of the query-former's attention; adapter files do not record it."""
 
 SOURCES = 32
-"""Vectors that a query-former makes of one picture for its queries to choose from."""
+"""Number of vectors that a query-former makes of one reference; its queries attend to them."""
 
 
 class MlpProjection(nn.Module):
@@ -32,7 +32,7 @@ class MlpProjection(nn.Module):
 
 
 class QueryFormer(nn.Module):
-    """Learned queries attend to what one picture is unfolded into: the second head of the released Calligrapher."""
+    """Learned queries attend to vectors made of one reference: the second head of the released Calligrapher."""
 
     def __init__(self, width: int, tokens: int, token_width: int) -> None:
         super().__init__()

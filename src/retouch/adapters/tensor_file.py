@@ -1,4 +1,4 @@
-"""A safetensors file with metadata whose bytes say what it holds: equal contents are equal files."""
+"""A safetensors file with metadata, written deterministically: equal contents give equal bytes."""
 
 from __future__ import annotations
 

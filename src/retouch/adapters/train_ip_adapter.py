@@ -1,7 +1,7 @@
 """A style adapter under training: which of its weights, and the files of a checkpoint.
 
-A checkpoint holds the whole adapter as `ip-adapter.safetensors` and `ip-adapter.bin`, whatever part of it is trained,
-so that its files work everywhere. LoRA is merged into them; its factors, which training goes on from, lie beside.
+A checkpoint holds the whole adapter as `ip-adapter.safetensors` and `ip-adapter.bin`, whichever part of it is trained:
+other programs can load them. LoRA is merged into them; its factors are stored in a file of their own, for resuming.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: FamilySpec, seed
     Trained weights are fp32, frozen ones of the adapter have the network's precision.
 
     Raises:
-        ConfigError: an initial adapter that is not whole, or of other sizes than the run file says.
+        ConfigError: an initial adapter that is incomplete, or of other sizes than the run file's.
     """
     assert spec.adapter is not None and spec.reference_width is not None, "`check` refuses other families"
     given = initial_adapter(train, spec.family)
@@ -104,17 +104,17 @@ def initial_adapter(train: Train, family: str) -> AdapterFile | None:
 
 
 def value_norm_of(train: TrainIpAdapter, given: AdapterFile | None) -> bool:
-    """Whether the values are normalized: as `model.train` says, else as the initial adapter was trained."""
+    """Whether the values are normalized: by `model.train`, or by default as the initial adapter was trained."""
     if train.value_norm is None and given is not None:
         return bool(given.value_norm)
     return bool(train.value_norm)
 
 
 def wanted_shape(network: Any, train: TrainIpAdapter, spec: FamilySpec, width: int) -> AdapterShape:
-    """Of the adapter that `model.train` asks for in a network, which may be on the meta device.
+    """Shape of the adapter of `model.train` in a network, which may be on the meta device.
 
     Args:
-        width: of the vectors that the image encoder makes.
+        width: of the image encoder's vectors.
     """
     facts, host = spec.adapter, host_of(network)
     assert facts is not None, "`check` refuses other families"
@@ -161,13 +161,13 @@ class IpAdapterWeights:
             raise ValueError(f"no {NAME}.safetensors in it, which model.train.kind=ip_adapter needs")
         file = read_adapter(folder / f"{NAME}.safetensors")
         if file.shape != self.adapter.shape:
-            raise ValueError(f"an adapter of {describe(file)}, but model.train says {describe(self.adapter)}")
-        if file.metadata.get("scale", self.adapter.scale) != self.adapter.scale:  # would fit, and draw something else
-            raise ValueError(f"trained at scale {_one(file.scale)}, but model.train says {_one(self.adapter.scale)}")
+            raise ValueError(f"an adapter of {describe(file)}, but model.train requires {describe(self.adapter)}")
+        if file.metadata.get("scale", self.adapter.scale) != self.adapter.scale:  # would load, and change the images
+            raise ValueError(f"trained at scale {_one(file.scale)}, but model.train has {_one(self.adapter.scale)}")
         trained = bool(file.value_norm)
-        if trained != self.adapter.value_norm:  # would fit, and generate other images
+        if trained != self.adapter.value_norm:  # would load, and change the images
             raise ValueError(
-                f"trained with value_norm={trained}, but model.train says {self.adapter.value_norm}; "
+                f"trained with value_norm={trained}, but model.train has {self.adapter.value_norm}; "
                 f"set model.train.value_norm={str(trained).lower()}"
             )
         state = {name: file.tensors[key] for key, name in self._trained.items()}
@@ -206,7 +206,7 @@ class IpAdapterWeights:
             raise ValueError(f"damaged weights ({error})") from None
         if factor != self._factor:  # another would fit, and scale every update differently
             raise ValueError(
-                f"alpha / rank was {factor}, but model.train says {self._factor}; set model.train.rank and alpha back"
+                f"alpha / rank was {factor}, but model.train has {self._factor}; set model.train.rank and alpha back"
             )
         modules = [name.removesuffix(".weight") for name in _kv(self.adapter.names)]
         expected = {f"{m}.lora_{x}.default.weight" for m in modules for x in "AB"}
@@ -252,7 +252,7 @@ def require_shape(file: AdapterFile, wanted: AdapterShape, path: str) -> None:
         if own.head == "mlp+query_former" and wanted.head == "mlp":
             raise ConfigError(f"{where}; set model.train.query_former=true: without it half of its style is lost")
         if wanted.head == "mlp+query_former" and own.head == "mlp":
-            raise ConfigError(f"{where}, but model.train asks for {wanted.head}; set model.train.query_former=false")
+            raise ConfigError(f"{where}, but model.train requires {wanted.head}; set model.train.query_former=false")
         raise ConfigError(f"{where}, but the network takes {wanted.head}; give an adapter of this family")
     if (own.inner, own.token_width) != (wanted.inner, wanted.token_width):
         raise ConfigError(

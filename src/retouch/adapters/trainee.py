@@ -1,4 +1,4 @@
-"""What of a network is trained, and the files it is saved in: one object for each `model.train.kind`."""
+"""The trained part of a network and its weight files: one class for each `model.train.kind`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trainee(Protocol):
     def kind(self) -> str: ...
     def save(self, state: Mapping[str, Tensor], folder: Path) -> None: ...
     def load(self, folder: Path) -> dict[str, Tensor]:
-        """What `save` wrote.
+        """Read the weights that `save` wrote.
 
         Raises:
             ValueError: no such files in the folder, damaged ones, or ones of another kind.
@@ -35,7 +35,7 @@ class Trainee(Protocol):
 
 
 def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int = 0) -> Trainee:
-    """Set what requires a gradient, adding adapters where the run file asks for them.
+    """Select the weights that require a gradient, and add the adapters of the run file.
 
     Args:
         seed: of the weights of a new style adapter.
@@ -96,7 +96,7 @@ class LoraWeights:
             raise ValueError(f"damaged weights ({error})") from None
         if (rank, alpha) != (self.rank, self.alpha):  # another alpha would fit, and scale every update differently
             raise ValueError(
-                f"rank {rank} and alpha {alpha:g} were trained, but model.train says {self.rank} and {self.alpha:g}; "
+                f"rank {rank} and alpha {alpha:g} were trained, but model.train has {self.rank} and {self.alpha:g}; "
                 f"set model.train.rank={rank} model.train.alpha={alpha:g}"
             )
         return state

@@ -1,4 +1,4 @@
-"""What algorithms share in a run file. An algorithm's own class answers for its rules, its cost and what it keeps.
+"""Common options of the algorithms. Each algorithm's own class defines its rules, its cost and its snapshots.
 
 Imports no torch.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AlgorithmSection(Section):
-    """What every algorithm has."""
+    """Base of every algorithm's section."""
 
     trainer: ClassVar[str] = "retouch.training.build:train"
     """"module:function" that trains a run file and returns the run directory. This one builds the parts of the run and
@@ -29,7 +29,7 @@ class AlgorithmSection(Section):
     recipe: ClassVar[str] = ""
     """"module:function" of the built run that is the algorithm."""
     presets: ClassVar[bool] = False
-    """Whether `rollout.preset` is for it; `preset_keys` then says what it fills in."""
+    """Whether `rollout.preset` applies to it; `preset_keys` then returns the keys to fill in."""
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
@@ -110,7 +110,7 @@ class Objective(AlgorithmSection):
     """Where in the image a loss is computed, and supervised examples without their caption."""
 
     shift_key: ClassVar[str] = "sft_shifted_times"
-    """Key that says whether supervised training times are shifted."""
+    """Key of the option that shifts supervised training times."""
 
     region: Literal["all", "mask"] = "all"
     """"mask" computes errors, log-probabilities and KL over the repainted latents only."""
@@ -174,7 +174,7 @@ class Objective(AlgorithmSection):
 
 
 class RlConfig(Objective):
-    """What every algorithm that trains on rewards has."""
+    """Base of every algorithm that trains on rewards."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "sft_steps",
@@ -245,12 +245,12 @@ class AdvantageConfig(RlConfig):
     advantage_clip: Positive = 5.0
     """Advantages are clipped to plus and minus this."""
     baseline: Literal["group", "batch"] = "group"
-    """What a reward is compared with: the mean of its group (per-prompt statistics) or of the whole batch (PPO)."""
+    """Mean that is subtracted from a reward: that of its group (per-prompt statistics) or of the whole batch (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation divides the advantage; "batch" is Flow-GRPO's global std."""
     skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
-    """Leave out groups with zero reward variance: with a group baseline they carry no signal. Null is true with a
-    group baseline and false with that of the batch, where every image counts."""
+    """Leave out groups with zero reward variance: with a group baseline their advantages are 0. Null is true with a
+    group baseline and false with a batch baseline, where every sample counts."""
 
     @field_validator("skip_zero_std_groups")
     @classmethod

@@ -1,4 +1,4 @@
-"""Train what a run file says."""
+"""Train from a run file."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _main() -> None:
 
 
 _INTERRUPTED = 130
-"""What typer returns after Ctrl-C (newer versions; older ones raise Abort)."""
+"""Exit code of typer after Ctrl-C (newer versions; older ones raise Abort)."""
 
 _FIRST_S = 5.0
 """Time in seconds that other processes leave to the first one to print a message that all of them have."""

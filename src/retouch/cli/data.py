@@ -43,7 +43,7 @@ def validate(
 def split(
     path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
     share: Annotated[float, typer.Option(help="Held-out share, between 0 and 1; approximate for few items.")] = 0.1,
-    by: Annotated[str, typer.Option(help="picture | text: what the two lists must not have in common.")] = "picture",
+    by: Annotated[str, typer.Option(help="image | text: content that the two lists must not share.")] = "image",
     seed: Annotated[int, typer.Option(help="Random seed of the split.")] = 0,
 ) -> None:
     """Write a training list and a held-out list next to the given one; images are not copied."""

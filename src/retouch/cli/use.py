@@ -67,7 +67,7 @@ def sample(
     crop: Annotated[
         str,
         typer.Option(
-            help="auto | mask | none: the part of the image that the model sees. auto: a box around the mask in images "
+            help="auto | mask | none: part of the image passed to the model. auto: a box around the mask in images "
             "larger than the resolution; mask: always such a box, enlarged if it is small; none: what --fit shows."
         ),
     ] = "auto",

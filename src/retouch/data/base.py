@@ -1,4 +1,4 @@
-"""What data formats share: the items that one lists, and its section of the run file. No torch.
+"""Common part of the data formats: items, and the section of the run file. No torch.
 
 A format is one file with one section class: its options, `list_items`, and what it answers to the questions below.
 """
@@ -237,7 +237,7 @@ class ImageSection(DataSection):
         supervised = key == "warmup_data" or (key == "data" and sft and run.evaluation.data is not None)
         if self.reference == "half_box" and not supervised:
             raise ValueError(
-                f"{key}.reference: given 'half_box', which repaints half of a text, so that no reward can read it; set "
+                f"{key}.reference: given 'half_box', which repaints half of a text; no reward can read that; set "
                 "it under warmup_data (SFT: data, with evaluation.data), and set mask_box here"
             )
         multiple, strip = run.model.size_multiple, self.reference_strip
@@ -259,7 +259,7 @@ class ProtocolData(DataSection):
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Approximate share that is held out; the same for both parts."""
     curriculum: PositiveInt = 1
-    """Stages of the rollouts: of n, stage s draws from the easiest s/n of the examples; 1 draws from all."""
+    """Number of stages n of the rollouts; stage s uses the easiest s/n of the examples. 1 uses all from the start."""
 
     @abstractmethod
     def overlaps(self, other: DataSection) -> bool:
@@ -288,8 +288,8 @@ class ProtocolData(DataSection):
     def _is_held_out_of(self, name: str, data: ProtocolData) -> None:
         if (data.part, self.part) != ("train", "held_out"):
             raise ValueError(
-                f"evaluation.data.part: given {self.part!r} beside {name}.part {data.part!r} of the same path, so "
-                f"that held-out examples would be trained on; set {name}.part=train and evaluation.data.part=held_out"
+                f"evaluation.data.part: given {self.part!r} beside {name}.part {data.part!r} of the same path: "
+                f"held-out examples would be trained on; set {name}.part=train and evaluation.data.part=held_out"
             )
         if data.held_out_share != self.held_out_share:
             raise ValueError(

@@ -37,7 +37,7 @@ from retouch.types import Example, Processes
 logger = logging.getLogger(__name__)
 
 KEPT_SHARE = 0.98
-"""Of the masked area that must lie inside the crop: rounding may cost a row of pixels, but never a part of a letter."""
+"""Share of the masked area that must lie inside the crop: rounding may cut a row of pixels, but no part of a letter."""
 
 _COMPARED = {"target": "target", "win": "preferred image", "lose": "rejected image"}
 """Images that have the size of the source -> their names in messages."""

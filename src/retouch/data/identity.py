@@ -1,4 +1,4 @@
-"""What an item is, wherever its files lie and whatever their names are; and whether two data sets share images."""
+"""Identity of an item by its content, independent of file names; and whether two data sets share images."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def files_of(item: ItemFiles) -> dict[str, Path | PackedImage]:
 
 
 def item_key(item: ItemFiles) -> int:
-    """63 bits of a model's input: id, prompt, roles of the images, and the bytes of the files. What only rewards and
-    curricula read (metadata, difficulty) is no part of it."""
+    """63-bit hash of a model's input: id, prompt, roles of the images, and the bytes of the files. It excludes fields
+    that only rewards and curricula read (metadata, difficulty)."""
     # a target that is the source adds no pixels; "none" is what checkpoints of manifests without targets hold
     target = "none" if item.target == "source" else item.target
     told: dict[str, str | int | None] = {"id": item.id, "prompt": item.prompt, "target": target}

@@ -16,7 +16,7 @@ from retouch.data.sampler import derive_seed
 from retouch.imaging import normalize_text
 
 BY = ("image", "picture", "text")
-"""Content that the two lists must not share; picture is an earlier name of image."""
+"""Content that the two lists must not share; "picture" is a former name of "image"."""
 
 _PARTS = 10**6
 

@@ -129,8 +129,8 @@ def content_digest(source: Path | PackedImage | str) -> str:
 
 
 def in_part(digest: str, part: str, held_out_share: float) -> bool:
-    """Whether content with this digest belongs to `part`: a function of the digest alone, so that no other option moves
-    an item to the other part."""
+    """Whether content with this digest belongs to `part`: a function of the digest alone; no other option moves an item
+    to the other part."""
     held_out = int(digest[:16], 16) < held_out_share * 2**64
     return part == "all" or held_out == (part == "held_out")
 

@@ -149,7 +149,7 @@ def _beginning(run: RunConfig, directory: RunDir) -> str:
 
     if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
         return "holds no checkpoint; the run starts from step 0" if directory.holds_run() else "new"
-    return "as resume says" if run.resume else "new"
+    return f"resumes (resume={run.resume})" if run.resume else "new"
 
 
 @contextmanager

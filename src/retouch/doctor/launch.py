@@ -64,7 +64,7 @@ def read_launch(file: Path) -> Launch:
     stage = str(options.get("zero_stage"))
     if kind != "DEEPSPEED" or stage not in _STAGES:
         raise ConfigError(
-            f"--accelerate: {file} is of {kind}, or leaves zero_stage to a file of DeepSpeed's own; give one that says "
+            f"--accelerate: {file} is of {kind}, or leaves zero_stage to a DeepSpeed config file; give one with "
             "distributed_type DEEPSPEED and zero_stage 0 to 3, like configs/accelerate/zero3.yaml"
         )
     return Launch(

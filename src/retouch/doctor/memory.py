@@ -64,7 +64,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Part:
-    """What holds memory: `waits`, where it is on the CPU while it is not used."""
+    """A use of memory; `waits`: it is on the CPU while it is not used."""
 
     what: str
     weights: int
@@ -144,9 +144,9 @@ def lora_weights(run: RunConfig, shapes: Shapes) -> int:
 
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
-    """What a process holds before any activation: state of what is trained (on several processes with the buckets in
-    which gradients travel) in fp32, and frozen weights in the precision of the run file. Of a sharded network its
-    share; of gradients that are not sharded all."""
+    """Memory of a process before any activation: state of the trained weights in fp32 (on several processes with the
+    buckets of the gradient exchange), and frozen weights in the precision of the run file. A sharded network counts
+    with its shard; gradients that are not sharded count in full."""
     trained, small = weights.trained, BYTES[run.model.dtype]
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
     state = {f"{what}, trained": 4, "gradients": 4, "optimizer": moment_bytes(run)}
@@ -175,12 +175,12 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
 
 
 def device_bytes(run: RunConfig, weights: Counted, world_size: int = 1) -> int:
-    """What a process holds on its device before any activation."""
+    """Device memory of a process before any activation."""
     return sum(part.bytes for part in memory_parts(run, weights, world_size) if not part.waits)
 
 
 def host_bytes(run: RunConfig, weights: Counted) -> int:
-    """What a process holds on the CPU, where it has a device."""
+    """Host memory of a process that has a device."""
     return sum(part.bytes for part in memory_parts(run, weights) if part.waits)
 
 
@@ -198,11 +198,11 @@ def checkpoint_bytes(run: RunConfig, weights: Counted) -> int:
 
 
 def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = None) -> dict[str, Any]:
-    """What `retouch check --memory` adds: `device_bytes`, `host_bytes`, and the `parts` they are made of; of vlm_grpo
-    also the `phases` beside them.
+    """The report of `retouch check --memory`: `device_bytes`, `host_bytes`, the `parts` of both, and for vlm_grpo also
+    the `phases`.
 
     Args:
-        launch: how TRL's trainer is sharded, of vlm_grpo.
+        launch: how TRL's trainer is sharded, for vlm_grpo.
 
     Raises:
         ConfigError: no such model, one whose configs cannot be had, or a `launch` of another algorithm.
@@ -235,7 +235,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
 
 
 def dropped_tokens(model: Model, found: Found) -> int:
-    """Of the chat of a Qwen family, those before the user's; as released where its tokenizer is not here."""
+    """Number of tokens of a Qwen chat before the user's; the released number if the tokenizer is missing."""
     from transformers import AutoTokenizer
 
     from retouch.families.loading import load_component
@@ -322,7 +322,7 @@ def checkpoint_line(run: RunConfig, networks: Networks) -> Line:
     free = shutil.disk_usage(exists).free
     try:
         weights = count_weights(run, networks)
-    except ConfigError:  # the line above says it
+    except ConfigError:  # reported in the line above
         weights = None
     if weights is None:
         return Line("ok", "disk", f"{size(free)} free in {exists}; the size of a checkpoint is not known")

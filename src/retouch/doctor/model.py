@@ -24,7 +24,7 @@ class Found:
         weights: network -> shapes; a network whose weights are not in safetensors files is left out.
         problems: what is wrong with the folder.
         missing: why there is no folder, where that is no mistake: a hub id that has not been downloaded.
-        embedded: whether examples bring their text embeddings, so that `spec.embedded_encoder` is not loaded.
+        embedded: whether examples have text embeddings; `spec.embedded_encoder` is then not loaded.
     """
 
     folder: Path | None = None
@@ -139,7 +139,7 @@ def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:
 
 
 def _header(file: Path) -> Shapes:
-    """Shapes in a safetensors file, whose length must be what its header says.
+    """Shapes in a safetensors file; its length must match its header.
 
     Raises:
         Damaged: it is not there, or cut off.
@@ -162,7 +162,7 @@ def _header(file: Path) -> Shapes:
 
 
 def _tokenizer(folder: Path, encoder: str) -> Iterator[str]:
-    """What is wrong with the tokenizer of a text encoder."""
+    """Problems of a text encoder's tokenizer."""
     name = encoder.replace("text_encoder", "tokenizer")
     try:
         kind = str(_json(folder / name / "tokenizer_config.json").get("tokenizer_class", ""))
@@ -175,7 +175,7 @@ def _tokenizer(folder: Path, encoder: str) -> Iterator[str]:
 
 
 def _processor(folder: Path) -> list[str]:
-    """What is wrong with the processor of pictures."""
+    """Problems of the image processor."""
     names = ("preprocessor_config.json", "processor_config.json")
     return [] if any((folder / name).is_file() for name in names) else [f"processor/ has none of {', '.join(names)}"]
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Networks:
-    """What of a run could be built.
+    """The networks of a run that could be built.
 
     Attributes:
-        parts: component -> network on the meta device; one whose config is not here is left out.
+        parts: component -> network on the meta device; without those whose config is missing.
         encoder: of references, for a style adapter.
-        reference_width: of the vectors that it makes; also where only the released one is known by its name.
+        reference_width: of its vectors; also set for a released encoder that is not on this machine.
         whole: whether nothing was left out.
     """
 
@@ -35,20 +35,20 @@ class Networks:
 
 
 def build_networks(model: Model, found: Found, *, download: bool = False) -> Networks:
-    """Build what configs tell of; of a hub id that is not here what its family knows the released size of: the trained
-    network, and beside that of the Qwen families all others.
+    """Build the networks from their configs on the meta device. For a hub id that is not on this machine, build the
+    trained network at its released size; for the Qwen families, the other networks too.
 
     Args:
         download: get the configs (and nothing else) of a hub id that is not on this machine.
 
     Raises:
-        ModelFilesError: `download`, and a config that is damaged.
-        ConfigError: `download`, and one of a hub id that is neither to be had nor known.
+        ModelFilesError: `download`, and a config is damaged.
+        ConfigError: `download`, and the config of a hub id can neither be downloaded nor is its size known.
     """
     try:
         from retouch.families.loading import ModelFilesError
         from retouch.families.meta import component_on_meta, released_networks
-    except ImportError:  # no torch: the extra's line says so
+    except ImportError:  # no torch: reported in the line of the extra
         return Networks()
     if found.problems and found.folder is None:
         return Networks()
@@ -60,7 +60,7 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
             break
         try:
             parts[name] = component_on_meta(folder / name, kind)
-        except ModelFilesError:  # the model's line says so
+        except ModelFilesError:  # reported in the model's line
             if download:
                 raise
     if folder is None and found.missing:
@@ -73,7 +73,7 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
 
 
 def asked_adapter(model: Model, networks: Networks) -> AdapterShape | None:
-    """Sizes of the style adapter that `model.train` asks for; None where the network or the encoder is not known.
+    """Sizes of the style adapter of `model.train`; None if the network or the encoder is unknown.
 
     Raises:
         ConfigError: not as many factors of `scale` as blocks.

@@ -1,4 +1,4 @@
-"""Every reward is started or connected as the run would, and scores one picture."""
+"""Start or connect every reward as the run would, and score one image with it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def reward_lines(run: RunConfig) -> Iterator[Line]:
         problem = _problem(name, entry, run.reward_client)
         where = "in this process" if entry.url is None else str(entry.url)
         if problem is None:
-            yield Line("ok", f"reward {name}", f"{where}: ready, and scored a picture")
+            yield Line("ok", f"reward {name}", f"{where}: ready, and scored an image")
         else:
             yield Line("fix" if entry.weight else "warning", f"reward {name}", problem)
 
 
 def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str | None:
-    """What keeps a reward from scoring."""
+    """Reason why a reward cannot score; None if it can."""
     with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
         try:
             # a table does not wait for what has weight 0, and its gate is not here
@@ -67,7 +67,7 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str |
             table.close()
     if isinstance(outcome, Score):
         return None
-    return f"ready, but it did not score a picture: {outcome.code}: {outcome.message}"
+    return f"ready, but it did not score an image: {outcome.code}: {outcome.message}"
 
 
 def _remedy(name: str, entry: RewardEntry) -> str:

@@ -130,7 +130,7 @@ def make_text_encoder(run: RunConfig, model: Any, mode: Any, launch: Launch) -> 
 def vlm_parts(
     run: RunConfig, encoder: TextEncoder, others: Mapping[str, int], launch: Launch, world_size: int = 1
 ) -> list[Part]:
-    """What a process stores from its first update on.
+    """Memory of a process from its first update on.
 
     Args:
         others: component -> number of weights of the diffusion model and autoencoder, which every process has whole.
@@ -216,7 +216,7 @@ def vlm_phases(
 
 
 def notes(run: RunConfig, launch: Launch) -> list[str]:
-    """What is not counted, a line each."""
+    """Memory that is not counted, a line for each kind."""
     algorithm = _algorithm(run)
     given = {name: value for name, value in algorithm.trl.items() if value and value not in ADAMW}
     found = [f"algorithm.trl.{name}: {what}" for name, what in NOT_COUNTED.items() if name in given]

@@ -1,6 +1,6 @@
 """Processes, devices, precision, optimizer steps and checkpoints: the only importer of accelerate and DeepSpeed.
 
-Names are loaded on first use, so that checkpoint directories (`saved`) are read without torch.
+Names are loaded on first use: reading checkpoint directories (`saved`) does not import torch.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Checkpoints:
 
     Args:
         root: the run's `checkpoints` directory.
-        keep: number of the newest to keep besides pinned ones; None keeps all.
+        keep: number of the newest to keep in addition to pinned ones; None keeps all.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Checkpoints:
         pinned: bool = False,
     ) -> Path:
         """Write checkpoint `step` -> its folder. A collective: every process calls it, the first one writes. Weights
-        are gathered, so that any number of processes can resume from them.
+        are gathered: any number of processes can resume from them.
 
         Args:
             state: JSON values that the recipe resumes from.

@@ -46,7 +46,7 @@ class Engine:
     """Precision, gradients, collectives.
 
     Collectives run once per optimizer step (`sum`, `step`), never in the loop over micro-batches. Sharded weights are
-    also gathered for each forward and backward, so that every process must run equally many.
+    also gathered for each forward and backward: every process must run equally many.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The trained weights and their named snapshots. Of sharded weights, a process keeps snapshots of its shards."""
+"""The trained weights and their named snapshots. With sharding, a process keeps snapshots of its shards."""
 
 from __future__ import annotations
 

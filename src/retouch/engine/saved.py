@@ -1,7 +1,7 @@
-"""Checkpoint directories: which are complete, whether their files are as written, and what their state says. No torch.
+"""Checkpoint directories: list complete ones, verify their files, and read their state. No torch.
 
 A checkpoint is written under another name and appears by one rename. `complete.json`, written last, has the size and
-SHA-256 of every other file, so that a damaged file is named before anything is loaded.
+SHA-256 of every other file: a damaged file is reported by name before anything is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def damaged(folder: Path, reason: object) -> CheckpointError:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, lowest step first. One that was moved aside counts until its replacement is there."""
+    """Complete checkpoints, lowest step first. One that is being replaced counts until its replacement exists."""
     named = [(match, folder) for folder in root.glob("*step-*") if (match := _NAME.fullmatch(folder.name))]
     found = [(match, folder) for match, folder in named if (folder / "complete.json").is_file()]
     aside_first = sorted(found, key=lambda pair: pair[0][1] is None)
@@ -77,8 +77,8 @@ def declare_complete(writing: Path, step: int, *, pinned: bool) -> None:
 
 
 def put_in_place(written: Path, folder: Path) -> None:
-    """Rename a written checkpoint to its name. An existing one of that step is moved aside first, where it still
-    counts, and deleted afterwards."""
+    """Rename a written checkpoint to its name. An existing one of that step is renamed first, still counts under that
+    name, and is deleted afterwards."""
     aside = folder.with_name(f".replaced-{folder.name}")
     if folder.exists():
         if aside.exists():
@@ -90,7 +90,7 @@ def put_in_place(written: Path, folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint, renamed first, so that no rest of it looks complete."""
+    """Delete a checkpoint. It is renamed first: if deletion is interrupted, the remaining files do not count."""
     leaving = folder.with_name(f".writing-gone-{folder.name}")
     shutil.rmtree(leaving, ignore_errors=True)
     folder.rename(leaving)

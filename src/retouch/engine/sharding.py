@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(network: nn.Module, device: torch.device, world_size: int, mixed_precision: str) -> None:
-    """Shard in place, block by block, so that no device ever holds the whole network; then the rest.
+    """Shard in place, block by block, then the rest: no device ever holds the whole network.
 
     Under bf16, weights are gathered in bf16 and gradients are summed in fp32. Inputs are not cast: autocast decides
     which of them need fp32, as without sharding.

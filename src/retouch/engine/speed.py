@@ -48,7 +48,7 @@ def leave_casts_to_autocast(network: nn.Module) -> None:
 def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     """Compile the repeated blocks of a diffusers network in place (its `compile_repeated_blocks`).
 
-    In place, so that rollout and training run the same block: another rounding would break ratio = 1. For the same
+    In place, because rollout and training must run the same block: another rounding would break ratio = 1. For the same
     reason the limit of variants is raised: torch stops compiling after 8, which a UNet's widths and sizes, with and
     without gradients, exceed before the first step.
 

@@ -52,7 +52,7 @@ class Zero:
         self._access: Any = deepspeed.utils
         deepspeed.init_distributed(torch.distributed.get_backend())
         settings = options(training, config.max_grad_norm)
-        if not self.whole_weights:  # weight by weight, so that no device ever holds the whole network
+        if not self.whole_weights:  # weight by weight: no device ever holds the whole network
             deepspeed.zero.Init(module=network, config_dict_or_path=settings)
             for module in network.modules():
                 module._buffers.update({n: b.to(accelerator.device) for n, b in module.named_buffers(recurse=False)})
@@ -64,7 +64,7 @@ class Zero:
             moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
             self.optimizer.state[flat] = {"step": step, **moments}
         if self.whole_weights:
-            self._zero._lazy_init_hp_params_optimizer_state()  # otherwise moments cannot be read before the first step
+            self._zero._lazy_init_hp_params_optimizer_state()  # without this, moments cannot be read before step 1
 
     def new_optimizer(self) -> None:
         """In place: DeepSpeed keeps views of the moments."""

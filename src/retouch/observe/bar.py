@@ -188,6 +188,6 @@ class _Live(ProgressColumn):
 
 
 def _console() -> Console:
-    """The console of the log lines, so that they appear above the bar."""
+    """The console of the log lines; sharing it keeps them above the bar."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, RichHandler)]
     return handlers[0].console if handlers else Console(stderr=True)

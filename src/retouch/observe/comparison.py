@@ -177,7 +177,7 @@ def example_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
             shown = "the same data section, but other texts: the data have changed between the runs"
         if shown:
             found[run.name] = (
-                f"evaluation.data: {first.name} and {run.name} evaluate on different examples ({shown}), so that their "
+                f"evaluation.data: {first.name} and {run.name} evaluate on different examples ({shown}): their "
                 f"values are not paired; run `retouch eval --run {first.path} --run {run.path} --data DATA` to sample "
                 "both on the same examples"
             )
@@ -188,7 +188,7 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
     """One sentence for each reward of one name that two runs define differently."""
     first = runs[0]
     return [
-        f"rewards.{name}: {first.name} and {run.name} define it differently ({', '.join(keys)}), so that its scores "
+        f"rewards.{name}: {first.name} and {run.name} define it differently ({', '.join(keys)}); its scores "
         "are not compared"
         for run in runs[1:]
         for name, keys in _scored_differently(first, run).items()
@@ -201,7 +201,7 @@ def scoring_differences(one: Record, other: Record) -> list[str]:
 
 
 def differing(one: Record, other: Record) -> list[str]:
-    """Dotted keys whose values differ, or that one of the two lacks."""
+    """Dotted keys whose values differ, or that are missing in one of the two."""
     flat, also = _flat(one), _flat(other)
     return [key for key in dict.fromkeys([*flat, *also]) if flat.get(key) != also.get(key)]
 

@@ -56,7 +56,7 @@ def _readable(image: NDArray[np.uint8] | Image.Image) -> Image.Image:
 
 
 def _clip(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """The text cut to `width` pixels, with "?" for characters that the font lacks (OCR reads Chinese in noise)."""
+    """The text cut to `width` pixels, with "?" for characters missing in the font (OCR reads Chinese in noise)."""
     unknown = _shape(_NO_CHARACTER, font)
     text = "".join("?" if _shape(c, font) == unknown else c for c in " ".join(text.split()))
     if font.getlength(text) <= width:

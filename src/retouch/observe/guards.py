@@ -1,7 +1,7 @@
 """Alarms on reward hacking and training that stands still, from statistics of images, rewards and KL.
 
 An alarm is a sentence on what is wrong. Over-optimised rewards show in images that become saturated, sharp, empty or
-all alike, in a KL that jumps, and in a gold reward (one of weight 0, not trained on) that falls.
+almost identical, in a KL that jumps, and in a gold reward (one of weight 0, not trained on) that falls.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def statistic_drifts(name: str, before: float, now: float, factor: float = 2.0) 
 
 
 def images_collapse(before: float, now: float, factor: float = 2.0) -> str | None:
-    """The alarm for images that become alike.
+    """The alarm for images that become too similar to each other.
 
     Args:
         before, now: means of `nearest_distances`.
     """
     if now < before / factor:
-        return f"images become alike: the mean distance to the most similar other one was {before:.3g} and is {now:.3g}"
+        return f"images become too similar: the mean distance to the nearest other was {before:.3g} and is {now:.3g}"
     return None
 
 

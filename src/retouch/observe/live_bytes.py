@@ -1,6 +1,6 @@
 """Bytes of the tensors that a computation holds while it runs.
 
-Fake tensors count like real ones, so that the memory of a network that does not fit can be counted.
+Fake tensors count like real ones: the memory of a network that does not fit can be counted.
 """
 
 from __future__ import annotations

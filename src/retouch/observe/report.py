@@ -281,7 +281,7 @@ def _costs(train: Sequence[Record], timed: Sequence[Record]) -> str:
         "TFLOP/s": mean("tflops"),
         "share of peak FLOP/s": mean("mfu"),
     }
-    return section("What was computed", table(["", ""], ((n, f"{v:,.4g}") for n, v in rows.items() if v)))
+    return section("Compute", table(["", ""], ((n, f"{v:,.4g}") for n, v in rows.items() if v)))
 
 
 def _details(run: Path) -> str:

@@ -4,7 +4,7 @@
     RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  [wandb/]  [run_id]  images/step-000040/  checkpoints/
 
 metrics.jsonl has one JSON object per line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings and
-costs of the first process are under "time" alone, so that runs can be compared without them.
+costs of the first process are under "time" alone; all other fields are equal in equal runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PACKAGES = (
 
 
 _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
-"""Files that are moved aside when a run starts again; the last one marks a directory as a run."""
+"""Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
 
 
 _ENDS = ("finished", "stopped")
@@ -80,7 +80,7 @@ class RunDir:
 
         Args:
             resume_step: step of the checkpoint to resume from; later records are dropped from metrics.jsonl. None
-                starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved aside.
+                starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved to a folder.
 
         Raises:
             ConfigError: a new run where one exists, or another process writes here.

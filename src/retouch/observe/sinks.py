@@ -1,4 +1,4 @@
-"""TensorBoard, wandb and trackio, which receive the numbers and images of a run besides metrics.jsonl.
+"""TensorBoard, wandb and trackio, which receive the numbers and images of a run in addition to metrics.jsonl.
 
 All get the same names: `train/loss`, `eval/ocr`, `time/step`, and the names of grids. TensorBoard writes to the run
 directory. wandb and trackio are services that may be slow or unreachable: each has a thread, and a failure is logged
@@ -141,8 +141,8 @@ class TensorBoard:
 class Wandb:
     """A run of wandb, configured by its environment variables (WANDB_MODE, WANDB_ENTITY, ...).
 
-    The step is logged as a metric and set as the x axis: wandb's own steps only increase, so that it would drop the
-    steps that a resumed run repeats. If the server cannot be reached, the run is kept in `RUN/wandb` for `wandb sync`,
+    The step is logged as a metric and set as the x axis: wandb's own steps only increase, and it would drop the steps
+    that a resumed run repeats. If the server cannot be reached, the run is kept in `RUN/wandb` for `wandb sync`,
     which merges parts with one id.
     """
 

@@ -24,8 +24,8 @@ PARTS = (
 
 
 class Stopwatch:
-    """Measures the time of named parts. An inner part is not counted in the outer one, and "other" is the rest, so that
-    the parts of a step sum to the step.
+    """Measures the time of named parts. An inner part is not counted in the outer one, and "other" is the rest: the
+    parts of a step sum to the step.
 
     On a GPU the marks between parts are events in the device's queue; only `split` waits for them.
 

@@ -1,4 +1,4 @@
-"""What every entry under `rewards` of a run file has, and what a scorer of the package is made of.
+"""Base of the entries under `rewards` of a run file, and of the scorers of the package.
 
 A reward is one file: its entry (a `RewardEntry`: the options, what the scorer needs) and its scorer, which `make`
 returns. The file imports without torch; a scorer imports its libraries in `load`.
@@ -32,9 +32,9 @@ class RewardEntry(Section):
     value_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """Lowest and highest value of the scorer; a value outside is a failure."""
     images: ClassVar[frozenset[str]] = frozenset()
-    """Images that an item must have besides the sample: mask, source, reference."""
+    """Images that an item must have in addition to the sample: mask, source, reference."""
     licence: ClassVar[str] = "Apache-2.0"
-    """Of the scorer's code and weights."""
+    """Licence of the scorer's code and weights."""
     cpu_only: ClassVar[str | None] = None
     """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
 
@@ -80,11 +80,11 @@ class RewardEntry(Section):
         """The scorer with these options, not loaded yet.
 
         Raises:
-            ConfigError: the environment lacks something that no option shows.
+            ConfigError: a requirement that depends on no option, such as an API key, is missing.
         """
 
     def required_images(self) -> frozenset[str]:
-        """Images that an item must have besides the sample."""
+        """Images that an item must have in addition to the sample."""
         return self.images
 
     def example_images(self) -> frozenset[str]:
@@ -96,7 +96,7 @@ class RewardEntry(Section):
         return False
 
     def extras(self) -> frozenset[str]:
-        """Extras of the package that the scorer needs besides `train`."""
+        """Extras of the package that the scorer needs in addition to `train`."""
         return frozenset()
 
     def models(self) -> dict[str, str]:
@@ -115,7 +115,7 @@ class RewardEntry(Section):
 
     @property
     def spec_name(self) -> str:
-        """What the scorer calls itself in failures and at /info."""
+        """Name of the scorer in failures and at /info."""
         return self.scorer
 
     @classmethod

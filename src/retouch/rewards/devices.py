@@ -43,7 +43,7 @@ def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
         own: the device that this process trains on.
 
     Raises:
-        ConfigError: the machine lacks the GPU.
+        ConfigError: this machine does not have the GPU.
     """
     given = [entry.device] if isinstance(entry.device, str) else list(entry.device)
     if given == ["auto"]:
@@ -58,7 +58,7 @@ def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
 
 
 def require(devices: Sequence[str], where: str) -> None:
-    """Raise ConfigError if this machine lacks one of the devices, "cpu" or "cuda:N"; `where` begins the message."""
+    """Raise ConfigError if one of the devices, "cpu" or "cuda:N", is missing; `where` begins the message."""
     numbers = [device.removeprefix("cuda:") for device in devices if device != "cpu"]
     count = gpu_count() if numbers else 0
     if not all(number.isdecimal() and int(number) < count for number in numbers):

@@ -219,7 +219,7 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
             raise ConfigError(f"{where}: {wrong[0]}: given {row[wrong[0]]!r}; it must be a string")
         label = row["label"]
         if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
-            raise ConfigError(f"{where}: label: given {label!r}; it must be a finite number")
+            raise ConfigError(f"{where}: label: given {label!r}; it must be a number, not NaN or Inf")
         images = {n: path.parent / row[n] if row.get(n) else None for n in ("mask", "source", "reference")}
         item = item_of(path.parent / row["image"], row["prompt"], **images)
         found.append((replace(item, metadata={"text": row["text"]} if "text" in row else {}), float(label)))

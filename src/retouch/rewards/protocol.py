@@ -1,4 +1,4 @@
-"""What a scorer is, what it is given, and the check around it. No torch."""
+"""The scorer protocol, its items, and `CheckedScorer`. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {
-    "bad_item": "the item lacks what the reward needs, or an image cannot be read",
-    "scorer_error": "the scorer raised, or returned something that is not a finite number",
+    "bad_item": "an input that the reward needs is missing, or an image cannot be read",
+    "scorer_error": "the scorer raised, or returned NaN, Inf or no number",
     "unknown_reward": "the server does not have this reward",
     "overloaded": "the queue is full; try again later",
     "deadline": "the deadline passed before the item was scored",
@@ -66,7 +66,7 @@ class ScorerSpec:
 
     Attributes:
         range: lowest and highest value; a value outside is a failure.
-        needs: the fields of `RewardItem` besides image and prompt that must be there.
+        needs: required fields of `RewardItem` other than image and prompt.
         revision: changes whenever the same image may get another score.
     """
 
@@ -139,7 +139,7 @@ def text_to_read(item: RewardItem) -> str | Failure:
 
 
 def missing_needs(spec: ScorerSpec, item: RewardItem) -> Failure | None:
-    """A failure if the item lacks something that this scorer needs."""
+    """A failure if a field that this scorer needs is missing."""
     missing = sorted(name for name in spec.needs if getattr(item, name, None) is None)
     return Failure("bad_item", f"{spec.name} needs {', '.join(missing)}") if missing else None
 
@@ -185,7 +185,7 @@ def _json(value: Mapping[str, Any]) -> str:
 class CheckedScorer:
     """A scorer that returns only typed outcomes, whatever the wrapped one does.
 
-    Items that lack something fail alone. A batch that raises is halved until the failing item is alone: one bad image
+    Items with missing fields fail alone. A batch that raises is halved until the failing item is alone: one bad image
     of n costs at most 2 log2(n) further calls. A batch that ran out of memory is halved too, and later batches are no
     larger.
 
@@ -266,7 +266,7 @@ def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
     if not low - _SLACK * max(1.0, abs(low)) <= value <= high + _SLACK * max(1.0, abs(high)):
         return Failure("scorer_error", f"{name} returned {value:g}, outside its range of {low:g} to {high:g}")
     try:
-        # through JSON: the caller sees the same wherever it was scored, and a bad detail fails its item alone
+        # through JSON: the caller gets the same from local and remote scorers, and a bad detail fails its item alone
         return Score(value, json.loads(_json(outcome.detail)))
     except (TypeError, ValueError) as error:
         return Failure("scorer_error", f"{name} returned a detail that is not JSON: {error}")

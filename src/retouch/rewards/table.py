@@ -1,9 +1,9 @@
 """The table of rewards of a run: every entry, wherever it is scored, in one `Scores` per batch.
 
-Entries with the same addresses and the same view of the images share a client, so that images are sent once; entries
+Entries with the same addresses and the same view of the images share a client, and images are sent once; entries
 with `url: auto` and the same devices share one server on loopback with the other processes of the machine; entries
 without a url share one thread of this process per device. Rewards that do not count (weight 0, gold) are scored
-separately, so that they delay nothing.
+separately and delay nothing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class RewardTable:
             device: the device that this process trains on, as torch names it.
 
         Raises:
-            ConfigError: an unreadable endpoints file, or a device that this machine lacks.
+            ConfigError: an unreadable endpoints file, or a device that this machine does not have.
         """
         self.entries = dict(entries)
         self.device = device
@@ -188,7 +188,7 @@ class RewardTable:
                 `url: auto` and the cache.
 
         Raises:
-            ConfigError: a scorer or a server lacks something; for the server of `url: auto`, on all processes.
+            ConfigError: a requirement of a scorer or a server is missing; for `url: auto`, on all processes.
         """
         self._share(gather)
         for place in dict.fromkeys(self._places.values()):
@@ -197,7 +197,7 @@ class RewardTable:
 
     def settle(self) -> None:
         """Wait until the scorers of this process have loaded or failed: transformers and diffusers build a model under
-        process-wide settings, so that two must not load at the same time."""
+        process-wide settings, and two must not load at the same time."""
         for backend in self._backends.values():
             if isinstance(backend, LocalRewards):
                 backend.settle()
@@ -222,7 +222,7 @@ class RewardTable:
         return problems
 
     def count(self, asked: int, failed: int) -> None:
-        """Count samples of this process that were scored, and those of them that lack a reward."""
+        """Count samples of this process that were scored, and those of them without a reward."""
         self.asked, self.failed = self.asked + asked, self.failed + failed
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The view of an image that a reward gets: the composite, or a crop to the mask box.
 
-Views are made before an image is sent, so that they are the same for every scorer, wherever it runs, and only the crop
-is sent.
+Views are made before an image is sent: they are the same for local and remote scorers, and only the crop is sent.
 """
 
 from __future__ import annotations

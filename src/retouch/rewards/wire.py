@@ -270,7 +270,7 @@ def _decode_raw(body: bytes, content_type: str, mode: Mode, share: Share) -> Pix
     try:
         height, width, channels = (int(fields[name]) for name in ("height", "width", "channels"))
     except (KeyError, ValueError):
-        raise BrokenMessage(f"content type {content_type!r} lacks height, width or channels") from None
+        raise BrokenMessage(f"content type {content_type!r} has no height, width or channels") from None
     if min(height, width) < 1 or height * width > MAX_PIXELS or channels != (3 if mode == "RGB" else 1):
         raise BrokenMessage(f"raw image of {height} x {width} x {channels} where {mode} is expected")
     if len(body) != height * width * channels:
@@ -303,7 +303,7 @@ def parse_reply(body: bytes) -> ScoreReply:
 
 
 def problem_of(error: Exception) -> str:
-    """What is wrong with a message, without pydantic's links and inputs."""
+    """The problem of a message, without pydantic's links and inputs."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = error.errors(include_url=False, include_input=False, include_context=False)

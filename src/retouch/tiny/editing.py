@@ -85,7 +85,7 @@ def likeliest(thing: str) -> str:
 
 
 def answer(thing: str, random: Random) -> str:
-    """A colour word, drawn as in the training data."""
+    """A colour word, sampled as in the training data."""
     right, wrong = THINGS[thing], mistaken(thing)
     shares = dict.fromkeys(NAMES, 0.0)
     shares[right] = RIGHT_OF_MISTAKEN if wrong else RIGHT_OF_KNOWN

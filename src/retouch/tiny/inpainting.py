@@ -7,8 +7,8 @@ Three stages, a few minutes on two CPU cores, all from one seed:
     3. the denoiser and the text encoders, by flow matching on signs with their words: first with right captions, which
        teach letters quickly, then with wrong letters in them (`CAPTION_NOISE`), as in scraped data.
 
-The base is mediocre on purpose: it draws letters well, and picks the right one only about as often as its captions did.
-Supervision does no better than its captions; a reward can.
+The base is mediocre on purpose: it generates clear letters, but the right ones only about as often as its captions did.
+Supervised training cannot exceed its captions; training on a reward can.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Reader:
 def train_denoiser(
     model: Any, x0: Tensor, conditions: Condition, captions: Sequence[str], schedule: Schedule, seed: int
 ) -> None:
-    """Denoising of encoded signs given their captions, text encoders included; the averaged weights are kept.
+    """Train denoising of encoded signs given their captions, text encoders included; keeps the EMA weights.
 
     Args:
         model: a family with `TextEncoders`.

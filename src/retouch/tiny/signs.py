@@ -103,7 +103,7 @@ def _alphabets(length: int) -> list[str]:
 
 
 def _words_to_find(half: Half, length: int, left_out: Collection[str]) -> int:
-    """Words that random drawing finds in reasonable time: all of a small vocabulary, 90 % of a large one."""
+    """Number of words that random sampling finds in short time: all of a small vocabulary, 90 % of a large one."""
     if length <= 4:
         words = map("".join, itertools.product(*_alphabets(length)))
         return sum(half_of(word) == half and word not in left_out for word in words)

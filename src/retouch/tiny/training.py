@@ -68,7 +68,7 @@ def train_autoencoder(vae: Any, batch: Callable[[], Tensor], updates: Updates, n
 
     Args:
         batch: the next images, in [-1, 1].
-        noise: draws the noise of the latents.
+        noise: generator of the latents' noise.
     """
     vae.train()
     for _ in updates:

@@ -154,7 +154,7 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
     if seen:
         logger.warning(
             "--data: %s trained on %d of %d examples (the first: %d): its data or warmup_data have the same image (or, "
-            "without images, the same prompt), so that the scores are not held-out scores; split the data with "
+            "without images, the same prompt); the scores are not held-out scores; split the data with "
             "`retouch data split`",
             config.name,
             len(seen),

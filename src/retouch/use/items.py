@@ -48,7 +48,7 @@ class SampleRequest:
         feather: radius in pixels of a soft edge inside the mask.
         box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
         invert_mask: as `data.invert_mask`; None: the run's.
-        crop: the part of a masked source that the model sees. "auto": in sources with more pixels than the model's
+        crop: part of a masked source passed to the model. "auto": in sources with more pixels than the model's
             size, a box around the mask with at least as many; the whole image with an explicit `fit` and for editing
             models. "mask": always a box around the mask, enlarged if it is smaller. "none": what `fit` shows.
         context: margin of that box on each side, as a share of the mask box's longer side.

@@ -25,7 +25,7 @@ class Loaded:
 
         Args:
             keep_base: keep a copy of its weights on the CPU, to return to it after others.
-            embedded: every example has its own text embeddings, so that T5 is not loaded.
+            embedded: every example has its own text embeddings; T5 is not loaded.
         """
         self.config = config
         self.embedded = embedded
@@ -66,8 +66,8 @@ class Loaded:
 
 
 def free_memory() -> None:
-    """Free the memory of models that are no longer used: networks and hooks refer to each other, so that only the
-    garbage collector finds them."""
+    """Free the memory of models that are no longer used: networks and hooks refer to each other, and only the garbage
+    collector finds them."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

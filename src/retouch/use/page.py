@@ -31,7 +31,7 @@ Drawing = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """The inputs besides image and mask; "" or None if empty."""
+    """The inputs other than image and mask; "" or None if empty."""
 
     text: str = ""
     prompt: str = ""

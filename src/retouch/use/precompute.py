@@ -21,8 +21,8 @@ from retouch.types import Example
 
 
 def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
-    """Encode what a run will ask for, each example alone as training does, and keep it in a folder -> new entries by
-    kind. Uses a GPU where there is one, and its kernels, as training does: elsewhere the last bits would differ.
+    """Encode the prompts, references and images of a run, each example alone as training does, into a folder -> new
+    entries by kind. Uses a GPU and its kernels if there is one, as training does: the last bits would differ elsewhere.
 
     Raises:
         ConfigError, DataError, ModelFilesError: a run that can use no embeddings; a folder of another model; no usable
@@ -50,11 +50,11 @@ def usable(config: RunConfig) -> None:
     """Raises: ConfigError: a run that may not set `model.embeddings`."""
     if config.model.spec.edits:
         raise ConfigError(
-            f"model.family: {config.model.family} has a text encoder that reads the picture with the prompt, so that "
-            "nothing can be encoded by the prompt alone; train without model.embeddings"
+            f"model.family: {config.model.family} has a text encoder that reads the image with the prompt; "
+            "it cannot encode a prompt alone; train without model.embeddings"
         )
     if config.algorithm.trains_text_encoder:
-        raise ConfigError("algorithm.name: vlm_grpo trains the text encoder, so that nothing of it can be kept")
+        raise ConfigError("algorithm.name: vlm_grpo trains the text encoder; its embeddings cannot be kept")
 
 
 def datasets(config: RunConfig) -> Sequence[Dataset]:
@@ -68,5 +68,5 @@ def datasets(config: RunConfig) -> Sequence[Dataset]:
 
 
 def pictures(example: Example) -> list[Image]:
-    """What supervised steps and given pairs take the latents of."""
+    """Images whose latents supervised steps and given pairs use."""
     return [p for p in (example.target, example.win, example.lose) if p is not None]

@@ -32,7 +32,7 @@ def load_model(config: RunConfig, embedded: bool) -> Loaded:
     """Load the model of a run.
 
     Args:
-        embedded: every example has its own text embeddings, so that T5 is not loaded.
+        embedded: every example has its own text embeddings; T5 is not loaded.
     """
     return Loaded(config, embedded=embedded)
 
@@ -122,8 +122,8 @@ def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
     """Log the effective resolution of the mask with the crop and without."""
     left, top, right, bottom = reading.box
     logger.info(
-        "%s: the model sees %d x %d pixels around the mask at %d x %d: %d effective pixels in the mask (%d without the "
-        "crop, --crop none)",
+        "%s: the model receives %d x %d pixels around the mask at %d x %d: %d effective pixels in the mask (%d without "
+        "the crop, --crop none)",
         item.source_path,
         right - left,
         bottom - top,

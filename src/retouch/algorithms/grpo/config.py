@@ -117,7 +117,7 @@ class GrpoConfig(AdvantageConfig):
         last = rollout.num_steps - STEP_RULES[name].ends_without_noise
         if last < 1:
             raise ValueError(
-                f"rollout.num_steps: given 1, but step_rule {name} draws no noise in the last step; set num_steps to 2 "
+                f"rollout.num_steps: given 1, but step_rule {name} adds no noise in the last step; set num_steps to 2 "
                 "or more, or another step_rule"
             )
         if window is None:
@@ -142,7 +142,7 @@ class GrpoConfig(AdvantageConfig):
         if self.timestep_fraction < 1:
             raise ValueError(
                 f"algorithm.timestep_fraction: given {self.timestep_fraction} beside rollout.window; the window "
-                "already says which steps are trained; leave timestep_fraction at 1.0"
+                "already selects the trained steps; leave timestep_fraction at 1.0"
             )
 
     def _check_modes(self, run: RunConfig) -> None:
@@ -184,7 +184,7 @@ class PpoConfig(GrpoConfig):
 
     name: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     baseline: Literal["group", "batch"] = "batch"
-    """What a reward is compared with; "batch" is PPO."""
+    """Mean that is subtracted from a reward; "batch" is PPO."""
     scale: Literal["group", "batch", "none"] = "batch"
     """Whose standard deviation divides the advantage."""
 

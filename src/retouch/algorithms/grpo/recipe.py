@@ -86,13 +86,13 @@ def surrogate(
 
 
 class Replay(NamedTuple):
-    """What the policy says now of recorded transitions, B rows x W trained steps, row-major.
+    """The current policy on recorded transitions, B rows x W trained steps, row-major.
 
     Attributes:
         log_prob: [B · W], with gradient.
         mean: [B · W, C, H, W'], with gradient.
         std: [B · W], with the step size in it.
-        region: what counts of a latent; None is all of it.
+        region: part of a latent that counts; None is all of it.
         dt: [B · W] sigma_next - sigma.
     """
 

@@ -8,11 +8,11 @@
 
 For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
 noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
-a / (a + b), so that the gradient by what the network predicts is that of a flow model at the same sigma: s A times a
-unit error. The KL is taken on what the network predicts, for both kinds.
+a / (a + b). The gradient by the network's prediction is then that of a flow model at the same sigma: s A times a unit
+error. The KL is taken on the network's prediction, for both kinds.
 
-Departures: times are drawn as in supervised training, spread over the schedule for the copies of an image; means may be
-over the repainted region; groups whose rewards are all alike are left out; a rollout without a valid reward has weight
+Departures: times are sampled as in supervised training, spread over the schedule for the copies of an image; means may
+be over the masked region; groups with zero reward variance are left out; a rollout without a valid reward has weight
 0 (advantage 0 alone is not inert here). Under classifier-free guidance images are guided and velocities are not.
 """
 

@@ -39,7 +39,7 @@ UNUSED = {
     "training.shard_gradients": _SHARDED,
     "data.reference_strip": _STRIP,
     "evaluation.data.reference_strip": _STRIP,
-    "ema": "vlm_grpo keeps no averaged weights; set ema=null",
+    "ema": "vlm_grpo keeps no EMA weights; set ema=null",
     "warmup_data": "vlm_grpo has no supervised steps; leave it out",
 }
 """Keys that must keep their default -> the reason, and what to do."""
@@ -153,7 +153,7 @@ class VlmGrpoConfig(AlgorithmSection):
             raise ConfigError(
                 f"algorithm.trl.num_generations: given {group}, but {generated} completions are generated at once "
                 f"(per_device_train_batch_size x processes x steps_per_generation = {per_pass} x "
-                f"{generated // per_pass}); set steps_per_generation so that {group} divides them, for example "
+                f"{generated // per_pass}), which {group} does not divide; set steps_per_generation to, for example, "
                 f"{math.lcm(per_pass, group) // per_pass}"
             )
         used = generated // per_pass * self.count("num_iterations")
@@ -210,7 +210,7 @@ class VlmGrpoConfig(AlgorithmSection):
         if trl.get("use_vllm") and trl.get("generation_kwargs"):
             raise ValueError(
                 "algorithm.trl.generation_kwargs: given with use_vllm, but evaluations generate without vLLM and would "
-                "not sample alike; leave it out"
+                "sample differently; leave it out"
             )
         adapter = sorted(name for name in trl if name.startswith("lora_") or name in ("use_rslora", "use_dora"))
         if adapter and not self.uses_adapter:
@@ -262,7 +262,7 @@ class VlmGrpoConfig(AlgorithmSection):
                 given = f" {shown}" if isinstance(value, str | int | float) else ""
                 raise ValueError(f"{dotted}: given{given}, but {why}")
         if run.evaluation.weights == "ema":
-            raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no averaged weights; set raw")
+            raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no EMA weights; set raw")
 
     def _generation_batch(self, per_pass: int) -> int:
         """Number of completions generated at once over all processes.

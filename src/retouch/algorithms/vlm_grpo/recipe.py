@@ -3,7 +3,7 @@ frozen diffusion transformer, the images are scored, and the completions are tra
 
     1. TRL samples K completions of a prompt (instruction and image, in the diffusion model's own chat).
     2. Exactly the ids that it read and sampled go once through the same model; the states behind the system part are
-       the text condition (`responses.encode_response`), so that the pipeline's text encoder is the model in training.
+       the text condition (`responses.encode_response`): the pipeline's text encoder is the model in training.
     3. The frozen transformer generates the images of a group from one noise (`images.generate_images`).
     4. The rewards of the run file score the images; advantages and loss are TRL's, by the options under
        `algorithm.trl` (Dr. GRPO, arXiv 2503.20783: loss_type dr_grpo with scale_rewards none).
@@ -162,7 +162,7 @@ class VlmTrainer(RunTrainer):
         return completion_ids, log_probs
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
-        """The one reward that TRL sees: the weighted sum of those of the run file, None where one of them failed."""
+        """The reward passed to TRL: the weighted sum of the run file's rewards, None where one of them failed."""
         if list(completion_ids) != list(self._responses.completion_ids):
             raise RuntimeError("these are not the completions that were generated last")
         run, step = self.run, self.state.global_step

@@ -130,8 +130,8 @@ def generate_completions(
 
     Args:
         policy: with whole weights, and able to `generate`.
-        options: of transformers' GenerationConfig. Anything except plain sampling (`num_beams`) draws for the whole
-            batch at once, so that examples are then completed one by one.
+        options: of transformers' GenerationConfig. Anything except plain sampling (`num_beams`) uses random numbers of
+            the whole batch; examples are then completed one by one.
     """
     config, prompts, tokenizer = GenerationConfig(**options, disable_compile=True), run.prompts(examples), run.tokenizer
     ids: list[list[int]] = []
@@ -152,7 +152,7 @@ def _generate(
     """Ids of each completion, up to and including the first token that ends a turn.
 
     Args:
-        seeds: of each row; None draws from the global generator.
+        seeds: of each row; None uses the global generator.
     """
     device = next(policy.parameters()).device
     inputs = {n: v.to(device) for n, v in model_inputs(prompts, tokenizer.pad_token_id).items()}

@@ -261,7 +261,7 @@ class PromptOrder(Sampler[int]):
     """Positions in the order that TRL expects, for the whole run in one pass: for each generation a block of distinct
     prompts, each repeated for its group, and the block repeated for every pass that trains on it.
 
-    A run is one epoch of the trainer, so that resuming skips what was done.
+    A run is one epoch of the trainer: on resume, the trainer skips the batches already trained.
     """
 
     def __init__(self, order: Sequence[int], prompts: int, group: int, repeats: int, generations: int) -> None:

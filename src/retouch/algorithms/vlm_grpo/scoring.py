@@ -42,7 +42,7 @@ class ScoredCompletion:
         broken: indices of images that contain NaN or Inf.
         truncated: whether its condition was truncated.
         outcomes: K outcomes of each reward; empty without scoring.
-        combined: combined score of each image; None where it lacks a reward with a weight.
+        combined: combined score of each image; None where a weighted reward is missing.
     """
 
     example: Example

@@ -156,7 +156,7 @@ class RunTrainer(GRPOTrainer):
     # --- timings: the text encoder's inference is "text", image generation "rollout" and "vae" ---
 
     training_step = _timed("training_step", "train_backward")
-    """Its other parts aside this is the backward, with the optimizer's step where DeepSpeed takes it there."""
+    """Without its nested timers this is the backward, with the optimizer step if DeepSpeed takes it there."""
     _prepare_inputs = _timed("_prepare_inputs", "other")
     _generate = _timed("_generate", "text")
     _get_per_token_logps_and_entropies = _timed("_get_per_token_logps_and_entropies", "train_forward")

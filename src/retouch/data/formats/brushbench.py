@@ -35,7 +35,7 @@ class BrushBenchData(ImageSection):
 
     format: Literal["brushbench"] = "brushbench"
     region: Literal["inside", "outside"] = "inside"
-    """What is repainted: "inside", what the caption names (`inpainting_mask`); "outside", all around it
+    """Region to repaint: "inside", the object of the caption (`inpainting_mask`); "outside", everything around it
     (`outpainting_mask`)."""
 
     expects: ClassVar[str] = f"a {MAPPING}"

@@ -1,8 +1,8 @@
 """Calligrapher's benchmarks: a list file and numbered images in one folder.
 
-Item N has `test{N}_source.png`, `test{N}_mask.png` and optionally `test{N}_ref.png`. The reference has two meanings,
-which its size tells apart: a crop (the mask box of the source: a style reference; the text is already in the source,
-which is the target) or a full-size ground truth.
+Item N has `test{N}_source.png`, `test{N}_mask.png` and optionally `test{N}_ref.png`. The size of the reference decides
+its meaning: a crop (the mask box of the source: a style reference; the text is already in the source, which is the
+target) or a full-size ground truth.
 """
 
 from __future__ import annotations
@@ -137,5 +137,5 @@ class CrossBenchData(CalligrapherData):
 
 def _written(text: str, head: str) -> str:
     if not text.strip():
-        raise DataError(f"the text of item {head.strip()} is empty; write what the mask shall say")
+        raise DataError(f"the text of item {head.strip()} is empty; write the target text of the mask")
     return text.strip()

@@ -160,7 +160,7 @@ class RetryBudget:
         window_s: how long a request counts: its deadline, retries included.
         share: retries per request.
         reserve: retries available from the start.
-        per_second: retries added per second, so that a single request can wait for its server.
+        per_second: retries added per second: a single request can wait for its server.
     """
 
     def __init__(self, window_s: float, share: float = 0.15, reserve: float = 15.0, per_second: float = 0.5) -> None:

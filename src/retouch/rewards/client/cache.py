@@ -21,7 +21,7 @@ _TABLE = "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value REAL NO
 
 class ScoreCache:
     """A table of scores in one sqlite file for several threads and processes of one machine (the write-ahead log is
-    shared memory). A file that is not a database is moved aside and replaced.
+    shared memory). A file that is not a database is renamed and replaced.
     """
 
     def __init__(self, path: Path) -> None:

@@ -47,7 +47,7 @@ class ClientOptions:
 
     Attributes:
         timeout_s: deadline of one request, retries included, from when a server is free for it. With several servers an
-            attempt gets half of the remaining time, so that a server that never answers does not use all of it.
+            attempt gets half of the remaining time: a server that never answers cannot use all of it.
             Requests that wait for a server fail as unavailable once no server has answered for this long.
         batch_size: items per request.
         balance: see `Balancer`.
@@ -263,7 +263,7 @@ class RewardClient:
         return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
 
     async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
-        """One request with its retries; ids on the wire are positions, so that callers may repeat ids.
+        """One request with its retries; ids on the wire are positions: callers may repeat ids.
 
         Args:
             asked: when the caller started to wait.

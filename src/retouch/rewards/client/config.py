@@ -23,7 +23,7 @@ class RewardClientConfig(Section):
     logged_wait_s: NonNegative = 5.0
     """Seconds that rewards of weight 0, which are only logged, may take once the other rewards of an epoch are in."""
     max_failure_rate: Unit = 0.2
-    """If more than this fraction of an epoch's samples, over all processes, lack a reward with a weight, the run stops,
+    """If more than this fraction of an epoch's samples, over all processes, miss a weighted reward, the run stops,
     resumable (exit 3): such samples cannot be trained on."""
     max_run_failure_rate: Unit = 1.0
     """The same limit over all samples of the run, once there were 200: it catches a low but steady failure rate."""
@@ -43,10 +43,10 @@ class RewardClientConfig(Section):
     probe_tolerance: NonNegative = 1e-3
     """Largest difference between probes (absolute up to scores of 1, relative above)."""
     on_drift: Literal["warn", "stop"] = "warn"
-    """What to do if a probe differs by more: log a warning, or stop the run, resumable (exit 3)."""
+    """Action if a probe differs by more: log a warning, or stop the run, resumable (exit 3)."""
     cache: bool = False
-    """Keep the scores of servers in RUN/rewards.sqlite, so that a resumed run does not request them again; each of
-    several machines has its own file."""
+    """Keep the scores of servers in RUN/rewards.sqlite; a resumed run does not request them again. Each of several
+    machines has its own file."""
 
     @property
     def collective_s(self) -> float:

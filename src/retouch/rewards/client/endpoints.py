@@ -24,8 +24,8 @@ _CONNECT_S = 1.0
 
 
 def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
-    """Write servers to the file. Others in it that still listen stay, so that several commands can share it; one rename
-    replaces it, so that no reader sees half of it.
+    """Write servers to the file. Others in it that still listen stay: several commands can share it. The file is
+    replaced by one rename: a reader never finds half of it.
 
     Raises:
         OSError: it cannot be written.

@@ -62,7 +62,7 @@ class Exchange:
     """Connections to servers that hold the same rewards; used from one event loop.
 
     Args:
-        rewards: names to ask for.
+        rewards: names to request.
         token: bearer token; never logged, and never in a message.
         note: called with (url, reward, revision) of every valid reply.
     """
@@ -140,7 +140,7 @@ class Exchange:
         async with self._client(url).stream(method, f"{url}{path}", timeout=timeout, **request) as response:
             coding = response.headers.get("content-encoding", "identity")
             if coding.strip().lower() != "identity":
-                raise BrokenMessage(f"the reply is compressed ({coding[:20]}), which was not asked for")
+                raise BrokenMessage(f"the reply is compressed ({coding[:20]}), which was not requested")
             body = bytearray()
             async for chunk in response.aiter_raw():
                 body += chunk
@@ -167,7 +167,7 @@ class Exchange:
             reply = parse_reply(body)
             ids = [outcome.id for outcome in reply.items]
             if len(ids) != count or set(ids) != set(range(count)):
-                raise BrokenMessage(f"{count} items were asked for, {len(ids)} came back, or under other ids")
+                raise BrokenMessage(f"{count} items were requested; the reply has {len(ids)}, or other ids")
         except BrokenMessage as error:
             return self._bad_reply(url, error, count)
         for name, scorer in reply.scorers.items():

@@ -1,7 +1,7 @@
-"""CLIP and what was fine-tuned from it: how well an image fits its prompt.
+"""CLIP and models fine-tuned from it: how well an image fits its prompt.
 
-Every image is encoded independently, so that the batch changes no score beyond rounding. torch and transformers are
-imported when a scorer loads.
+Every image is encoded independently: the batch changes no score beyond rounding. torch and transformers are imported
+when a scorer loads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Towers:
             return _unit(self.model.visual_projection(self.model.vision_model(**inputs).pooler_output))
 
     def of_texts(self, texts: Sequence[str]) -> Tensor:
-        """[B, D] unit vectors. Every text is padded to the model's length, so that it does not depend on the others."""
+        """[B, D] unit vectors. Every text is padded to the model's length: it does not depend on the others."""
         with self.torch.inference_mode():
             length = self.model.config.text_config.max_position_embeddings
             inputs = self.tokens(

@@ -1,7 +1,7 @@
-"""Rewards of the text that a VLM writes before the image is generated (algorithm vlm_grpo); they look at no image.
+"""Rewards of the text that a VLM writes before the image is generated (algorithm vlm_grpo); they read no image.
 
-Each is in [0, 1] and sees form alone: whether the text says the right thing is left to the judge of the image. They
-serve as a small weight beside that judge, against texts that score by being malformed.
+Each is in [0, 1] and scores the form only; the judge of the image scores the content. Give them a small weight beside
+that judge, against malformed texts that score high.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def think_format(text: str) -> float:
 
 
 def answer_of(text: str) -> str:
-    """What follows the thought; the whole text without one."""
+    """The text after the thought; the whole text if there is none."""
     match = _THINK.fullmatch(text)
     return (match["answer"] if match else text).strip()
 

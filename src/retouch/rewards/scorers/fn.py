@@ -83,7 +83,7 @@ class FnScorer(PackageScorer[FnReward]):
 
 
 def find_function(fn: str, where: str) -> Any:
-    """What "module:name" names; `where` begins the message.
+    """The object at "module:name"; `where` begins the message.
 
     Raises:
         ConfigError: no such module, or no such name in it.

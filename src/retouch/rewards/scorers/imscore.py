@@ -31,7 +31,7 @@ class ImscoreReward(RewardEntry):
     model: ClassVar[str]
     """module:class in imscore."""
     beside: ClassVar[str]
-    """What the model's constructor fetches from the hub besides `path`."""
+    """Files that the model's constructor downloads from the hub in addition to `path`."""
 
     path: str
     """Hub id or folder in imscore's layout."""
@@ -112,7 +112,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
         """The model with every weight from its file.
 
         Raises:
-            ConfigError: no such model, or a file that lacks weights.
+            ConfigError: no such model, or a file with missing weights.
         """
         path = self.options.path
         try:

@@ -1,4 +1,4 @@
-"""What scorers with a judge share: their options, concurrent questions, answers by a JSON schema, typed failures."""
+"""Base of scorers with a judge: options, concurrent questions, answers by a JSON schema, typed failures."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class JudgeScorer(PackageScorer[Judged]):
     """Base of scorers behind an OpenAI-compatible endpoint. The key is read from OPENAI_API_KEY.
 
     Args:
-        depends_on: everything that the scores depend on besides the judge, as JSON values.
+        depends_on: everything that the scores depend on except the judge, as JSON values.
         protocol: name of the score in the revision; None is the scorer's name.
 
     Raises:
@@ -157,13 +157,13 @@ class JudgeScorer(PackageScorer[Judged]):
         again: bool = True,
         **options: Any,
     ) -> Answer:
-        """Ask for JSON by a schema -> what `read` makes of it.
+        """Request JSON by a schema -> the result of `read`.
 
         Args:
             content: parts of the question.
-            schema: None if the question itself says how to answer, in text.
-            read: raises ValueError with what is wrong with an answer.
-            again: ask once more, with what was wrong.
+            schema: None if the question itself specifies the format of the answer, in text.
+            read: raises ValueError with the problem of an answer.
+            again: ask once more, with the problem.
 
         Raises:
             JudgeError: a refusal, or no answer.
@@ -171,7 +171,7 @@ class JudgeScorer(PackageScorer[Judged]):
             BudgetSpent: the budget is spent.
         """
         messages: list[dict[str, Any]] = [{"role": "user", "content": list(content)}]
-        form = "in the format that was asked for"
+        form = "in the required format"
         if schema is not None:
             options["response_format"], form = schema, "with nothing but JSON by the schema"
         answer = _content(self.judge.ask(messages, **options))

@@ -5,8 +5,8 @@ image shows it; elements and dependencies with a yes make a second graph, and th
 1 - normalised graph edit distance (GED) of the two. Legend: V elements, E directed edges between two of them.
 
 Departures from the published evaluation: the ends of a dependency are looked up among all elements once, not among
-those with a yes, so that a no to "cell wall" cannot move its edges to "cell"; a name with a comma is read as a whole
-if it is one of the elements; a graph without elements is an error instead of a score.
+those with a yes (a no to "cell wall" cannot move its edges to "cell"); a name with a comma is read as a whole if it is
+one of the elements; a graph without elements is an error instead of a score.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Dependency:
 
 @dataclass(frozen=True)
 class KnowledgeGraph:
-    """What an image must show.
+    """Elements and dependencies that an image must show.
 
     Attributes:
         elements: V names as written; no two differ by case or white space alone.
@@ -99,7 +99,9 @@ def read_checklist(text: str, names: Sequence[str]) -> list[bool]:
             found[_key(match["name"].strip("`[] "))] = match["answer"].casefold() == "yes"
     missing = [name for name in names if _key(name) not in found]
     if missing:
-        raise ValueError(f"no line says yes or no for {len(missing)} of {len(names)} names, {missing[0]!r} among them")
+        raise ValueError(
+            f"no line answers yes or no for {len(missing)} of {len(names)} names, {missing[0]!r} among them"
+        )
     return [found[_key(name)] for name in names]
 
 
@@ -186,7 +188,7 @@ def _name(entry: object) -> str | None:
 
 
 def _key(name: str) -> str:
-    """What two spellings of a name have in common."""
+    """Normal form of a name: equal for spellings that mean the same name."""
     return " ".join(name.split()).strip("`'\"").strip().casefold()
 
 

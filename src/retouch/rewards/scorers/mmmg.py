@@ -119,7 +119,7 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
         self._regions: Callable[[Pixels], float] | None = None
 
     def _parts(self, o: MmmgReward, source: str = "") -> list[Any]:
-        """Everything that the scores depend on besides the judge."""
+        """Everything that the scores depend on except the judge."""
         return [self.published_question or _QUESTION, o.ged, o.readability, source]
 
     def load(self, device: str) -> None:

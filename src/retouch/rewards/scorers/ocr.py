@@ -24,7 +24,7 @@ from retouch.rewards.scorers import paddle
 from retouch.types import Failure, Outcome, Score
 
 _HEIGHT = 48  # pixels to which the recogniser scales the height of a line
-_BUCKET = 32  # line widths are padded to a multiple of this, so that a score does not depend on its batch
+_BUCKET = 32  # line widths are padded to a multiple of this: a score then does not depend on its batch
 _BATCH = 16
 _LONGEST = 32  # ratio of the sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
 

@@ -84,7 +84,7 @@ class VlmScorer(PackageScorer[VlmReward]):
         """Load the model, its tokenizer and its image processor.
 
         Raises:
-            ConfigError: transformers is missing, there is no such model, or its tokenizer lacks a score token.
+            ConfigError: transformers is missing, there is no such model, or its tokenizer has no token of a score.
         """
         try:
             import torch

@@ -29,7 +29,7 @@ STRIKES = 3
 _SUSPECTS = 4096
 
 Key = tuple[object, ...]
-"""What items of one batch share: rewards, and the shape of every image."""
+"""Common properties of the items of one batch: rewards, and the shape of every image."""
 
 Watch = Callable[[int, Work], None]
 """Called with the number of items and the cost of every batch."""

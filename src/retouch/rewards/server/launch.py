@@ -200,7 +200,7 @@ class Supervisor:
 
     def _end(self) -> None:
         for one in self.instances:
-            one.listener.close()  # from now on connections are refused
+            one.listener.close()  # clients now get "connection refused"
             if one.process:
                 one.process.terminate()
         deadline = time.monotonic() + _DRAIN_S

@@ -12,7 +12,7 @@ from retouch.types import Failure, Outcome
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
-disable_created_metrics()  # one time stamp per series otherwise
+disable_created_metrics()  # they would add a time stamp to every series
 
 
 class Telemetry:

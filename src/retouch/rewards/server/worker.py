@@ -3,9 +3,9 @@
 The process (`process.py`) exchanges `frames` over an inherited socket: it receives its scorers, reports their specs,
 loads them, and answers one batch at a time; before an answer it reports specs that changed. It ends with the socket.
 
-A frame that was written in part ends the process, because what follows would be read as its rest. A reply carries the
-number of its batch, and one with another number ends the process too, so that no score can reach another item. The
-process answers a pulse every few seconds from a thread of its own, also while it scores; a process that is silent and
+A frame that was written in part ends the process, because the next bytes would be read as its rest. A reply carries the
+number of its batch, and one with another number ends the process too: no score can reach another item. The process
+answers a pulse every few seconds from a thread of its own, also while it scores; a process that is silent and
 takes no CPU time (stopped, frozen) is replaced.
 """
 
@@ -322,7 +322,7 @@ def _cpu_ticks(pid: int) -> int | None:
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """Environment in which a worker sees only its GPU: libraries that use the first GPU then use the right one."""
+    """Environment that shows a worker only its GPU: libraries that use the first GPU then use the right one."""
     environment = dict(os.environ)
     if device.isdecimal():
         seen = [one for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
@@ -332,7 +332,7 @@ def worker_environment(device: str) -> dict[str, str]:
 
 
 def torch_device(device: str) -> str:
-    """Device that the scorers of a worker are loaded on: the one GPU that it sees, or the one given."""
+    """Device that the scorers of a worker are loaded on: its one visible GPU, or the one given."""
     return "cuda" if device.isdecimal() else device
 
 
