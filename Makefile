@@ -45,7 +45,7 @@ style: .venv/.installed
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/lint-imports
-	$(BIN)/python tools/language.py --scope docs
+	$(BIN)/python tools/language.py --scope docs --scope help --scope source
 
 types: .venv/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python

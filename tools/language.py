@@ -4,6 +4,8 @@
     python tools/language.py --scope help             # the help texts of the command line
     python tools/language.py --scope source --counts  # strings and comments of src/, as counts per file
 
+`make lint` checks all three.
+
 The exit code is 1 if a phrase was found. Code is not checked: fenced blocks, `inline code`, link targets and names.
 """
 
@@ -11,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import fnmatch
 import io
 import re
 import sys
@@ -73,19 +74,6 @@ COMPILED = [
 ]
 
 
-class Allowed(NamedTuple):
-    files: str
-    """Pattern of the name that a finding is reported under."""
-    phrase: str
-    """Pattern of the text that was found."""
-    reason: str
-
-
-ALLOWED = [
-    Allowed("docs/configuration*", ".*", "generated from src, which --scope source checks"),
-]
-
-
 class Finding(NamedTuple):
     file: str
     line: int
@@ -102,15 +90,13 @@ class Text(NamedTuple):
 
 
 def findings(texts: Iterable[Text]) -> list[Finding]:
-    """Phrases in the texts that `ALLOWED` does not list, in the order of the lines."""
+    """Phrases in the texts, in the order of the lines."""
     found: list[Finding] = []
     for file, first, text in texts:
         for pattern, instead in COMPILED:
             for match in pattern.finditer(text):
                 line = first + text.count("\n", 0, match.start())
-                phrase = " ".join(match.group().split())
-                if not any(fnmatch.fnmatch(file, a.files) and re.fullmatch(a.phrase, phrase) for a in ALLOWED):
-                    found.append(Finding(file, line, phrase, instead))
+                found.append(Finding(file, line, " ".join(match.group().split()), instead))
     return sorted(found)
 
 
@@ -175,14 +161,11 @@ def source(folder: Path = REPOSITORY / "src") -> Iterator[Text]:
 
 
 def judge_texts(tree: ast.AST) -> Iterator[ast.expr]:
-    """Values of `question`, `_QUESTION` and `_ABOUT_...`: texts to a judge, which another wording would change."""
+    """Values of `question`, `_QUESTION` and `_ABOUT_...`: texts to a judge, whose scores depend on the wording."""
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        for target in targets:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and re.fullmatch(r"_?question|_ABOUT_\w+", target.id, re.IGNORECASE):
-                assert isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
                 yield node.value
 
 

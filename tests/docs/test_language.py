@@ -52,12 +52,37 @@ def test_docstrings_messages_and_comments_of_source_are_read(tmp_path: Path) -> 
     assert [(f.line, f.found) for f in language.findings(texts)] == [(1, "picture"), (3, "drawn"), (3, "so that")]
 
 
+def test_names_keys_templates_and_questions_to_a_judge_are_not_prose(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "module.py").write_text(
+        '''def count(picture):
+    """Return the count under "pictures" and `a picture`.
+
+    Args:
+        picture: an image.
+        picture, drawn: a picture.
+    """
+
+QUESTION = "What does this picture " + "show, and is it drawn well?"
+_ABOUT_STYLE: str = f"A picture {count} drawn"
+question: str = "How good is this picture?"
+CHAT = "{% set picture = 1 -%} {{ 'Picture ' ~ count }}"
+ANSWER = "of this picture"
+''',
+        encoding="utf-8",
+    )
+    texts = language.source(tmp_path / "src")
+    assert [(f.line, f.found) for f in language.findings(texts)] == [(6, "picture"), (13, "picture")]
+
+
+def test_lint_checks_pages_help_and_source() -> None:
+    lint = (language.REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert "tools/language.py" + "".join(f" --scope {scope}" for scope in language.SCOPES) in lint
+    files = {text.file for text in language.source()}
+    assert {"src/retouch/api.py", "src/retouch/config/run.py", "src/retouch/rewards/server/worker.py"} <= files
+
+
 def test_the_help_of_every_command_is_read() -> None:
     assert {"retouch --help", "retouch train --help", "retouch reward serve --help"} <= {
         t.file for t in language.helps()
     }
-
-
-def test_an_allowed_phrase_has_a_reason_and_is_not_reported() -> None:
-    assert all(allowed.reason for allowed in language.ALLOWED)
-    assert found("A picture.", file="docs/configuration/model.md") == []
