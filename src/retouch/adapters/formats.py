@@ -1,14 +1,14 @@
-"""Files of style adapters: read whatever programs wrote, checked to the last key, and written as they expect it.
+"""Files of style adapters: read the layouts of several programs, check every key, and write what they expect.
 
     standard   image_proj, ip_adapter                                 ComfyUI-IPAdapter-Flux, InstantX
     legacy     image_proj_mlp, attn_adapter
     released   image_proj_mlp, attn_adapter, image_proj_qformer       Calligrapher's own file
     Tencent    image_proj (one Linear), ip_adapter with odd numbers   SD1.5, what diffusers' load_ip_adapter takes
 
-Inside, keys are flat and those of the standard file: `image_proj.proj.0.weight`, `image_proj_qformer.norm.bias`,
-`ip_adapter.0.to_k_ip.weight`. A safetensors file has the same keys and metadata, with them the factors that the adapter
-was trained at; every other file has these in its values (`folded`). `.bin` files are pickles: read with
-weights_only=True alone.
+In memory, keys are flat and those of the standard file: `image_proj.proj.0.weight`, `image_proj_qformer.norm.bias`,
+`ip_adapter.0.to_k_ip.weight`. A safetensors file has the same keys, and metadata with the scale that the adapter was
+trained at; every other file has the scale multiplied into its values (`folded`). `.bin` files are pickles, read only
+with weights_only=True.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECTIONS = {
     "ip_adapter": "ip_adapter",
     "attn_adapter": "ip_adapter",
 }
-"""Top-level key of a file -> the same here."""
+"""Top-level key of a file -> its name in memory."""
 
 LAYOUTS = (
     {"image_proj", "ip_adapter"},
@@ -51,14 +51,14 @@ LAYOUTS = (
 """Sets of top-level keys that adapters have. Other parts of a file are not used, except those of `HEADS_AND_BLOCKS`."""
 
 HEADS_AND_BLOCKS = ("image_proj", "ip_adapter", "attn_adapter")
-"""Beginnings of the names of parts that compute something: without an unknown one, an adapter would be half of one."""
+"""Prefixes of parts that compute something: an unknown one is an error, because the adapter would be incomplete."""
 
 Head = Literal["mlp", "mlp+query_former", "linear"]
 
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Sizes that make an adapter.
+    """Sizes of an adapter.
 
     Attributes:
         head: kind of projection from the vector of an image to tokens.
@@ -146,11 +146,11 @@ def read_adapter(path: Path) -> AdapterFile:
     """Read a file of any of the layouts, or the one in a checkpoint's `weights/` or `ema/` folder.
 
     Tensors that no adapter has (of norms that have no parameters here, buffers, further parts) are left out, as
-    Calligrapher's own loader does; `unused` names them, and whoever uses the adapter reports them.
+    Calligrapher's own loader does; `unused` names them, and the caller reports them.
 
     Raises:
         AdapterFileError: no such file, a pickle that holds more than tensors, or keys and shapes that do not fit
-            together. Nothing is loaded in part.
+            together. An adapter is never loaded in part.
     """
     if path.is_dir():
         inside = [path / f"{NAME}{suffix}" for suffix in (".safetensors", ".bin")]
@@ -228,7 +228,7 @@ def write_bin(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shape: AdapterShape, where: str) -> None:
-    """Keys and shapes must be exactly those of `shape`.
+    """Check that keys and shapes are exactly those of `shape`.
 
     Raises:
         AdapterFileError: with the first keys that are missing, unknown or of another shape.
@@ -285,10 +285,10 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _shape_of(tensors: Mapping[str, Tensor], path: Path) -> AdapterShape:
-    """Sizes by a few tensors that every adapter has; the caller compares the others with them.
+    """Sizes derived from a few tensors that every adapter has; the caller checks the other tensors against them.
 
     Raises:
-        AdapterFileError: these are not there, or fit no adapter.
+        AdapterFileError: these are missing, or fit no adapter.
     """
     linear = "image_proj.proj.weight" in tensors
     first, last = (("proj.weight",) * 2) if linear else ("proj.0.weight", "proj.2.weight")
@@ -328,5 +328,5 @@ def _same_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, 
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, none sharing memory with another: safetensors would refuse, and accelerate drops what shares."""
+    """Copies on the CPU that share no memory: safetensors rejects shared tensors, and accelerate drops them."""
     return {key: t.detach().to("cpu", copy=True).contiguous() for key, t in tensors.items()}

@@ -41,7 +41,7 @@ Reference = tuple[Tensor, Tensor | None]
 
 
 class Host(ABC):
-    """A network of one kind that takes an adapter."""
+    """A network that an adapter can be placed into."""
 
     def __init__(self, network: Any, facts: AdapterFacts) -> None:
         self.network = network
@@ -70,7 +70,7 @@ class Host(ABC):
 
     @abstractmethod
     def place(self, shape: AdapterShape) -> None:
-        """Put in new modules of a shape that fits, on the network's device; they change nothing at first."""
+        """Add new modules of a matching shape on the network's device; the outputs do not change yet."""
 
     @abstractmethod
     def remove(self) -> None:
@@ -87,7 +87,7 @@ class Host(ABC):
         Args:
             part: first part of the key.
             block: of `blocks`, for a key of "ip_adapter"; else "".
-            rest: what follows in the key.
+            rest: remainder of the key.
         """
 
     def names(self, shape: AdapterShape) -> dict[str, str]:
@@ -144,8 +144,8 @@ class BlockHost(Host):
 class IpProcessor(nn.Module):
     """The second attention of a block: two projections, a scale, and the stock processor that it replaced.
 
-    Starts as a no-op: values are 0, keys are not (both 0 would give neither a gradient). That holds with `value_norm`,
-    too: the norm of 0 is 0, and its gradient there is 1 / sqrt(EPS) times that without the norm.
+    Starts as a no-op: values are 0, keys are not (if both were 0, neither would have a gradient). This also holds with
+    `value_norm`: the norm of 0 is 0, and its gradient there is 1 / sqrt(EPS) times that without the norm.
     """
 
     _attention_backend = None  # diffusers sets these two on every processor
@@ -195,7 +195,7 @@ def host_of(network: Any) -> Host:
     """The host of a network.
 
     Raises:
-        ConfigError: a network that no adapter is made for, or that has one already.
+        ConfigError: a network without a host, or one that has an adapter already.
     """
     name, hosts = type(network).__name__, adapter_hosts()
     if name not in hosts:

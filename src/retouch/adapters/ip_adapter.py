@@ -45,7 +45,7 @@ class IpAdapter:
     """
 
     def __init__(self, network: Any, shape: AdapterShape, where: str) -> None:
-        """Put new modules into a network: a start that changes nothing.
+        """Put new modules into a network; its outputs do not change yet.
 
         Args:
             where: names the adapter in messages.
@@ -62,7 +62,7 @@ class IpAdapter:
         self.value_norm = False
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight by the key of the file; under LoRA, what is below it."""
+        """Every weight by the key of the file; under LoRA, the frozen base weight."""
         parameters = dict(self.host.network.named_parameters())
         below = {key: name.removesuffix("weight") + "base_layer.weight" for key, name in self.names.items()}
         return {
@@ -127,7 +127,7 @@ def new_adapter(network: Any, head: Head, width: int, tokens: int, seed: int = 0
 
 
 class StyleAdapter:
-    """An adapter file in use: what `retouch.adapters.load` gives.
+    """An adapter file in use, from `retouch.adapters.load`.
 
     Attributes:
         file: the weights, checked.
@@ -145,7 +145,7 @@ class StyleAdapter:
         """Put it into a diffusers pipeline (or its network), in the network's precision.
 
         Args:
-            scale: how much the reference counts, in all blocks or in each; None: as in training.
+            scale: weight of the reference, in all blocks or in each; None: as in training.
             value_norm: whether the values are normalized; None: as in training, which a .bin does not record.
 
         Raises:
@@ -173,7 +173,7 @@ class StyleAdapter:
         self._inside = None
 
     def set_scale(self, scale: float | Sequence[float]) -> None:
-        """How much the reference counts, in all blocks or in each."""
+        """Set the weight of the reference, in all blocks or in each."""
         self._attached().set_scale(scale)
 
     def condition(
@@ -183,7 +183,7 @@ class StyleAdapter:
 
         Args:
             encoder: embeds the references; None loads the one that the file names.
-            guided: whether the call uses classifier-free guidance; only Stable Diffusion must know.
+            guided: whether the call uses classifier-free guidance; needed for Stable Diffusion only.
 
         Raises:
             ConfigError: a file that names no encoder, or one of another width.
@@ -208,7 +208,7 @@ class StyleAdapter:
 
 
 def load(path: str | Path) -> StyleAdapter:
-    """Read an adapter file of any program, checked to the last key; tensors that are not used are warned of.
+    """Read an adapter file of any supported layout and check every key; warn about unused tensors.
 
     Raises:
         AdapterFileError: not a whole adapter, or a pickle that holds more than tensors.

@@ -78,7 +78,7 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: FamilySpec, seed
 
 
 def initial_adapter(train: Train, family: str) -> AdapterFile | None:
-    """The file that training starts from; None where it starts from none.
+    """The file that training starts from; None for a new adapter.
 
     Raises:
         ConfigError: no such file, no whole adapter in it, or one that records another family or `value_norm`.
@@ -136,7 +136,7 @@ def is_trained(key: str, weights: str) -> bool:
 
 
 class IpAdapterWeights:
-    """Style adapters as files: whole ones, exact both ways."""
+    """Style adapters as whole files; saving and loading are exact."""
 
     kind = "ip_adapter"
 
@@ -182,7 +182,7 @@ class IpAdapterWeights:
         return state
 
     def _whole(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All weights of the adapter: what `state` has, and what is frozen."""
+        """All weights of the adapter: those of `state`, and the frozen ones."""
         tensors = self.adapter.tensors()
         if self._factor is None:
             return {key: state.get(self.adapter.names[key], t) for key, t in tensors.items()}
@@ -216,7 +216,7 @@ class IpAdapterWeights:
 
 
 def describe(adapter: AdapterFile | IpAdapter) -> str:
-    """Its sizes in words."""
+    """Sizes of an adapter as text."""
     shape = adapter.shape
     return f"{shape.tokens} tokens by {shape.head} from vectors of width {shape.width} for {len(shape.inner)} blocks"
 
@@ -241,7 +241,7 @@ def _close(a: Tensor, b: Tensor, *, exact: bool) -> bool:
 
 
 def require_shape(file: AdapterFile, wanted: AdapterShape, path: str) -> None:
-    """Refuse an initial adapter of other sizes.
+    """Reject an initial adapter of other sizes.
 
     Raises:
         ConfigError: which option of `model.train` to set, or that the file is for another network.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Trainee(Protocol):
-    """How trained weights, keyed by parameter name, become files and back. Both ways are exact."""
+    """Saves and loads trained weights by parameter name. Both are exact."""
 
     @property
     def kind(self) -> str: ...

@@ -38,7 +38,7 @@ class AlgorithmSection(Section):
 
     @property
     def trains_on_rewards(self) -> bool:
-        """Whether it samples images and has them scored."""
+        """Whether it samples images and trains on their rewards."""
         return True
 
     @property
@@ -48,11 +48,11 @@ class AlgorithmSection(Section):
 
     @property
     def snapshots(self) -> frozenset[str]:
-        """Copies of the trained weights that it keeps: "old", "reference"."""
+        """Snapshots of the trained weights that it keeps: "old", "reference"."""
         return frozenset()
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
-        """Options that are valid and still unlikely to do what is intended, a sentence each."""
+        """A sentence for each option that is valid but probably not intended."""
         return ()
 
     def supervised_steps(self, run: RunConfig) -> int:
@@ -91,7 +91,7 @@ class AlgorithmSection(Section):
 
     @classmethod
     def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
-        """The run file, before it is validated, with the keys of other sections that this one's options stand for."""
+        """The run file before validation, with the keys of other sections that options of this one set."""
         return dict(run)
 
     @classmethod
@@ -115,7 +115,7 @@ class Objective(AlgorithmSection):
     region: Literal["all", "mask"] = "all"
     """"mask" computes errors, log-probabilities and KL over the repainted latents only."""
     region_dilation: Annotated[int, Field(ge=0)] = 0
-    """Latent cells by which the region of "mask" reaches beyond the mask."""
+    """Latent cells by which the region "mask" extends beyond the mask."""
     seam_weight: Positive = 1.0
     """Weight of the cells that region_dilation adds; cells within the mask have weight 1."""
     caption_dropout: Unit = 0.0
@@ -185,7 +185,7 @@ class RlConfig(Objective):
     """Optimizer steps of the supervised warm-up (SFT) before the first rollout; they count towards
     training.max_steps."""
     sft_shifted_times: bool = True
-    """Draw the training times of the supervised warm-up through the same shift as sampling."""
+    """Sample the training times of the supervised warm-up through the same shift as sampling."""
     inner_epochs: PositiveInt = 1
     """Passes over the rollouts of an epoch."""
     combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
@@ -247,7 +247,7 @@ class AdvantageConfig(RlConfig):
     baseline: Literal["group", "batch"] = "group"
     """Mean that is subtracted from a reward: that of its group (per-prompt statistics) or of the whole batch (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Whose standard deviation divides the advantage; "batch" is Flow-GRPO's global std."""
+    """Standard deviation that divides the advantage: of the group, of the batch (Flow-GRPO's global std), or none."""
     skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
     """Leave out groups with zero reward variance: with a group baseline their advantages are 0. Null is true with a
     group baseline and false with a batch baseline, where every sample counts."""

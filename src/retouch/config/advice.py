@@ -1,4 +1,4 @@
-"""Warnings of a run file that is valid and still unlikely to do what its author expects."""
+"""Warnings about a run file that is valid but probably not intended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from retouch.config.run import RunConfig
 
 
 def warnings_of(run: RunConfig) -> list[str]:
-    """One line each: the key, what was given, what follows, what to set."""
+    """One line for each warning: the key, the value given, its effect, and the option to set."""
     rewards = (line for name, entry in run.rewards.items() for line in entry.advice(name))
     return [*run.algorithm.warnings(run), *rewards]

@@ -23,7 +23,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Section(BaseModel):
-    """Keys of a run file. A former key or value of `ALIASES` and `VALUE_ALIASES` is read as the one of today."""
+    """Keys of a run file. A former key or value of `ALIASES` and `VALUE_ALIASES` is read as the current one."""
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -33,10 +33,10 @@ class Section(BaseModel):
     """Key -> its former values -> the values of today."""
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        """Refuse what this section cannot do in this run: "key: given ...; expected ...; set ...".
+        """Reject options of this section that cannot work in this run: "key: given ...; expected ...; set ...".
 
         Args:
-            key: where the section stands, for sections that may stand in several places.
+            key: key of the section, for sections that may have several keys.
 
         Raises:
             ValueError: with that message.
@@ -44,7 +44,7 @@ class Section(BaseModel):
 
     @classmethod
     def renamed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys and values of a section under the names of today; a former one is logged once.
+        """The keys and values of a section under their current names; a former one is logged once.
 
         Raises:
             ValueError: a key is given under both names.

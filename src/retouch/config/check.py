@@ -1,4 +1,4 @@
-"""Combinations that cannot work, refused before anything is loaded."""
+"""Reject combinations of options that cannot work, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check(run: RunConfig) -> None:
-    """Refuse what a section cannot do in this run, and what two sections cannot do together.
+    """Reject options of a section that cannot work in this run, and combinations of sections that cannot work.
 
     Raises:
         ValueError: "key: given ...; expected ...; set ...".

@@ -79,14 +79,14 @@ def window_starts(run: RunConfig) -> range:
 
 
 def sliding_places(run: RunConfig) -> list[int]:
-    """First steps of a sliding window in turn; the last one ends at the end of its range, whatever the stride."""
+    """First steps of a sliding window in turn; the last window ends at the end of its range, for every stride."""
     assert run.rollout.window is not None
     starts = window_starts(run)
     return sorted({*starts[:: run.rollout.window.stride], starts[-1]})
 
 
 def snapshots(run: RunConfig) -> frozenset[str]:
-    """Copies of the trained weights that the run keeps beside them."""
+    """Snapshots of the trained weights that the run keeps."""
     return run.algorithm.snapshots | frozenset({"ema"} if run.ema else ())
 
 

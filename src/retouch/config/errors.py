@@ -1,4 +1,4 @@
-"""Messages for errors of a run file: what was given, what is expected, what to set."""
+"""Messages for errors of a run file: the value given, the values expected, the option to set."""
 
 from __future__ import annotations
 

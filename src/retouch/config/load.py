@@ -24,13 +24,13 @@ from retouch.registry import import_plugins
 logger = logging.getLogger(__name__)
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-((?:\$\{[^}]*\}|[^}])*))?\}")
-"""`${VAR}` or `${VAR:-default}`; the default may hold variables with plain defaults."""
+"""`${VAR}` or `${VAR:-default}`; the default may contain variables with plain defaults."""
 
 _FORMER_NAMES = {"JUDGE_URL": "JUDGE_ADDRESS"}
 """Environment variable -> the former name under which it is still read."""
 
 _MAX_EXTENDS = 20
-"""Files that extend each other, in a row."""
+"""Maximum length of a chain of files that extend each other."""
 
 
 def load_run(
@@ -54,8 +54,8 @@ def load_run(
 
 
 def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A run with the keys of `changes` laid over it, as a file that `extends` it would be; dotted keys and nested
-    mappings mean the same.
+    """A run with the keys of `changes` merged over it, as in a file that `extends` it; dotted keys and nested mappings
+    are equivalent.
 
     Raises:
         ConfigError: a key set twice or below a value, or what cannot be laid over.
@@ -215,8 +215,8 @@ def _is_reward(key: tuple[str, ...]) -> bool:
 
 
 def _without_null(rewards: Mapping[str, Any]) -> None:
-    """Refuse null for a reward in a table that replaces all rewards: `extends` would take the reward away, and a run
-    file would read it as the reward with its defaults.
+    """Reject null for a reward in a table that replaces all rewards: with `extends` it would remove the reward, and in
+    a run file it would mean the reward with its defaults.
 
     Raises:
         ConfigError: naming the reward.
@@ -244,8 +244,8 @@ def _take_away(rewards: dict[str, Any], name: str) -> None:
 
 
 def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
-    """Refuse a guidance scale that would go over to another family: of what lies outside `model`, it alone fits both
-    without a word.
+    """Reject a guidance scale that another family would inherit: outside `model`, it is the only key that is valid for
+    both but has another meaning.
 
     Raises:
         ConfigError: naming the scale and both families.
@@ -261,7 +261,7 @@ def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
 
 
 def _section(run: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section as it is written; empty where there is none, or something that is none."""
+    """A section as it is written; empty if it is missing or not a mapping."""
     found = run.get(name)
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
@@ -282,10 +282,10 @@ def parse_run(
 
 
 def _take_in_plugins(modules: object, source: str) -> None:
-    """Make valid what the modules under `plugins` register; a malformed list is left to the schema.
+    """Import the modules under `plugins`, which register components; the schema reports a malformed list.
 
     Raises:
-        ConfigError: a module that is not there, or fails.
+        ConfigError: a module that is missing, or fails.
     """
     named = cast("list[object]", modules) if isinstance(modules, list) else []
     try:
@@ -332,7 +332,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _new_path(path: list[str]) -> list[str]:
-    """A dotted key under the names of today."""
+    """A dotted key under its current name."""
     nested: Any = None
     for part in reversed(path):
         nested = {part: nested}
@@ -369,7 +369,7 @@ def _expand(node: Any, key: str, unread: Collection[str]) -> Any:
 
 
 def _environment(name: str) -> str | None:
-    """The value of an environment variable; where it is unset, that of its former name."""
+    """The value of an environment variable; if it is unset, that of its former name."""
     former = _FORMER_NAMES.get(name)
     if former is None or os.environ.get(name) or not os.environ.get(former):
         return os.environ.get(name)

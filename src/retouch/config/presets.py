@@ -1,11 +1,11 @@
 """`rollout.preset`: keys that a run file leaves out, filled in before it is validated.
 
-    reference   what the method was published with: every denoising step but the last one is trained, under guidance,
-                with a KL to the reference. Slow, and what a fast run is to be compared with.
-    fast        a fraction of the forwards. Each lever is lossy; docs/speed.md describes them.
+    reference   the published settings: every denoising step except the last one is trained, under guidance, with a KL
+                to the reference. Slow; the baseline of a fast run.
+    fast        a fraction of the forwards. Each setting is lossy; docs/speed.md describes them.
 
 Keys that the run file sets always win. A filled-in run is an ordinary one: its keys are in the run directory's
-config.yaml, and only what prints them reads the preset again. The keys are those of the algorithm (`preset_keys`).
+config.yaml, and the preset is read again only to print them. The keys are those of the algorithm (`preset_keys`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PresetKeys = dict[str, Section]
 
 
 def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The run file with the keys that its preset and its algorithm add. Anything malformed is left to the schema."""
+    """The run file with the keys that its preset and its algorithm add. The schema reports anything malformed."""
     name = _section(run, "algorithm").get("name")
     if not isinstance(name, str) or name not in ALGORITHMS:
         return dict(run)
@@ -87,7 +87,7 @@ def _section(run: Mapping[str, Any], name: str) -> Section:
 
 
 def _below(keys: Section, written: Section) -> Section:
-    """Written keys over those of the preset; a written window over the preset's, part by part."""
+    """Merge written keys over those of the preset, and the keys of a written window over the preset's window."""
     merged = {**keys, **written}
     if isinstance(keys.get("window"), dict) and isinstance(written.get("window"), dict):
         merged["window"] = {**keys["window"], **written["window"]}

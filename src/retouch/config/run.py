@@ -60,17 +60,18 @@ class RolloutConfig(Section):
     the published values; "fast" takes a fraction of the forwards, by lossy settings (docs/speed.md). Written keys win;
     `retouch check` prints the result. Null fills in nothing."""
     group_size: PositiveInt = 8
-    """K: images of one example that are compared with each other."""
+    """K: samples of one example; a group baseline compares them."""
     global_groups_per_batch: PositiveInt = 8
     """Examples of one rollout batch over all devices; images = this times group_size."""
     batches_per_epoch: PositiveInt = 1
-    """Rollout batches before the policy is trained on them."""
+    """Rollout batches of an epoch; the policy is then trained on them."""
     batch_size_per_device: PositiveInt = 8
     """Images sampled in one forward; changes memory and speed, not results."""
     num_steps: PositiveInt = 10
     """T: solver steps."""
     guidance_scale: NonNegative | None = None
-    """Null takes the model's own (30 for FLUX.1-Fill, 7.5 for SD1.5, whose forwards it doubles above 1)."""
+    """Guidance scale; null takes the model's default (30 for FLUX.1-Fill; 7.5 for SD1.5, where above 1 it doubles the
+    forwards)."""
     step_rule: str | None = None
     """Stochastic step of GRPO and PPO: flow_sde, dance_sde or cps for a flow model, ddim for an epsilon model, or one
     of a plug-in. Null is flow_sde or ddim. retouch.core.steps names the papers."""
@@ -83,7 +84,7 @@ class RolloutConfig(Section):
     Euler or DDIM; "dpm2" (flow models only) is DPM-Solver++(2M), mostly nearer to the ODE's solution in as many steps.
     Evaluation, `retouch sample` and `eval` keep the first order."""
     window: Window | None = None
-    """Null makes every step stochastic; see also algorithm.timestep_fraction."""
+    """Window of stochastic steps; null makes every step stochastic. See also algorithm.timestep_fraction."""
     shared_noise: bool = False
     """All images of a group start from one noise (their SDE noise still differs). The ODE steps before a window are
     then the same for all, and computed once a group."""
@@ -97,7 +98,7 @@ class RolloutConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and how its batches are made."""
+    """AdamW and its batches."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"warmup_lr": "sft_lr", "moments": "state"}
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {"state": {"int8": "8bit"}}
@@ -107,37 +108,37 @@ class OptimizerConfig(Section):
     sft_lr: Positive | None = None
     """Learning rate of the supervised warm-up (SFT) of RL runs; null is `lr`."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     weight_decay: NonNegative = 1e-4
-    """Decoupled, times the learning rate."""
+    """Decoupled weight decay; it is multiplied by the learning rate."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the ramp: constant, or down to 0 at max_steps."""
+    """Learning rate after its warm-up: constant, or decaying to 0 at max_steps."""
     ramp_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear growth at the start of each phase."""
+    """Optimizer steps of linear learning-rate warm-up at the start of each phase."""
     batch_size_per_device: PositiveInt = 1
     """Rows (images) of one forward and backward."""
     gradient_accumulation: PositiveInt = 4
-    """Forwards of one optimizer step."""
+    """Micro-batches of one optimizer step."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
-    """Where an optimizer step does not fit on the device: "halve" begins it again with half the rows in a forward and
-    goes on so, which gives the gradient of batch_size_per_device halved and gradient_accumulation doubled, bit for bit;
-    "stop" ends the run, as on several processes either does."""
+    """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the
+    rows per forward: bitwise identical to batch_size_per_device halved and gradient_accumulation doubled. "stop" ends
+    the run; on several processes both do."""
     state: Literal["fp32", "8bit"] = "fp32"
     """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
     instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
     steps_per_forward: PositiveInt | None = None
-    """Trained denoising steps of a row put into one forward; null is all of them, 1 takes the least memory."""
+    """Trained denoising steps of a sample in one forward; null is all of them, 1 takes the least memory."""
     max_grad_norm: Positive = 1.0
-    """The gradient of a step is scaled down to this norm."""
+    """Maximum gradient norm; a larger gradient is scaled down to it."""
 
 
 class EmaConfig(Section):
     """Exponential moving average of the trained weights; decay_t = min((1 + t) / (10 + t), decay)."""
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
-    """Largest decay; early updates use less."""
+    """Maximum decay; early updates use less."""
     update_interval: PositiveInt = 1
     """Optimizer steps between updates."""
 
@@ -146,13 +147,14 @@ class TrainingConfig(Section):
     max_steps: PositiveInt = 10000
     """Optimizer steps of the whole run, warm-up included."""
     max_minutes: Positive | None = None
-    """Stop, resumable and with exit code 0, at the first step boundary after so many minutes of this process."""
+    """Minutes after which this process stops at the next step boundary, resumable and with exit code 0; null: never."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 500
-    """Optimizer steps; 0 writes only at the end of warm-up and of the run."""
+    """Optimizer steps between checkpoints; 0 writes them only at the end of warm-up and of the run."""
     keep_checkpoints: PositiveInt | None = None
-    """Delete older ones beyond so many; those at the end of warm-up and of the run stay. Null keeps all."""
+    """Number of checkpoints to keep; older ones are deleted, except those at the end of warm-up and of the run. Null
+    keeps all."""
     eval_every: Annotated[int, Field(ge=0)] = 100
-    """Optimizer steps; 0 evaluates only at the start, at the end of warm-up and at the end."""
+    """Optimizer steps between evaluations; 0 evaluates only at the start, at the end of warm-up and at the end."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """Autocast of forward and backward; trained weights stay fp32."""
     gradient_checkpointing: bool = True
@@ -161,14 +163,13 @@ class TrainingConfig(Section):
     """Compile the repeated blocks of the network (torch.compile), in rollout and training. Needs a C++ compiler,
     on a GPU Triton; the first step of each shape takes minutes."""
     deterministic: bool = False
-    """On a GPU, use only kernels that give the same bits every time, at some cost in speed: then a run with the same
-    seed, or one that was stopped and resumed, is the same to the last bit, as it is on a CPU without being asked; else
-    it is up to rounding. Where torch has no such kernel, the run ends and names the operation."""
+    """On a GPU, use only deterministic kernels, at some cost in speed: runs with the same seed, and resumed runs, are
+    then bitwise identical, as they always are on a CPU; without it they are equal up to rounding. If torch has no
+    deterministic kernel of an operation, the run stops with an error that names it."""
     sharding: Literal["none", "fsdp2", "zero2", "zero3"] = "none"
     """On several processes: "none" gives each the whole network (DDP); "fsdp2" gives each 1/N of every weight,
     gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same
-    by DeepSpeed, layer by layer; "zero2", by DeepSpeed, shares out gradients and moments alone. The numbers are the
-    same."""
+    by DeepSpeed, layer by layer; "zero2", by DeepSpeed, shards only gradients and moments. The results are the same."""
     shard_gradients: bool = True
     """With sharding, exchange gradients after every backward and keep only a shard of them (zero3 always does); false
     keeps them whole over the accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
@@ -187,7 +188,7 @@ class EvaluationConfig(Section):
     images_per_example: PositiveInt = 1
     """Images of each example, each with its own seed."""
     num_steps: PositiveInt | None = None
-    """Null is rollout.num_steps."""
+    """Solver steps; null is rollout.num_steps."""
     weights: Literal["ema", "raw"] | None = None
     """Weights to evaluate, in the run and by `retouch eval` and `sample`: the EMA weights, or the raw trained ones.
     Null takes the EMA weights if the run file has an ema section."""
@@ -239,7 +240,7 @@ class RunConfig(Section):
     reward_client: RewardClientConfig = RewardClientConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
-    """Null keeps no average."""
+    """EMA of the trained weights; null keeps none."""
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -1,4 +1,4 @@
-"""Run files as YAML 1.2 (core schema), read within bounds.
+"""Run files as YAML 1.2 (core schema), with limits on their size.
 
 PyYAML follows 1.1: it reads 1e-4 as a string, `no` (mixed precision) as false, 2025-01-01 (a name) as a date, 010 as 8,
 1:30 as 90 and 1_000 as 1000. If a key occurs twice, it silently keeps the last.
@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 MAX_TEXT = 1_000_000
-"""Characters of a file."""
+"""Maximum number of characters of a file."""
 
 MAX_NODES = 100_000
-"""Values of a file, with everything that aliases repeat."""
+"""Maximum number of values of a file, counting aliases as often as they are used."""
 
 MAX_DEPTH = 50
 MAX_DIGITS = 100

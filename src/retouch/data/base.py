@@ -1,6 +1,6 @@
 """Common part of the data formats: items, and the section of the run file. No torch.
 
-A format is one file with one section class: its options, `list_items`, and what it answers to the questions below.
+A format is one file with one section class: its options, `list_items`, and its values of the methods below.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class DataSection(Section):
     path: str
     """A folder, or a manifest file; required."""
     resolution: PositiveInt | tuple[PositiveInt, PositiveInt] = 512
-    """Side of a square in pixels, or [height, width]; multiples of what the family needs (16 for FLUX)."""
+    """Side of a square in pixels, or [height, width]; multiples of the family's size multiple (16 for FLUX)."""
     max_bad_items: Annotated[int, Field(ge=0)] = 10
-    """Broken items are skipped with a warning up to this number; one more is an error."""
+    """Maximum number of broken items, which are skipped with a warning; more are an error."""
     limit: PositiveInt | None = None
     """Use only the first `limit` items."""
 
@@ -182,7 +182,7 @@ class ImageSection(DataSection):
     fit: Fit = "crop"
     """"crop" scales to cover and cuts a window around the mask; "stretch" ignores the aspect ratio."""
     invert_mask: bool = False
-    """For masks that mark what to keep."""
+    """Invert the masks: for masks that mark the region to keep."""
     reference: ReferenceRole = "given"
     """Style reference of an item. "given": its own file. "mask_box": if it has no file, the mask box of the target
     (else of the source). "half_box", for supervised steps: one half of that box is the reference and only the other
@@ -191,10 +191,10 @@ class ImageSection(DataSection):
     """Pixels: stack the reference above the image, in a strip of this height that is not repainted (in-context
     reference); the strip is cut off again before images are scored and shown. Null: none."""
     reference_strip_fit: StripFit = "contain"
-    """How the reference fills the strip. "contain": as large as the strip holds it, in its middle. "full_width": scaled
-    to the width of the image, its height rounded to a multiple of 16, directly above the image, as Calligrapher stacks
-    it. Images of a batch have one size, which is why the rest of the strip is white; a reference that is higher than
-    the strip at that width is squeezed to the height of the strip."""
+    """Size of the reference in the strip. "contain": as large as fits, centered. "full_width": scaled to the width of
+    the image, its height rounded to a multiple of 16, directly above the image, as Calligrapher stacks it; a reference
+    that is higher than the strip at that width is squeezed to the height of the strip. The rest of the strip is white,
+    because images of a batch have one size."""
 
     has_images: ClassVar[frozenset[str]] = frozenset({"source", "mask", "target", "reference", "win", "lose"})
 
@@ -255,7 +255,7 @@ class ProtocolData(DataSection):
 
     part: Literal["all", "train", "held_out"] = "all"
     """"held_out" is a share of the images (of the prompts, if there are no images), chosen by their content; "train" is
-    the rest. No image is in both, whatever else is chosen."""
+    the rest. No image is in both, independent of other options."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Approximate share that is held out; the same for both parts."""
     curriculum: PositiveInt = 1

@@ -1,7 +1,7 @@
-"""Check every item once before a run: in threads, shared among processes, and not again while its files stay the same.
+"""Check every item once before a run: in threads, shared among processes, and not again while its files are unchanged.
 
-All processes must know which items can be used before the first step, because these decide the order of examples; and a
-broken file is better reported then than hours later. Good items are remembered in the user's cache: one file for each
+All processes need the list of usable items before the first step, because it determines the order of examples, and a
+broken file should be reported then and not hours later. Good items are recorded in the user's cache: one file for each
 data section, with a fingerprint of each item.
 """
 

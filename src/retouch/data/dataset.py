@@ -113,7 +113,7 @@ def load_dataset(
         processes: all load the same section at the same time and check a share each; None: this process alone.
 
     Raises:
-        DataError: nothing there, too many broken items, or two items with one id.
+        DataError: no items, too many broken items, or two items with one id.
     """
     processes = processes or Alone()
     listed = config.items()

@@ -36,7 +36,7 @@ class Found:
     """A data set.
 
     Attributes:
-        layout: its layout, for people.
+        layout: description of its layout.
         items: the items that it lists.
         format: `data.format`.
         path: `data.path`; None if a manifest has to be written.

@@ -1,4 +1,4 @@
-"""The image encoder and the initial adapter of a style adapter: complete, of the right class and sizes? And the file of
+"""Check the image encoder and the initial adapter of a style adapter (complete, right class and sizes), and the file of
 a distillation LoRA."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from retouch.families.base import Model
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
-    """Nothing without a style adapter, or without torch."""
+    """Lines on the style adapter; none without one, or without torch."""
     name = model.reference_encoder
     if name is None:
         return
@@ -28,7 +28,7 @@ def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
 
 
 def distillation_lines(model: Model) -> Iterator[Line]:
-    """Whether the file of `model.distillation_lora` is here; nothing without one."""
+    """A line on the file of `model.distillation_lora`; none without one."""
     lora = model.merged_lora
     if lora is None:
         return
@@ -58,10 +58,10 @@ def _encoder_line(name: str) -> Line:
 
 
 def _complete(folder: Path, names: set[str]) -> None:
-    """Every weight is in the files; those of a whole SigLIP or CLIP have the vision part's name before theirs.
+    """Check that every weight is in the files; in those of a whole SigLIP or CLIP, names begin with the vision part's.
 
     Raises:
-        Damaged: one is not.
+        Damaged: a weight is missing.
     """
     shapes = weights_of(folder, *STEMS)
     there = {name.removeprefix("vision_model.") for name in shapes}

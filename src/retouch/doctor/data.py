@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
-    """Every section as the run would read it, and whether it has the examples, texts and targets that the run needs."""
+    """Read every section as the run would, and check that it has the examples, texts and targets that the run needs."""
     read: dict[str, Dataset] = {}
     for name, section in data_sections(run).items():
         try:
@@ -66,7 +66,7 @@ def _readable(name: str, section: Data, data: Dataset) -> Line:
 
 
 def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
-    """Whether the rewards that read a text find one in every example."""
+    """Check that every example has a text for the rewards that read one."""
     readers, without = reading_rewards(run), sum(not has_text(item) for item in data.items)
     if not readers or not without:
         return
@@ -84,7 +84,7 @@ def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
 
 
 def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> Iterator[Line]:
-    """Targets for supervised steps, and examples for an epoch."""
+    """Check for targets of supervised steps, and for enough examples of an epoch."""
     try:
         from retouch.training.build import (
             enough_groups,
@@ -113,7 +113,7 @@ def _held_out(run: RunConfig, read: dict[str, Dataset]) -> Iterator[Line]:
 
 
 def start_lines(run: RunConfig) -> Iterator[Line]:
-    """Whether the run directory is new, or can be continued."""
+    """Check that the run directory is new, or can be continued."""
     try:
         from retouch.observe import RunDir
         from retouch.training.build import can_begin
@@ -129,7 +129,7 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def login_lines(run: RunConfig) -> Iterator[Line]:
-    """Whether wandb has a login, if it is installed."""
+    """Check the login of wandb, if it is installed."""
     if "wandb" not in run.logging.sinks:
         return
     try:
@@ -154,7 +154,7 @@ def _beginning(run: RunConfig, directory: RunDir) -> str:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Broken items have their own line."""
+    """Silence warnings about broken items, which have their own line."""
     logger = logging.getLogger("retouch.data.dataset")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -57,7 +57,7 @@ def machine_line() -> Line:
 
 
 def extra_lines(needed: Collection[str] | None, optional: Mapping[str, str]) -> Iterator[Line]:
-    """Whether the packages of the base and of each extra are installed and recent enough.
+    """Check that the packages of the base and of each extra are installed and recent enough.
 
     Args:
         needed: extras that the run needs; None without a run.
@@ -129,7 +129,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterator[Line]:
-    """The GPUs, and whether there is one for each process.
+    """Lines on the GPUs, and whether there is one for each process.
 
     Args:
         weights: number of weights of the trained network, if known.

@@ -1,4 +1,4 @@
-"""Memory and disk that a run takes at least, from the shapes of its weights: counted, not measured."""
+"""Lower bounds of a run's memory and disk, computed from the shapes of its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _TIGHT = 0.9
-"""Share of the memory that the counted part may take before the rest, which is not counted, is unlikely to fit."""
+"""Share of the memory above which the counted part leaves too little for the rest, such as activations."""
 
 
 _LESS = {
@@ -35,7 +35,7 @@ _LESS = {
     "lora": "a smaller model.train.rank, model.dtype=bf16",
     "ip_adapter": "model.train.tokens=16, model.train.weights=kv_lora, ema=null, model.dtype=bf16",
 }
-"""By what is trained, what to set where memory does not suffice."""
+"""`model.train.kind` -> options to set if memory does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Counted:
     """Weights of a run.
 
     Attributes:
-        frozen: of the network beside what is trained.
+        frozen: frozen ones of the trained network.
         adapter: frozen ones of a style adapter.
         saved: weights in a file of a style adapter in fp32: trained ones, and those that LoRA is merged into.
         saved_frozen: the others in it.
-        others: frozen networks beside it, by name.
-        waiting: names of those that are on the device only while they encode.
-        whole: False where only some of the networks are known.
+        others: of the other networks, by name; all frozen.
+        waiting: names of the networks that are on the device only while they encode.
+        whole: False if only some of the networks are known.
     """
 
     trained: int
@@ -73,8 +73,8 @@ class Part:
 
 
 def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
-    """By the networks on the meta device; None where the trained one, or the adapter, is not known, and where it is not
-    the network that is trained.
+    """Count the weights of the networks on the meta device; None if the trained network or the adapter is unknown, or
+    if the text encoder is trained.
 
     Raises:
         ConfigError: options of a style adapter that do not fit the network.
@@ -115,7 +115,7 @@ def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int
 
 
 def network_weights(run: RunConfig, networks: Networks) -> int | None:
-    """Weights of the network, where they can be counted."""
+    """Number of weights of the network; None if unknown."""
     network = run.model.spec.network_name
     return number(shapes_of(networks.parts[network])) if network in networks.parts else None
 
@@ -205,7 +205,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
         launch: how TRL's trainer is sharded, for vlm_grpo.
 
     Raises:
-        ConfigError: no such model, one whose configs cannot be had, or a `launch` of another algorithm.
+        ConfigError: no such model, one whose configs cannot be downloaded, or a `launch` of another algorithm.
     """
     if launch is not None and not run.algorithm.trains_text_encoder:
         raise ConfigError(
@@ -249,7 +249,7 @@ def dropped_tokens(model: Model, found: Found) -> int:
 
 
 def memory_table(report: Mapping[str, Any]) -> list[str]:
-    """The report in lines."""
+    """The report as lines of text."""
     lines = [f"  {'memory of a process, counted':32} {'weights':>16} {'bytes':>10}"]
     for part in report["parts"]:
         waits = "  on the CPU while it waits" if part["waits"] else ""
@@ -274,7 +274,7 @@ def _unknown(run: RunConfig, networks: Networks) -> str:
 
 
 def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int) -> Line:
-    """The counted part against the smallest device, or against the machine's memory where there is no GPU."""
+    """Compare the counted part with the smallest device, or with the machine's memory if there is no GPU."""
     try:
         weights = count_weights(run, networks)
     except ConfigError as error:
@@ -314,7 +314,7 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
 
 
 def checkpoint_line(run: RunConfig, networks: Networks) -> Line:
-    """Free disk where the run directory will be, against the checkpoints that will lie there."""
+    """Compare the free disk at the run directory with the size of the checkpoints of the run."""
     place = Path(run.logging.dir).expanduser().absolute()
     exists = next(parent for parent in (place, *place.parents) if parent.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK):

@@ -1,4 +1,4 @@
-"""Is the model folder complete and of the right class? From configs and file headers alone: no weight is read."""
+"""Check that the model folder is complete and of the right class, by configs and file headers; no weight is read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Found:
-    """A model as far as it lies on this machine.
+    """The files of a model on this machine.
 
     Attributes:
-        folder: None where it is not here, or cannot be.
+        folder: None if it is not on this machine.
         weights: network -> shapes; a network whose weights are not in safetensors files is left out.
-        problems: what is wrong with the folder.
-        missing: why there is no folder, where that is no mistake: a hub id that has not been downloaded.
+        problems: problems of the folder.
+        missing: valid reason for no folder: a hub id that has not been downloaded.
         embedded: whether examples have text embeddings; `spec.embedded_encoder` is then not loaded.
     """
 
@@ -35,11 +35,11 @@ class Found:
 
 
 class Damaged(ValueError):
-    """A file of the model that cannot be what it should."""
+    """A file of the model is missing, damaged, or of another kind."""
 
 
 def find_model(model: Model, *, embedded: bool = False) -> Found:
-    """Look at the folder that `model.path` means: as it stands, of the package, or where the hub's files are kept.
+    """Inspect the folder of `model.path`: a local folder, one of the package, or the hub's cache.
 
     Args:
         embedded: as of `Found`.
@@ -98,10 +98,10 @@ def _downloaded(hub_id: str) -> Path | None:
 
 
 def _network(folder: Path, expected: str) -> Shapes:
-    """Shapes of its weights; empty where they are in files that only torch reads.
+    """Shapes of a network's weights; empty if they are in files that only torch reads.
 
     Raises:
-        Damaged: no such folder, a network of another class, or weights that are not all there.
+        Damaged: no such folder, a network of another class, or missing weights.
     """
     config = _json(folder / "config.json")
     found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
@@ -116,10 +116,10 @@ STEMS = ("model", "pytorch_model")
 
 
 def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:
-    """Shapes of the weights in a folder, by the headers of its files; empty where only torch reads them.
+    """Shapes of the weights in a folder, by the headers of its files; empty if only torch reads them.
 
     Raises:
-        Damaged: no weights, or not all of them.
+        Damaged: no weights, or missing ones.
     """
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file():
@@ -142,7 +142,7 @@ def _header(file: Path) -> Shapes:
     """Shapes in a safetensors file; its length must match its header.
 
     Raises:
-        Damaged: it is not there, or cut off.
+        Damaged: it is missing or truncated.
     """
     where = f"{file.parent.name}/{file.name}"
     if not file.is_file():
@@ -194,7 +194,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def model_lines(model: Model, found: Found) -> Iterator[Line]:
-    """Complete and of the right class, or what is not."""
+    """Lines on the model: complete and of the right class, or its problems."""
     if found.missing:
         yield Line("warning", "model", found.missing)
     elif found.problems:

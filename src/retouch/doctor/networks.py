@@ -94,7 +94,7 @@ def asked_adapter(model: Model, networks: Networks) -> AdapterShape | None:
 
 
 def encoder_folder(name: str) -> Path | None:
-    """Where an image encoder lies on this machine: a folder, the one of the package, or the hub's cache."""
+    """Folder of an image encoder on this machine: a local one, the one of the package, or the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     from retouch.image_encoder import TINY
@@ -152,10 +152,10 @@ def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
 
 
 def _fetch(model: Model, names: Sequence[str]) -> Path | None:
-    """The configs of a hub id; None where they cannot be had, but its trained network is known.
+    """Download the configs of a hub id; None if that fails, but the size of its trained network is known.
 
     Raises:
-        ConfigError: they cannot be had.
+        ConfigError: the download fails.
     """
     top = None
     for name in names:
@@ -166,7 +166,7 @@ def _fetch(model: Model, names: Sequence[str]) -> Path | None:
 
 
 def _fetched(hub_id: str, file: str, known: bool) -> Path | None:
-    """Top folder of the snapshot that a small file of a hub id was put into."""
+    """Top folder of the snapshot that a small file of a hub id was downloaded to."""
     import huggingface_hub
 
     absent = hub_problem()

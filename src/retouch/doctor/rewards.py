@@ -17,14 +17,14 @@ from retouch.rewards.table import RewardTable
 from retouch.types import Score
 
 _LOADING_S = 120.0
-"""For scorers that start with the doctor."""
+"""Timeout in seconds for scorers that `doctor` starts."""
 
 _SERVER_S = 5.0
-"""For servers that should be running."""
+"""Timeout in seconds for servers that should be running."""
 
 
 def needed_extras(run: RunConfig) -> set[str]:
-    """Extras that training it takes here."""
+    """Extras that the run needs on this machine."""
     here = [entry for entry in run.rewards.values() if entry.is_made_here]
     extras = {"train"}.union(*(entry.extras() for entry in here))
     extras |= {"vlm"} if run.algorithm.trains_text_encoder else set()
@@ -34,7 +34,7 @@ def needed_extras(run: RunConfig) -> set[str]:
 
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:
-    """One line for each reward; of weight 0, which is only logged, a failure is a warning."""
+    """One line for each reward; a failure of a reward of weight 0, which is only logged, is a warning."""
     for name, entry in run.rewards.items():
         problem = _problem(name, entry, run.reward_client)
         where = "in this process" if entry.url is None else str(entry.url)

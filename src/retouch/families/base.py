@@ -134,7 +134,7 @@ class TrainLora(Section):
 
     kind: Literal["lora"] = "lora"
     rank: PositiveInt = 32
-    """Columns of the two factors that each adapted weight gets."""
+    """Rank of the two factors of each adapted weight."""
     alpha: Alpha = Field(default_factory=_twice_the_rank)
     """Updates are scaled by alpha / rank; null is 2 · rank."""
     targets: Annotated[list[Text], Field(min_length=1)] | None = None
@@ -150,14 +150,14 @@ class TrainIpAdapter(Section):
     """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
     Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
     tokens: PositiveInt | None = None
-    """Tokens of a reference; null is 128, which ComfyUI reads; 4 for sd_inpaint, which diffusers reads."""
+    """Tokens of a reference; null is 128, as ComfyUI requires; for sd_inpaint 4, as diffusers requires."""
     query_former: bool = False
     """Add the second head of the released Calligrapher to the projection."""
     weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
     """Weights of the adapter that are trained: all; all but the last layer of each head of the projection, which is
     nearly half of them; keys and values alone; low-rank adapters on keys and values."""
     rank: PositiveInt = 32
-    """Columns of the factors of kv_lora."""
+    """Rank of the factors of kv_lora."""
     alpha: Alpha = Field(default_factory=_twice_the_rank)
     """Updates of kv_lora are scaled by alpha / rank; null is 2 · rank."""
     scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] | None = None
@@ -172,8 +172,8 @@ class TrainIpAdapter(Section):
     reference token and trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
     unconditional half of guidance."""
     initial_adapter: Text | None = None
-    """Adapter file of any supported layout, or checkpoint folder, to start from; null starts with a new adapter, which
-    changes nothing at first."""
+    """Adapter file of any supported layout, or checkpoint folder, to start from; null starts with a new adapter, a
+    no-op before training."""
 
     @field_validator("scale", mode="wrap")
     @classmethod
@@ -186,7 +186,7 @@ class TrainIpAdapter(Section):
             ) from None
 
     def check(self, run: RunConfig, key: str = "model.train") -> None:
-        """Raise ValueError where the family, or the phases of the run, cannot train it so."""
+        """Raise ValueError if the family, or the phases of the run, do not support these options."""
         spec = run.model.spec
         if spec.adapter is None:
             able = [name for name, section in FAMILIES.available().items() if section.spec.adapter is not None]
@@ -237,7 +237,7 @@ class DistillationLora(Section):
 
 
 class ModelSection(Section):
-    """The diffusion model: which family and files, in which precision, and what of it is trained."""
+    """The diffusion model: family, files, precision, and its trained part."""
 
     spec: ClassVar[FamilySpec]
 
@@ -250,7 +250,7 @@ class ModelSection(Section):
     offload_text_encoders: bool = True
     """Keep the text encoders on the CPU and move them to the device only while they encode."""
     vae_batch: Literal["all", "one", "tiles"] = "all"
-    """Images that the autoencoder takes at a time: "one" needs less memory and is slower; "tiles" also cuts each into
+    """Images per call of the autoencoder: "one" needs less memory and is slower; "tiles" also splits each image into
     overlapping tiles, which slightly changes pixels near their edges."""
     offload_vae: bool = False
     """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
@@ -294,7 +294,7 @@ class ModelSection(Section):
         return 0
 
     def check(self, run: RunConfig, key: str = "model") -> None:
-        """Raise ValueError where this model cannot do what the run asks: "key: given …; expected …; set …"."""
+        """Raise ValueError if this model does not support the run's options: "key: given …; expected …; set …"."""
         if not self.path:
             raise ValueError(f"{key}.path: empty; set a hub id or a folder in the diffusers layout")
         if isinstance(self.train, TrainIpAdapter):

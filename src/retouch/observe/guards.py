@@ -1,7 +1,7 @@
-"""Alarms on reward hacking and training that stands still, from statistics of images, rewards and KL.
+"""Alarms on reward hacking and stalled training, from statistics of images, rewards and KL.
 
-An alarm is a sentence on what is wrong. Over-optimised rewards show in images that become saturated, sharp, empty or
-almost identical, in a KL that jumps, and in a gold reward (one of weight 0, not trained on) that falls.
+An alarm is a sentence that names the problem. Over-optimised rewards show in images that become saturated, sharp, empty
+or almost identical, in a KL that jumps, and in a gold reward (one of weight 0, not trained on) that falls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Alarm:
-    """A sentence on what is wrong; `of_gold`: a gold reward fell."""
+    """A sentence that names a problem; `of_gold`: a gold reward fell."""
 
     text: str
     of_gold: bool = False

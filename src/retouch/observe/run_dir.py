@@ -240,7 +240,7 @@ def _truncate(metrics: Path, step: int) -> None:
 
 
 def _put_aside(run: Path) -> Path:
-    """Move the files of an attempt to a folder in the run directory."""
+    """Move the files of an attempt to a folder of the run directory."""
     places = (run / f"attempt-{number}" for number in itertools.count(1))
     aside = next(place for place in places if not place.exists())
     aside.mkdir()

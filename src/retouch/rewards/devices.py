@@ -67,7 +67,7 @@ def require(devices: Sequence[str], where: str) -> None:
 
 
 def numbered(device: str) -> str:
-    """The device with its number: "cuda" is torch's other name of the first GPU."""
+    """The device with its number: "cuda" is "cuda:0" in torch."""
     return "cuda:0" if device == "cuda" else device
 
 

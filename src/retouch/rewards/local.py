@@ -26,7 +26,7 @@ class LocalRewards:
         """Wait for loading -> problems.
 
         Raises:
-            Exception: whatever loading a scorer raised; waiting would not help.
+            Exception: the error of a scorer that failed to load.
         """
         try:
             self._loading.result(timeout_s)

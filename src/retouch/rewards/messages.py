@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 PROTOCOL_VERSION = 1
 
 MAX_ITEMS = 4096
-"""Items per request, whatever a server's own limit is; more are rejected before they are parsed."""
+"""Maximum number of items of a request at any server; more are rejected before they are parsed."""
 
 MAX_REWARDS = 64
-"""Names per request: each has an outcome for each item."""
+"""Maximum number of reward names of a request: each has an outcome for each item."""
 
 
 class Message(BaseModel):

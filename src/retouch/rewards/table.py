@@ -1,4 +1,4 @@
-"""The table of rewards of a run: every entry, wherever it is scored, in one `Scores` per batch.
+"""The table of rewards of a run: local and remote entries, in one `Scores` per batch.
 
 Entries with the same addresses and the same view of the images share a client, and images are sent once; entries
 with `url: auto` and the same devices share one server on loopback with the other processes of the machine; entries
@@ -46,7 +46,7 @@ Gather = Callable[[Sequence[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate that another reward opens: the gated reward counts only as far as the other is reached.
+    """A gate: the value of one reward scales or blocks another.
 
     Attributes:
         reward: name of the reward whose value opens the gate.
@@ -68,7 +68,7 @@ class Gate:
     def apply(self, outcome: Outcome, by: Outcome) -> Outcome:
         """floor + opening * (value - floor), and never more than the value.
 
-        A failure of either is a failure: a text that could not be read is not an illegible one.
+        A failure of either is a failure: an OCR error does not mean that the text is illegible.
         """
         if isinstance(outcome, Failure):
             return outcome

@@ -13,7 +13,7 @@ from retouch.rewards.protocol import RewardItem, malformed
 
 @dataclass(frozen=True)
 class View:
-    """How an item is shown.
+    """The part of an item's images that a scorer receives.
 
     Attributes:
         paste_back: the composite instead of the raw sample.

@@ -185,7 +185,7 @@ def parse_multipart(body: bytes, content_type: str, most: int) -> dict[str, tupl
 def decode_items(
     request: ScoreRequest, parts: Mapping[str, tuple[bytes, str]] | None, share: Share
 ) -> list[RewardItem | str]:
-    """Items with their images, or in place of an item what is wrong with it: a bad image fails alone.
+    """Items with their images, or in place of an item its problem: a bad image fails alone.
 
     Args:
         parts: name -> (bytes, content type) of a multipart request; None for JSON, whose images are base64.

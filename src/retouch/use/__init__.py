@@ -1,1 +1,1 @@
-"""Use trained weights: sample, compare with the base, export, try in a page. Import from the modules."""
+"""Use trained weights: sample, compare with the base, export, try in a browser. Import from the modules."""

@@ -148,7 +148,7 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
 
 
 def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:
-    """Warn about a mask that is probably read the other way round than it is meant."""
+    """Warn about a mask that is probably inverted."""
     if item.mask_path is None or section.image_options.invert_mask:
         return
     try:

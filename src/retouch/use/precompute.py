@@ -1,4 +1,4 @@
-"""`retouch data precompute`: what the frozen encoders make of the data of a run, on disk."""
+"""`retouch data precompute`: outputs of the frozen encoders for the data of a run, on disk."""
 
 from __future__ import annotations
 

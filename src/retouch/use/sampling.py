@@ -108,7 +108,7 @@ def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: Sam
 
 
 def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float) -> Image.Image:
-    """Put a generated image back into the `box` of the source that it stands for, inside the mask only."""
+    """Composite a generated image into the `box` of its source, inside the mask only."""
     if item.source_path is None or item.mask_path is None:
         return image
     source = to_rgb(open_image(item.source_path))

@@ -28,8 +28,8 @@ class DpoConfig(RlConfig):
     rollout_policy: Literal["current", "reference"] = "current"
     """Weights that sample the images."""
     reference_refresh_every: Annotated[int, Field(ge=0)] | None = None
-    """Optimizer steps after which the reference becomes the policy again; 0 keeps that of the start of RL. Null is 50
-    online and 0 offline, as published."""
+    """Optimizer steps between copies of the policy into the reference; 0 keeps the policy of the start of RL. Null is
+    50 online and 0 offline, as published."""
     timesteps_per_pair: PositiveInt = 1
     """Noised copies of a pair in one step, their times spread over the schedule."""
 

@@ -1,4 +1,4 @@
-"""DPO for diffusion policies: pairs of images, the better of which shall become easier to denoise than the other.
+"""DPO for diffusion policies: the preferred image of a pair is trained to be easier to denoise than the other.
 
 Diffusion-DPO (arXiv 2311.12908) on given pairs (`pairs: offline`), or online as in flow_grpo:
 
@@ -96,7 +96,7 @@ def preference_loss(
 
 def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Tensor) -> NoisedRows:
     """W noised copies of both members of B pairs, the same whenever it is called in a step: once for the reference and
-    once for the policy. Kept between, a step's worth of conditions would fill a GPU."""
+    once for the policy. They are not kept in between: the conditions of a step would fill a GPU."""
     run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(pairs.position[rows].tolist(), device)
     both = condition.select(torch.arange(len(rows), device=device).repeat(2))

@@ -41,10 +41,9 @@ class GrpoConfig(AdvantageConfig):
     log_prob_mode: Literal["exact", "cps"] = "exact"
     """"cps" is the log-probability of the CPS code, -mean (x' - mean)² without the std; its clip ranges are for it."""
     old_log_probs: Literal["recorded", "recomputed"] = "recorded"
-    """Log-probabilities of the sampler for the ratios after the first update on a batch of rollouts (before it they are
-    1): as recorded while sampling, or "recomputed" in forwards of the size that training takes, one more for each
-    trained step. Under bf16 the size of a forward changes the rounding, with guidance by hundreds of times
-    clip_range."""
+    """Old log-probabilities of the ratios after the first update on a batch of rollouts (before it ratios are 1): as
+    recorded while sampling, or "recomputed" with the batch size of training, one more forward for each trained step.
+    Under bf16 the batch size of a forward changes the rounding, with guidance by hundreds of times clip_range."""
     guard: bool = False
     """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled by the step's std, gradients balanced over the steps.
     Published clip range: 2e-6."""
@@ -87,7 +86,7 @@ class GrpoConfig(AdvantageConfig):
         self._check_modes(run)
 
     def _check_noise(self, run: RunConfig) -> None:
-        """The step rule is for the model's prediction, and its options are its own."""
+        """Check that the step rule fits the model's prediction, and that no option of another rule is set."""
         rollout, name, prediction = run.rollout, _rule_name(run), run.model.spec.prediction
         rule = STEP_RULES[name]
         if rule.prediction != prediction:
@@ -112,7 +111,7 @@ class GrpoConfig(AdvantageConfig):
                 )
 
     def _check_window(self, run: RunConfig) -> None:
-        """There are stochastic steps, and as many as the window needs."""
+        """Check that there are stochastic steps, and as many as the window needs."""
         rollout, name, window = run.rollout, _rule_name(run), run.rollout.window
         last = rollout.num_steps - STEP_RULES[name].ends_without_noise
         if last < 1:
@@ -146,7 +145,7 @@ class GrpoConfig(AdvantageConfig):
             )
 
     def _check_modes(self, run: RunConfig) -> None:
-        """Options that reproduce a published code come with what that code has."""
+        """Check that options that reproduce a published code are combined as in that code."""
         name = _rule_name(run)
         if self.kl_mode == "flow_grpo" and not self.kl_weight:
             raise ValueError(
@@ -186,7 +185,7 @@ class PpoConfig(GrpoConfig):
     baseline: Literal["group", "batch"] = "batch"
     """Mean that is subtracted from a reward; "batch" is PPO."""
     scale: Literal["group", "batch", "none"] = "batch"
-    """Whose standard deviation divides the advantage."""
+    """Standard deviation that divides the advantage: of the group, of the batch, or none."""
 
 
 def _rule_name(run: RunConfig) -> str:

@@ -9,8 +9,8 @@ Flow-GRPO (arXiv 2505.05470): denoising is a Markov decision process whose actio
 
 Departures: log-probabilities are means over latent dims (so are the published ones) or over the repainted region; a
 rollout without a valid reward leaves its group's baseline and has weight 0 everywhere; every image of an optimizer step
-counts the same however it is split over ranks and micro-batches; before the first update the ratio is 1, not what the
-rounding of forwards of different sizes makes of it.
+counts the same however it is split over ranks and micro-batches; before the first update the ratio is exactly 1,
+without the rounding differences between forwards of different sizes.
 """
 
 from __future__ import annotations

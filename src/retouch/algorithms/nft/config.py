@@ -28,10 +28,11 @@ class NftConfig(AdvantageConfig):
     mode: Literal["normal", "positive_only", "negative_only", "one_only", "binary"] = "normal"
     """Which advantages train: all, those above 0, those below 0, those above 0 as 1 (else 0), or their signs."""
     old_policy: Literal["copy", "frozen", "ramp_half", "ramp_full"] = "ramp_half"
-    """How the policy that samples follows the trained one after an epoch: at once, never, or with a decay that grows
-    with the optimizer steps, to .5 or to .999. 0, 1 and 2 stand for frozen, ramp_half and ramp_full."""
+    """Update of the sampling policy from the trained one after an epoch: "copy" copies it, "frozen" keeps the old one,
+    "ramp_half" and "ramp_full" average them with a decay that grows with the optimizer steps, to .5 or to .999. 0, 1
+    and 2 stand for frozen, ramp_half and ramp_full."""
     kl_weight: NonNegative = 0.01
-    """Weight of the mean squared distance to what the policy at the start of RL predicts; 0 keeps no reference."""
+    """Weight of the mean squared distance to the prediction of the policy at the start of RL; 0 keeps no reference."""
     timesteps_per_image: PositiveInt = 2
     """Noised copies of an image in one step, their times spread over the schedule."""
 

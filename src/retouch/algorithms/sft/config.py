@@ -18,7 +18,7 @@ class SftConfig(Objective):
 
     name: Literal["sft"] = "sft"
     shifted_times: bool = True
-    """Draw training times through the same shift as sampling."""
+    """Sample training times through the same shift as sampling."""
 
     @property
     def trains_on_rewards(self) -> bool:

@@ -1,1 +1,1 @@
-"""A vision-language model in front of a frozen diffusion network: its parts, its judge, its checkpoints, its use."""
+"""Train the vision-language model in front of a frozen diffusion model: recipe, scoring, checkpoints, use."""

@@ -34,7 +34,7 @@ weights, which weights/ holds already."""
 
 
 def require_same_engine(folder: Path, stage: int | None, processes: int) -> None:
-    """Refuse a checkpoint whose optimizer state another engine wrote: DeepSpeed saves a piece for each process, which
+    """Reject a checkpoint whose optimizer state another engine wrote: DeepSpeed saves a piece for each process, which
     only the same ZeRO stage on as many processes reads.
 
     Args:

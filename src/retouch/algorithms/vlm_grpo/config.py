@@ -227,7 +227,7 @@ class VlmGrpoConfig(AlgorithmSection):
             )
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """Numbers of steps and guidance scales that the frozen diffusion model was not made for, a sentence each."""
+        """Warnings about numbers of steps and guidance scales that the frozen diffusion model was not trained for."""
         model: Any = run.model
         steps, scale = run.rollout.num_steps, _guidance_scale(run)
         if model.merged_lora is not None and scale > 1:

@@ -101,7 +101,7 @@ def generate_images(
 
 @contextmanager
 def placed_on(model: QwenModel, device: Any, home: Any = "cpu") -> Iterator[None]:
-    """Keep diffusion model and autoencoder on `device` inside and on `home` afterwards, which frees memory."""
+    """Move diffusion model and autoencoder to `device`, and back to `home` at the end, which frees memory."""
     _place(model, device)
     try:
         yield

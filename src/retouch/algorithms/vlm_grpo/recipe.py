@@ -9,9 +9,9 @@ frozen diffusion transformer, the images are scored, and the completions are tra
        `algorithm.trl` (Dr. GRPO, arXiv 2503.20783: loss_type dr_grpo with scale_rewards none).
 
 Departures from TRL: one combined reward, because TRL counts a failed one of several as 0; a completion whose reward
-failed leaves the loss altogether, with its KL, its entropy and its share of the denominator, while advantage 0 alone
-would not remove these; a run is one pass over an endless order of prompts, and checkpoints lie between generations, so
-that resuming is exact.
+failed is removed from the loss with its KL, its entropy and its share of the denominator (advantage 0 alone would not
+remove these); a run is one pass over an endless order of prompts, and checkpoints lie between generations: resuming is
+exact.
 """
 
 from __future__ import annotations

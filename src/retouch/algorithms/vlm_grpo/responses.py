@@ -1,7 +1,7 @@
 """Completions of a vision-language model, and the text states of exactly the tokens that it read and generated.
 
-Completions are never decoded and tokenized again: other tokens of the same text would condition the image on something
-that the policy did not generate. Images keep everything that the processor computed of them, their positions included.
+Completions are never decoded and tokenized again: other tokens of the same text would condition the image on tokens
+that the policy did not generate. Images keep all outputs of the processor, including positions.
 
 Legend: B completions, P prompt tokens, C completion tokens, S kept states, D width, V vocabulary.
 """
@@ -34,7 +34,7 @@ class Responses:
     Attributes:
         prompt_ids: P ids of each of B prompts, image pads included.
         completion_ids: C ids of each; they include the end-of-turn token where one was generated.
-        fields: what the processor returns beside the ids: a list [P] of each row for values per token
+        fields: the processor's outputs other than the ids: a list [P] of each row for values per token
             (`mm_token_type_ids`), a tensor for values per image (`image_grid_thw` [images, 3]) or per patch
             (`pixel_values` [patches, ...]).
         image_counts: number of images of each prompt.

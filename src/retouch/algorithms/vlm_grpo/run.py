@@ -1,4 +1,4 @@
-"""The parts of a run of vlm_grpo, wired: policy and processor, frozen diffusion model, data, rewards, run directory.
+"""Build the parts of a run of vlm_grpo: policy and processor, frozen diffusion model, data, rewards, run directory.
 
 Nothing here imports trl.
 """
@@ -42,7 +42,7 @@ from retouch.types import Example
 
 @dataclass
 class VlmRun:
-    """Everything that a run works with.
+    """The parts of a run.
 
     Attributes:
         policy: the text encoder, which is trained. During training it is the trainer's, with its adapter.
@@ -129,7 +129,7 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     """Load data, connect rewards, load the networks. Steps that are cheap and may fail come first.
 
     Raises:
-        ConfigError, DataError, ModelFilesError: with what to do.
+        ConfigError, DataError, ModelFilesError: one message each, with the remedy.
     """
     algorithm = config.algorithm
     assert isinstance(algorithm, VlmGrpoConfig)

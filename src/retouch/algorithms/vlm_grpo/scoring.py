@@ -55,7 +55,7 @@ class ScoredCompletion:
 
     @property
     def reward(self) -> float | None:
-        """Mean combined score; None where an image has none: a failure is never a number."""
+        """Mean combined score; None if the reward of an image failed."""
         return None if None in self.combined else sum(v for v in self.combined if v is not None) / len(self.combined)
 
 
@@ -240,7 +240,7 @@ def reward_means(scores: Scores) -> dict[str, float]:
 
 
 def noise_seeds(purpose: str, seed: int, examples: Sequence[Example], number: int) -> list[int]:
-    """Noise seeds of completions: the same for all of one example, another each time the example comes up."""
+    """Noise seeds of completions: equal within an example, and new each time the example is used."""
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
 
 

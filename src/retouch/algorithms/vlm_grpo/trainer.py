@@ -111,7 +111,7 @@ def _timed(method: str, part: str) -> Any:
 
 
 class RunTrainer(GRPOTrainer):
-    """The parts of a run beside the algorithm: evaluation, checkpoints, stops, timings.
+    """The parts of a run other than the algorithm: evaluation, checkpoints, stops, timings.
 
     Args:
         given: further arguments of TRL's trainer.
@@ -145,7 +145,7 @@ class RunTrainer(GRPOTrainer):
         return {}
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
-        """Write none: the run directory documents the run."""
+        """Write no model card: the run directory documents the run."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.save(pinned=False)
@@ -239,7 +239,7 @@ class RunTrainer(GRPOTrainer):
             self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
-        """End the run: last checkpoint, last evaluation, report; or the reason why it ends here.
+        """End the run: last checkpoint, last evaluation, report; or raise the reason why it stops early.
 
         Raises:
             Stopped: a stop was requested before the last step.
@@ -339,6 +339,6 @@ class RunCallback(TrainerCallback):
             self.trainer.run.dir.alarm(state.global_step, alarm)
 
     def _idle_alarm(self, values: Mapping[str, Any]) -> str | None:
-        """For a step that generated completions; other steps log no rewards."""
+        """The alarm after a step that generated completions; other steps log no rewards."""
         share = values.get("frac_reward_zero_std")
         return None if share is None else self._idle.see(share == 1.0)

@@ -19,7 +19,7 @@ class QwenSection(ModelSection):
 
 
 NEGATIVE = " "
-"""Prompt that the examples of the pipelines steer away from."""
+"""Negative prompt in the examples of the pipelines."""
 
 FACTS: dict[str, Any] = {
     "prediction": "flow",

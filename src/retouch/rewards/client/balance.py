@@ -142,7 +142,7 @@ class Balancer:
         return chosen, 0.0
 
     def _worth_waiting(self, server: Server, now: float, ends: float) -> bool:
-        """Whether a server is only full: it answers, and will be free in time for this request."""
+        """Whether a server is full but answers, and will be free in time for this request."""
         sound = server.failures < BREAKER_FAILURES and server.held_until <= now
         latency = server.latency_s or 0.0
         return sound and now + latency < ends and server.silence(now) <= max(PATIENCE_S, PATIENCE * latency)

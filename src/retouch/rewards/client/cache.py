@@ -31,7 +31,7 @@ class ScoreCache:
         self._pid = 0
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Score]:
-        """The scores that are there."""
+        """The stored scores of these keys."""
         with self._lock:
             connection = self._open()
             rows = [
@@ -42,7 +42,7 @@ class ScoreCache:
         return {key: Score(value, json.loads(detail)) for key, (value, detail) in rows}
 
     def put(self, outcomes: Mapping[bytes, Outcome]) -> None:
-        """Keep the scores among them."""
+        """Store the scores among the outcomes."""
         rows = [(key, o.value, json.dumps(dict(o.detail))) for key, o in outcomes.items() if isinstance(o, Score)]
         with self._lock:
             connection = self._open()

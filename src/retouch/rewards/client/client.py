@@ -1,4 +1,4 @@
-"""The client of reward servers: n items in, n outcomes out, in order, whatever the network does.
+"""The client of reward servers: n items in, n outcomes out, in order, also when requests fail.
 
 One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
 transport errors, 408, 425, 429 and 5xx are retried, on another server if there is one, until the deadline and within
@@ -218,7 +218,7 @@ class RewardClient:
         return columns
 
     async def _score_sound(self, items: list[RewardItem]) -> Columns:
-        """From the cache if it has every reward of an item, else from the servers."""
+        """Outcomes from the cache for items with every reward there, for the others from the servers."""
         revisions = await self._one_revision_each() if self._cache is not None and items else None
         if revisions is None or self._cache is None:
             return await self._score_chunks(items)

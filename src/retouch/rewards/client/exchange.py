@@ -1,6 +1,6 @@
-"""One exchange with a reward server: one request, and its outcomes or why there are none; no retries.
+"""One exchange with a reward server: one request, and its outcomes or the reason for none; no retries.
 
-A reply must hold every item exactly once and only finite floats, else its items are failures. A server is not trusted:
+A reply must hold every item exactly once and no NaN or Inf, else its items are failures. A server is not trusted:
 replies are bounded and never decompressed, and the token, control characters and excess length are removed from its
 messages.
 """

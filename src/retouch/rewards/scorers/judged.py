@@ -76,7 +76,7 @@ Judged = TypeVar("Judged", bound=JudgeEntry)
 
 
 class AnswerError(JudgeError):
-    """The judge answered, but not by the schema."""
+    """The judge's answer does not match the schema."""
 
 
 class JudgeScorer(PackageScorer[Judged]):
@@ -117,7 +117,7 @@ class JudgeScorer(PackageScorer[Judged]):
         self.set_revision(f"{self._protocol} {self.judge.model} served as {served} {self._digest}")
 
     def _first_question(self, ask: Callable[[], Answer]) -> Answer:
-        """`ask` when the scorer loads: what the endpoint cannot do is reported before a run instead of in it.
+        """Call `ask` when the scorer loads: missing abilities of the endpoint are reported before the run starts.
 
         Raises:
             ConfigError: no such model, a wrong key, or a schema that the endpoint ignores.

@@ -133,8 +133,8 @@ def shown(
 def closed_ged(graph: KnowledgeGraph, elements: Sequence[bool], dependencies: Sequence[bool]) -> float:
     """(missing nodes + missing edges) / (|V| + |E| of both graphs), in [0, 1].
 
-    What is shown is a subgraph, and the shortest edit from a subgraph to the graph adds what is missing: this is the
-    exact GED in linear time, of which a heuristic gives an upper bound.
+    The shown graph is a subgraph, and the shortest edit from a subgraph to the graph adds the missing parts: this is
+    the exact GED in linear time; a heuristic gives an upper bound.
     """
     nodes, edges = shown(graph, elements, dependencies)
     whole, part = len(graph.elements) + len(graph.edges), len(nodes) + len(edges)

@@ -1,6 +1,6 @@
-"""The masked region scored by how it fits the prompt, the rest by the seam, each weighted by its share of the image.
+"""The masked region is scored by its fit to the prompt, the rest by the seam, each weighted by its share of the image.
 
-Large masks are scored by their content, small ones by how they join. The parts are scaled to [0, 1] by fixed bounds,
+Large masks are scored mostly by their content, small ones by the seam. The parts are scaled to [0, 1] by fixed bounds,
 because a scorer receives images and no groups; for parts that are normalised within groups use entries `clip` (with
 `crop: mask_box`) and `seam` with weights.
 """

@@ -1,7 +1,7 @@
 """Legibility of the target text: rapidocr (PP-OCR on onnxruntime; its weights are in the wheel) or PaddleOCR.
 
 The score is 1 - edit distance / longer length between the text read in the mask crop and the target text: it is
-symmetric, so neither missing nor repeated letters pay. The recogniser's confidence alone is no reward: it is .999 on
+symmetric: missing and repeated letters both lower it. The recogniser's confidence alone is no reward: it is .999 on
 nonsense.
 """
 
@@ -148,7 +148,7 @@ class OcrScorer(PackageScorer[OcrReward]):
 
 
 def unusable_mask(item: RewardItem) -> Failure | None:
-    """A failure if the item has a mask without a box in the image: reading the whole image instead would be wrong."""
+    """A failure if the item has an empty mask or one of another size; the whole image is not read instead."""
     if item.mask is None:
         return None
     if item.mask.shape != item.image.shape[:2]:
@@ -169,7 +169,7 @@ def _unreadable(item: RewardItem, margin: float) -> Failure | None:
 
 
 def crop_for(item: RewardItem, margin: float) -> Pixels:
-    """The mask box of the image, widened; the whole image without a mask. The mask is no `unusable_mask`."""
+    """The mask box of the image, widened; the whole image without a mask. Check `unusable_mask` first."""
     if item.mask is None:
         return item.image
     left, top, right, bottom = widen(mask_box(item.mask), margin, item.image.shape[1], item.image.shape[0])

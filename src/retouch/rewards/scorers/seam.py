@@ -1,4 +1,4 @@
-"""Does the masked region join its surroundings? Gradients across the edge of the mask, in numpy."""
+"""How well the masked region joins its surroundings: gradients across the edge of the mask, in numpy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Does the text look like that of the style reference? Similarity by an image encoder, gated by legibility.
+"""Similarity of the text's style to the style reference by an image encoder, gated by legibility.
 
-The encoder alone is a poor judge: the reference itself, letters included, would score highest. The similarity therefore
-counts in full only if the masked region can be read as the target text, and in proportion to the reading below `gate`.
+The encoder alone is a poor judge: a copy of the reference, letters included, would score highest. The similarity
+therefore counts in full only if the masked region reads as the target text; below `gate` it is scaled by the reading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Messages between a server's front and its worker: JSON text followed by raw pixels. Never pickle.
 
 A frame is a head and two parts. The head (big-endian) holds a magic word, the number of the batch, the lengths of the
-parts, their CRC-32 and its own: a reader that lost its place, after half a frame, detects it before it trusts a length,
-and a reply names the batch that it answers. Scores are exact: Python's JSON writes the shortest decimal that reads back
+parts, their CRC-32 and its own: after half a frame, a reader detects the error before it trusts a length, and a reply
+names the batch that it answers. Scores are exact: Python's JSON writes the shortest decimal that reads back
 as the same float.
 """
 

@@ -1,4 +1,4 @@
-"""The front's side of the scorers: a thread of this process, or a process of its own that may die alone.
+"""The front's side of the scorers: a thread of this process, or a separate process whose crash does not end the front.
 
 The process (`process.py`) exchanges `frames` over an inherited socket: it receives its scorers, reports their specs,
 loads them, and answers one batch at a time; before an answer it reports specs that changed. It ends with the socket.
@@ -66,7 +66,7 @@ class Worker(Protocol):
 
     Attributes:
         ready: whether a batch would be scored now.
-        problem: why no batch ever will be; None while it may recover.
+        problem: reason why it will never be ready; None while it may recover.
         specs: of the scorers.
         restarts: number of restarts.
     """
