@@ -180,7 +180,7 @@ def test_another_rank_or_alpha_is_refused(
 ) -> None:
     """Another alpha would fit into the same shapes and silently scale every update."""
     remedy = r"set model\.train\.rank=3 model\.train\.alpha=5"
-    with pytest.raises(ValueError, match=rf"rank 3 and alpha 5 were trained, but model\.train says .*; {remedy}"):
+    with pytest.raises(ValueError, match=rf"rank 3 and alpha 5 were trained, but model\.train has .*; {remedy}"):
         load(saved[2], rank, alpha)
 
 

@@ -531,7 +531,7 @@ def test_another_scale_than_that_of_training_is_refused(tmp_path: Path) -> None:
     trained = trainee(0.25)
     trained.save({}, tmp_path)
     trainee([0.25] * 6).load(tmp_path)
-    with pytest.raises(ValueError, match=r"^trained at scale 0\.25, but model\.train says \[1, 1, 1, 1, 1, 0\]$"):
+    with pytest.raises(ValueError, match=r"^trained at scale 0\.25, but model\.train has \[1, 1, 1, 1, 1, 0\]$"):
         trainee([1.0] * 5 + [0.0]).load(tmp_path)
     tensors = read_adapter(tmp_path).tensors
     write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, {"family": "flux_fill"})

@@ -69,7 +69,7 @@ def group_advantages(
 
 
 def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "group") -> Tensor:
-    """[N] bool: rows that can be trained on: valid, and with a group baseline with a valid row beside them.
+    """[N] bool: rows that can be trained on: valid, and with a group baseline with another valid row in the group.
 
     Raises:
         ValueError: an unknown baseline.

@@ -18,8 +18,8 @@ def working(x: Tensor) -> Tensor:
 
 
 def may_ask(t: Tensor) -> bool:
-    """Whether a check may look at the numbers of `t`: on the CPU alone. Any other device would first have to finish all
-    that it was given, once for every check of every forward."""
+    """Whether a check may read the values of `t`: only on the CPU. On another device each check would wait for all
+    queued work, in every forward."""
     return t.device.type == "cpu"
 
 
@@ -41,7 +41,7 @@ def per_row(value: Tensor | float, x: Tensor, name: str) -> Tensor:
 
 
 def require_known(value: str, known: object, name: str) -> None:
-    """`value` is one of the words of `known`, a Literal.
+    """Check that `value` is one of the values of `known`, a Literal.
 
     Raises:
         ValueError: naming them.
@@ -52,7 +52,7 @@ def require_known(value: str, known: object, name: str) -> None:
 
 
 def require_same_shape(**tensors: Tensor) -> None:
-    """All tensors share one shape with at least two dims (batch first).
+    """Check that all tensors share one shape with at least two dims (batch first).
 
     Raises:
         ValueError: naming every tensor and its shape.
@@ -72,8 +72,8 @@ def row_mean(values: Tensor, region: Tensor | None = None) -> Tensor:
     [B, C, H, W]), it is the weighted mean: elements where the region is 0 do not count at all, not even if they are
     NaN or infinite.
 
-    A row whose region is empty has no mean. On the CPU that is an error; on another device, where asking would keep it
-    waiting in every forward, the row is NaN instead.
+    A row whose region is empty has no mean. On the CPU that is an error; on another device, where a check would wait
+    for all queued work, the row is NaN instead.
 
     Raises:
         ValueError: `values` without a non-batch dim, `region` of another rank or batch, or on the CPU an empty region.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRule:
-    """One stochastic solver step and what the rest of the package must know of it.
+    """One stochastic solver step and its properties.
 
     Attributes:
         prediction: what the model must predict.

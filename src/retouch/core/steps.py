@@ -90,13 +90,13 @@ def gaussian_log_prob(
     The mean, not the sum, keeps clip ranges and KL weights independent of the image size (Flow-GRPO). Computed in fp32.
 
     Args:
-        region: [B, 1, H, W] non-negative weights beside [B, C, H, W]; what lies outside does not count.
-        mode: "published", or "cps", is what the CPS code calls a log-probability, -mean (x_next - mean)²: no density,
-            but what its published clip ranges are for.
+        region: [B, 1, H, W] non-negative weights beside [B, C, H, W]; elements outside do not count.
+        mode: "published"; or "cps", -mean (x_next - mean)² as in the CPS code: no density, but the published clip
+            ranges of CPS are for it.
 
     A std of 0 is that of a deterministic step, which has no density and must not be trained. On the CPU it is an error;
-    on another device, where asking would keep it waiting in every forward, an exact log-probability is NaN instead.
-    Plans refuse such steps beforehand (`retouch.rollout.StepPlan`).
+    on another device, where a check would wait for all queued work, an exact log-probability is NaN instead. Plans
+    reject such steps beforehand (`retouch.rollout.StepPlan`).
 
     Raises:
         ValueError: tensors of different shapes, an unknown mode, or on the CPU a std of 0.
