@@ -130,7 +130,7 @@ def test_evaluating_on_what_is_trained_on_is_refused(
     outcome = retouch("train", path)  # warmup_data holds them
     assert outcome.code == 2
     assert outcome.err.startswith(
-        "error: evaluation.data: example 0 (and 7 more of 8) is trained on: data or warmup_data holds the same picture"
+        "error: evaluation.data: example 0 (and 7 more of 8) is trained on: data or warmup_data holds the same image"
     )
     [line] = [x for x in yaml.safe_load(retouch("doctor", path, "--json").out) if x["status"] == "fix"]
     assert line["what"] == "evaluation.data" and outcome.err == f"error: {line['says']}\n"

@@ -153,8 +153,8 @@ class VlmGrpoConfig(AlgorithmSection):
             raise ConfigError(
                 f"algorithm.trl.num_generations: given {group}, but {generated} completions are generated at once "
                 f"(per_device_train_batch_size x processes x steps_per_generation = {per_pass} x "
-                f"{generated // per_pass}), which {group} does not divide; set another steps_per_generation, for example "
-                f"{math.lcm(per_pass, group) // per_pass}"
+                f"{generated // per_pass}), which {group} does not divide; set another steps_per_generation, for "
+                f"example {math.lcm(per_pass, group) // per_pass}"
             )
         used = generated // per_pass * self.count("num_iterations")
         cycle = math.lcm(used, accumulation) // accumulation
