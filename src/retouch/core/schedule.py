@@ -88,7 +88,7 @@ def flux_shift(
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """T Euler steps of a flow model: sigmas 1, ..., 1/T, shifted, then 0.
+    """T Euler steps of a flow model: sigmas 1, ..., 1/T (or to another last one), shifted, then 0.
 
     Attributes:
         terminal: what the last sigma before 0 is stretched to (Qwen-Image: 0.02); None leaves it.
@@ -99,10 +99,21 @@ class FlowSchedule:
     terminal: float | None = None
 
     @classmethod
-    def make(cls, num_steps: int, shift: float = 1.0, terminal: float | None = None) -> FlowSchedule:
+    def make(
+        cls, num_steps: int, shift: float = 1.0, terminal: float | None = None, last: float | None = None
+    ) -> FlowSchedule:
+        """T steps.
+
+        Args:
+            last: smallest sigma before the shift; None is 1/T.
+
+        Raises:
+            ValueError: no step.
+        """
         if num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
-        sigmas = shift_sigma(torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64), shift)
+        raw = torch.linspace(1, 1 / num_steps if last is None else last, num_steps, dtype=torch.float64)
+        sigmas = shift_sigma(raw, shift)
         if terminal and num_steps > 1:
             sigmas = 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
         return cls(torch.cat([sigmas, sigmas.new_zeros(1)]).float(), shift, terminal)

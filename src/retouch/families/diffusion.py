@@ -191,6 +191,12 @@ class FamilyModel(ABC):
             shift = flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
         return FlowSchedule.make(num_steps, shift, config.get("shift_terminal"))
 
+    def require_size(self, size: tuple[int, int]) -> None:
+        """Raise ValueError where the network cannot take images of (height, width)."""
+        multiple = self.spec.size_multiple
+        if any(side % multiple for side in size):
+            raise ValueError(f"images are {size[0]} x {size[1]}; {self.spec.family} needs multiples of {multiple}")
+
     @abstractmethod
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition: ...
 

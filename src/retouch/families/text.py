@@ -22,6 +22,9 @@ from retouch.lru import LruCache
 CACHE_SIZE = 2048
 """Prompts kept by default; 4 MiB each at the sizes of FLUX in bf16."""
 
+Output = Literal["last_hidden_state", "pooler_output", "text_embeds"] | tuple[int, ...]
+"""Output of a text encoder: by its name, or the states of these entries of `hidden_states`, concatenated on width."""
+
 
 @dataclass(frozen=True)
 class TextEncoder:
@@ -29,13 +32,13 @@ class TextEncoder:
 
     Attributes:
         length: tokens a prompt is padded or cut to.
-        output: a vector for each token [S, D], or one for the prompt [D].
+        output: a vector for each token [S, D] (n entries of `hidden_states`: [S, n D]), or one for the prompt [D].
     """
 
     model: Any  # CLIPTextModel, T5EncoderModel
     tokenizer: Any
     length: int
-    output: Literal["last_hidden_state", "pooler_output"] = "last_hidden_state"
+    output: Output = "last_hidden_state"
 
     @classmethod
     def load(
@@ -45,7 +48,7 @@ class TextEncoder:
         number: str,
         dtype: torch.dtype,
         length: int | None = None,
-        output: Literal["last_hidden_state", "pooler_output"] = "last_hidden_state",
+        output: Output = "last_hidden_state",
     ) -> TextEncoder:
         """`text_encoder{number}/` of a model with its `tokenizer{number}/`; no `length` takes that of the tokenizer."""
         model = load_component(kind, path, f"text_encoder{number}", dtype)
@@ -61,7 +64,11 @@ class TextEncoder:
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """[B, S, D] or [B, D], with gradient where the model has it."""
-        return getattr(self.model(self.tokens(prompts).to(self.model.device)), self.output)
+        tokens = self.tokens(prompts).to(self.model.device)
+        if isinstance(self.output, tuple):
+            states = self.model(tokens, output_hidden_states=True).hidden_states
+            return torch.cat([states[i] for i in self.output], dim=-1)
+        return getattr(self.model(tokens), self.output)
 
 
 class TextEncoders:

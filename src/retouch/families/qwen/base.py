@@ -57,11 +57,6 @@ class QwenModel(FamilyModel):
         self.require_size((picture.height, picture.width))
         return self.autoencoder.encode_once(image_pixels(picture.convert("RGB"), self.device)[None])
 
-    def require_size(self, size: tuple[int, int]) -> None:
-        multiple = self.spec.size_multiple
-        if any(side % multiple for side in size):
-            raise ValueError(f"images are {size[0]} x {size[1]}; {self.spec.family} needs multiples of {multiple}")
-
     def condition_on(
         self,
         text: Sequence[Tensor],

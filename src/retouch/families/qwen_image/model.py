@@ -1,9 +1,7 @@
 """Qwen-Image: a flow model that generates an image from a prompt, or repaints a mask, on diffusers' own networks.
 
-The network has no mask input: inpainting blends latents. Outside the mask the state stays on the straight line from the
-noise to the source, so the velocity there is (x - x0) / sigma. The blend is a part of `predict`; solvers need not know
-of it, and the state outside is the source's at every step, as in `QwenImageInpaintPipeline`. Everything here equals
-diffusers' pipelines on the same weights (tests/families/test_qwen_image.py), except that the source is encoded by the
+The network takes no mask: inpainting blends latents (`retouch.families.blending`). Everything here equals diffusers'
+pipelines on the same weights (tests/families/test_qwen_image.py), except that the source is encoded by the
 mode of the autoencoder's posterior: a condition is then a function of its example.
 
 Legend: B samples, C latent channels, h w latent sides, S text tokens, D widths.
@@ -19,7 +17,8 @@ from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from retouch.families.inputs import inpainting_inputs, reference_inputs
+from retouch.families.blending import blended, blending_inputs
+from retouch.families.inputs import reference_inputs
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
 from retouch.families.qwen.base import NEGATIVE, QwenModel
@@ -77,19 +76,8 @@ class QwenImage(QwenModel):
         if guidance_scale > 1:
             negative = text.encode([NEGATIVE])
             tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in negative.items()}
-        if any(e.source is not None for e in examples):
-            images, mask = inpainting_inputs(examples, self.spec, self.device)
-            size = (images.shape[2], images.shape[3])
-            cells = (size[0] // self.spec.downsampling, size[1] // self.spec.downsampling)
-            tensors["source_latents"] = self.autoencoder.encode_once(images)
-            tensors["mask_cells"] = nn.functional.interpolate(mask, size=cells)
-            return Condition(tensors, mask, size)
-        sizes = {e.size for e in examples}
-        size = examples[0].size
-        if size is None or len(sizes) > 1:
-            raise ValueError(f"examples without a source need one size; given {sorted(map(str, sizes))}")
-        self.require_size(size)
-        return Condition(tensors, None, size)
+        blending, mask, size = blending_inputs(self, examples)
+        return Condition(tensors | blending, mask, size)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by
@@ -97,10 +85,7 @@ class QwenImage(QwenModel):
         c = condition.tensors
         reference = _reference(c, guided="negative_text" in c)
         velocity = self._velocity(network, x, t, condition, attention_kwargs=reference)
-        if "source_latents" not in c:
-            return velocity
-        to_source = (x - c["source_latents"]) / t.view(-1, 1, 1, 1)
-        return torch.where(c["mask_cells"] > 0, velocity, to_source)
+        return blended(velocity, x, t, c)
 
 
 def _prompt_alone(prompt: str) -> tuple[str, tuple[()]]:
