@@ -80,7 +80,7 @@ def published(peer: dict[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; where the two differ, both numbers."""
     lines = [
-        "| run file | NFE an image | trained steps | images an epoch | optimizer steps an epoch | GiB a device | source |",
+        "| run file | NFE an image | trained steps | images an epoch | updates an epoch | GiB a device | source |",
         "|---|---|---|---|---|---|---|",
     ]
     for entry in rows:
