@@ -87,7 +87,7 @@ class Flux2Klein(FamilyModel):
         encoder, tokenizer = load_qwen3(Qwen3ForCausalLM, path, dtype)
         chat = _chat(encoder, tokenizer, config.max_sequence_length)
         drop_layers(encoder, max(chat.layers))
-        return TextEncoders({"text": chat}, device, config.offload_text_encoders)
+        return _encoders(chat, device, config.offload_text_encoders)
 
     @classmethod
     def load_network(cls, config: Flux2KleinModel, path: str, dtype: torch.dtype) -> nn.Module:
@@ -99,8 +99,7 @@ class Flux2Klein(FamilyModel):
         """The networks of a `Flux2KleinPipeline` in memory, prompts padded to `length` tokens."""
         chat = _chat(pipeline.text_encoder.model, pipeline.tokenizer, length)
         config = Flux2KleinModel(path="in memory", variant=_variant(pipeline.config), reference_images=reference_images)
-        text = TextEncoders({"text": chat})
-        return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
+        return cls(pipeline.transformer, pipeline.vae, _encoders(chat), pipeline.scheduler, config=config)
 
     @staticmethod
     def tiny() -> Flux2KleinPipeline:
@@ -178,7 +177,7 @@ class Flux2Klein(FamilyModel):
         """`source_latents` [B, C, h, w] and `mask_cells` [B, 1, h, w] in {0, 1} where there are any; mask and size."""
         if all(e.source is None for e in examples):
             return blending_inputs(self, examples)  # nothing to blend: the common size
-        pixels, mask = source_pixels(examples, self.spec, self.device), None
+        pixels = source_pixels(examples, self.spec, self.device)
         size = (pixels.shape[2], pixels.shape[3])
         self.require_size(size)
         tensors = {"source_latents": self.autoencoder.encode_once(pixels)}
@@ -236,6 +235,11 @@ def _chat(encoder: Any, tokenizer: Any, length: int) -> ChatStates:
     count = encoder.config.num_hidden_layers
     layers = (count // 4, count // 2, 3 * count // 4)
     return ChatStates(encoder, tokenizer, length, layers, thinking=False, encodes_padding=True)
+
+
+def _encoders(chat: ChatStates, device: torch.device | str = "cpu", offload: bool = True) -> TextEncoders:
+    made: dict[str, Any] = {"text": chat}
+    return TextEncoders(made, device, offload)
 
 
 def _reference(example: Example, size: tuple[int, int]) -> Tensor:

@@ -67,11 +67,12 @@ class ZImage(FamilyModel):
         )
         nn.init.normal_(transformer.x_pad_token)  # zeros would hide that padding is attended to
         nn.init.normal_(transformer.cap_pad_token)
+        tokenizer: Any = chat_tokenizer()
         return ZImagePipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
             vae=tiny.autoencoder(),
             text_encoder=qwen3(Qwen3Model),
-            tokenizer=chat_tokenizer(),
+            tokenizer=tokenizer,
             transformer=transformer,
         )
 
@@ -110,7 +111,8 @@ class ZImage(FamilyModel):
         output = network(list(latents[:, :, None].unbind()), time, text, return_dict=False)[0]
         velocity = -torch.stack(list(output))[:, :, 0].float()
         if "negative_text" in c:
-            velocity = self._guided(*velocity.chunk(2), c["guidance"])
+            with_text, without = velocity.chunk(2)
+            velocity = self._guided(with_text, without, c["guidance"])
         return blended(velocity, x, t, c)
 
     def _guided(self, with_text: Tensor, without: Tensor, scale: Tensor) -> Tensor:
