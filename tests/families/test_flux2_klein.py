@@ -142,7 +142,7 @@ def test_a_reference_without_a_source_is_the_first_image(pipeline: Any) -> None:
     ).images
     found = pixels_of(model, pipeline.transformer, model.encode([example], 1.0), 2, [11])
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="example 0 has no reference image, but model.reference_images is true"):
+    with pytest.raises(ValueError, match=r"example 0 has no reference image, but model.reference_images is true"):
         model.encode([drawn_at(0, size)], 1.0)
 
 
@@ -266,9 +266,9 @@ def test_the_distilled_model_takes_no_guidance(pipeline: Any, model: Flux2Klein,
         found.encode([drawn_at(0, (64, 80))], 4.0)
     distilled.save_pretrained(tmp_path)
     load_model(Flux2KleinModel(path=str(tmp_path), variant="distilled"))
-    with pytest.raises(ModelFilesError, match="given 'base', but .* a distilled model; set model.variant=distilled"):
+    with pytest.raises(ModelFilesError, match=r"given 'base', but .* a distilled model; set model.variant=distilled"):
         load_model(Flux2KleinModel(path=str(tmp_path)))
-    with pytest.raises(ValidationError, match="set model.variant=distilled, or model.path=.*FLUX.2-klein-base-9B"):
+    with pytest.raises(ValidationError, match=r"set model.variant=distilled, or model.path=.*FLUX.2-klein-base-9B"):
         Flux2KleinModel(path="black-forest-labs/FLUX.2-klein-9B")
 
 

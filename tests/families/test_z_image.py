@@ -183,7 +183,7 @@ def test_errors_say_what_to_do(pipeline: Any, model: ZImage) -> None:
         model.encode([random_example(0, 32, 64), drawn_at(1, (32, 64))], 5.0)
     turbo = ZImage.from_pipeline(pipeline, LENGTH, ZImageModel(variant="turbo", path="Tongyi-MAI/Z-Image-Turbo"))
     assert (turbo.spec.guidance_scale, model.spec.guidance_scale) == (1.0, 5.0)
-    with pytest.raises(ValueError, match="guidance_scale is 5, but this z_image was distilled .* set 1, or a base"):
+    with pytest.raises(ValueError, match=r"guidance_scale is 5, but this z_image was distilled .* set 1, or a base"):
         turbo.encode([drawn_at(0, (32, 64))], 5.0)
     with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 8; use Tongyi-MAI/Z-Image"):
         wrong = tiny_pipeline("z_image")
@@ -192,9 +192,9 @@ def test_errors_say_what_to_do(pipeline: Any, model: ZImage) -> None:
 
 
 def test_a_released_path_is_of_its_variant() -> None:
-    with pytest.raises(ValidationError, match="variant is 'base'; set model.variant=turbo, or model.path=Tongyi-MAI"):
+    with pytest.raises(ValidationError, match=r"variant is 'base'; set model.variant=turbo, or model.path=Tongyi-MAI"):
         ZImageModel(path="Tongyi-MAI/Z-Image-Turbo")
-    with pytest.raises(ValidationError, match="variant is 'turbo'; set model.variant=base, or"):
+    with pytest.raises(ValidationError, match=r"variant is 'turbo'; set model.variant=base, or"):
         ZImageModel(variant="turbo")
 
 
