@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 
 import pytest
 
-from retouch.config import RunConfig
+from retouch.config import RunConfig, load_run
 from retouch.config.advice import warnings_of
 from retouch.config.derived import derive
 from retouch.families import FAMILIES
+from tests.config.conftest import REPOSITORY
 
 Run = Callable[..., RunConfig]
 
@@ -77,3 +79,13 @@ def test_warnings_name_what_an_objective_does_to_the_model(run_with: Run) -> Non
     assert keys(KLEIN, "algorithm={name: nft, sft_steps: 5}") == ["algorithm.sft_steps"]
     assert keys(KLEIN, "algorithm={name: dpo}") == []
     assert keys(KLEIN, "algorithm={name: sft}", "rewards={}") == ["algorithm.name"]
+
+
+@pytest.mark.parametrize("name", ["z_image_grpo", "z_image_nft", "flux2_klein_grpo", "flux2_klein_nft"])
+def test_the_overrides_that_run_files_name_for_distilled_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = REPOSITORY / "configs" / f"{name}.yaml"
+    monkeypatch.setenv("DATA_PATH", "prompts.txt")
+    comments = " ".join(re.findall(r"^# *(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+    [named] = re.findall(r'model\.variant=\w+(?: (?:"[^"]+"|[a-z_.]+=[\w./-]+))+', comments)
+    run = load_run(path, shlex.split(named))
+    assert run.model.distilled_steps is not None and run.rollout.num_steps < 8
