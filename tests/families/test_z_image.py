@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImageInpaintPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from pydantic import ValidationError
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.loading import ModelFilesError, load_model
-from retouch.families.meta import released_networks
+from retouch.families.meta import component_on_meta, released_networks
 from retouch.families.tiny import tiny_pipeline
 from retouch.families.z_image.model import ZImage
 from retouch.families.z_image.spec import ZImageModel
@@ -217,6 +219,23 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: ZImage, tm
     assert {p.dtype for p in low.network.parameters()} == {torch.bfloat16}
     rounded = low.predict(low.network, x, t, low.encode([example], 5.0))
     assert rounded.dtype == torch.float32 and float((rounded - expected).norm() / expected.norm()) < 0.1
+
+
+def test_a_text_encoder_that_was_saved_with_its_head(pipeline: Any, tmp_path: Path) -> None:
+    """As the released one may be: model_index.json names `Qwen3Model`, config.json the class that was trained."""
+    pipeline.save_pretrained(tmp_path)
+    full = Qwen3ForCausalLM(pipeline.text_encoder.config)
+    full.model.load_state_dict(pipeline.text_encoder.state_dict())
+    shutil.rmtree(tmp_path / "text_encoder")
+    full.save_pretrained(tmp_path / "text_encoder")
+    text = load_model(ZImageModel(path=str(tmp_path), dtype="fp32", max_sequence_length=LENGTH)).prompts
+    assert text is not None
+    found = text.encode(["The text is 'W'."])["text"]
+    expected = ZImage.from_pipeline(pipeline, LENGTH).texts().encode(["The text is 'W'."])["text"]
+    torch.testing.assert_close(found, expected)
+    assert type(component_on_meta(tmp_path / "text_encoder", "Qwen3Model")).__name__ == "Qwen3Model"
+    with pytest.raises(ModelFilesError, match="it is of a Qwen3ForCausalLM"):
+        component_on_meta(tmp_path / "text_encoder", "T5EncoderModel")
 
 
 def test_the_released_networks(pipeline: Any) -> None:
