@@ -37,12 +37,28 @@ from .conftest import CONFIGS, RUNS, name_of, shrink
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
-PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9, "qwen_image": 20.4e9, "qwen_image_edit": 20.4e9}
+PARAMETERS = {
+    "flux_fill": 11.9e9,
+    "sd_inpaint": 0.8595e9,
+    "qwen_image": 20.4e9,
+    "qwen_image_edit": 20.4e9,
+    "z_image": 6.15e9,
+    "flux2_klein": 3.88e9,
+}
 """Of the released networks."""
 
-LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8, "qwen_image": 60 * 12, "qwen_image_edit": 60 * 12}
+LORA_MODULES = {
+    "flux_fill": 19 * 12 + 38 * 3,
+    "sd_inpaint": 16 * 8,
+    "qwen_image": 60 * 12,
+    "qwen_image_edit": 60 * 12,
+    "z_image": 34 * 7,
+    "flux2_klein": 5 * 12 + 20 * 2,
+}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
-SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks."""
+SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks.
+Z-Image: attention and feed-forward of 30 layers and 4 refiners. klein: attention and feed-forward of both streams in 5
+double blocks, input and output of 20 single ones."""
 
 ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
@@ -57,6 +73,8 @@ HUB = {
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
     "qwen_image": "Qwen/Qwen-Image",
     "qwen_image_edit": "Qwen/Qwen-Image-Edit",
+    "z_image": "Tongyi-MAI/Z-Image",
+    "flux2_klein": "black-forest-labs/FLUX.2-klein-base-4B",
 }
 
 
@@ -286,7 +304,7 @@ def made(config: Any, spec: Any) -> Made:
 
 
 def test_every_file_is_tested() -> None:
-    assert {path.parent for path in RUNS} == {CONFIGS, CONFIGS / "tiny"}
+    assert {path.parent for path in RUNS} == {CONFIGS, CONFIGS / "reproduce", CONFIGS / "tiny"}
 
 
 def released_network(family: str) -> nn.Module:

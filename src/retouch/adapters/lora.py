@@ -27,7 +27,8 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
         ConfigError: `targets` match no module.
     """
     network.requires_grad_(False)
-    names = [name for name, _ in network.named_modules() if any(name == t or name.endswith("." + t) for t in targets)]
+    weighted = [name for name, module in network.named_modules() if hasattr(module, "weight")]  # no container of layers
+    names = [name for name in weighted if any(name == t or name.endswith("." + t) for t in targets)]
     if not names:
         raise ConfigError(
             f"model.train.targets: given {', '.join(targets)}; no module of {type(network).__name__} ends like that; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from retouch.config.derived import stochastic_steps, window_starts
 from retouch.config.needs import data_sections
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def check(run: RunConfig) -> None:
     run.algorithm.check(run, "algorithm")
     for key, section in data_sections(run).items():
         section.check(run, key)
+    _distilled(run)
     _weights(run)
     _sharding(run)
 
@@ -55,6 +57,30 @@ def _rewards(run: RunConfig) -> None:
         raise ValueError("rewards: every weight is 0, but the objective is their weighted sum; set one weight above 0")
     if not any(entry.weight > 0 for entry in trained):
         raise ValueError("rewards: no weight is above 0, and training would lower every reward; set one weight above 0")
+
+
+def _distilled(run: RunConfig) -> None:
+    """A few-step model samples without guidance, and what a stochastic step does to its image must be undone by the
+    deterministic steps around and behind it."""
+    steps, rollout = run.model.distilled_steps, run.rollout
+    if steps is None:
+        return
+    if rollout.guidance_scale is not None and rollout.guidance_scale > 1:
+        raise ValueError(
+            f"rollout.guidance_scale: given {rollout.guidance_scale:g}, but {run.model.path} was distilled to sample "
+            f"in {steps} steps without guidance; set rollout.guidance_scale=1, or the base model"
+        )
+    stochastic = stochastic_steps(run)
+    if not stochastic:
+        return
+    last = window_starts(run)[-1] + stochastic if rollout.window else stochastic
+    if stochastic > rollout.num_steps // 2 or last >= rollout.num_steps:
+        raise ValueError(
+            f"rollout.window: up to {stochastic} of {rollout.num_steps} steps are stochastic, the last of them step "
+            f"{last}, but {run.model.path} was distilled to {steps} steps, and only deterministic steps remove their "
+            "noise; set rollout.window={size: 1, range: [0.25, 0.75]} with rollout.num_steps=4 or more, or "
+            "algorithm.name=nft"
+        )
 
 
 def _weights(run: RunConfig) -> None:

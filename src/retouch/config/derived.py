@@ -151,7 +151,7 @@ def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
     """
     rollout, facts = run.rollout, run.model.spec
     assert isinstance(run.algorithm, Objective)
-    scale = facts.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
+    scale = run.model.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
     guided = 2 if facts.doubles_for_guidance and scale > 1 else 1
     backward = 3 + (1 if run.training.gradient_checkpointing else 0)
     return run.algorithm.forwards_per_image(run, optimizer_steps, guided, backward)

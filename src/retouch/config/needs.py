@@ -24,10 +24,11 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
 
 
 def takes_references(run: RunConfig, *, scored: bool) -> bool:
-    """Whether the run reads references: a style adapter, a strip above the image or, where images are scored, a
-    style reward."""
+    """Whether anything reads a reference: a style adapter, the network itself, a strip above the image or, where images
+    are scored, a style reward."""
     judged = scored and any("reference" in entry.example_images() for entry in run.rewards.values())
-    return run.model.train.kind == "ip_adapter" or reference_strip(run) is not None or judged
+    by_model = run.model.train.kind == "ip_adapter" or run.model.takes_reference_images
+    return by_model or reference_strip(run) is not None or judged
 
 
 def reference_strip(run: RunConfig) -> int | None:

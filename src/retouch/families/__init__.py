@@ -17,6 +17,8 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
         "sd_inpaint": "retouch.families.sd_inpaint.spec:SdInpaintModel",
         "qwen_image": "retouch.families.qwen_image.spec:QwenImageModel",
         "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",
+        "z_image": "retouch.families.z_image.spec:ZImageModel",
+        "flux2_klein": "retouch.families.flux2_klein.spec:Flux2KleinModel",
     },
 )
 """`model.family` -> its section of the run file, with the facts of the family as `spec`."""

@@ -76,6 +76,7 @@ class FamilySpec:
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
         drops_text_stream: whether the last block's text output is unused; some of its weights then have no gradient.
+        edits_without_mask: whether it takes a source without a mask although it needs neither.
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
@@ -99,6 +100,7 @@ class FamilySpec:
     hub_ids: tuple[str, ...] = ()
     doubles_for_guidance: bool = False
     drops_text_stream: bool = False
+    edits_without_mask: bool = False
     embedded_encoder: str | None = None
     adapter: AdapterFacts | None = None
     empty_prompt: str = ""
@@ -107,7 +109,7 @@ class FamilySpec:
     @property
     def edits(self) -> bool:
         """Whether it changes a whole image, and so takes a source without a mask."""
-        return "source" in self.needs and "mask" not in self.needs
+        return self.edits_without_mask or ("source" in self.needs and "mask" not in self.needs)
 
 
 def _twice_the_rank(validated: dict[str, Any]) -> float:
@@ -283,6 +285,21 @@ class ModelSection(Section):
     def merged_lora(self) -> DistillationLora | None:
         """LoRA that is merged into the network when it is loaded."""
         return None
+
+    @property
+    def distilled_steps(self) -> int | None:
+        """Sampling steps that the released weights were distilled for, without guidance; None for a base model."""
+        return None
+
+    @property
+    def guidance_scale(self) -> float:
+        """Guidance scale of a run file that sets none."""
+        return self.spec.guidance_scale if self.distilled_steps is None else 1.0
+
+    @property
+    def takes_reference_images(self) -> bool:
+        """Whether the network reads the reference of each example as an image, without a style adapter."""
+        return False
 
     @property
     def chat_task(self) -> Literal["draw", "edit", "edit_plus"] | None:

@@ -80,6 +80,7 @@ class FamilyModel(ABC):
         )
         self.spec: FamilySpec = replace(
             self.config.spec,
+            guidance_scale=self.config.guidance_scale,
             latent_channels=self.autoencoder.channels,
             downsampling=self.autoencoder.downsampling,
             size_multiple=self.patch * self.autoencoder.downsampling,
@@ -196,6 +197,14 @@ class FamilyModel(ABC):
         multiple = self.spec.size_multiple
         if any(side % multiple for side in size):
             raise ValueError(f"images are {size[0]} x {size[1]}; {self.spec.family} needs multiples of {multiple}")
+
+    def require_guidance(self, guidance_scale: float) -> None:
+        """Raise ValueError where the model was distilled to sample without guidance."""
+        if self.config.distilled_steps is not None and guidance_scale > 1:
+            raise ValueError(
+                f"guidance_scale is {guidance_scale:g}, but this {self.spec.family} was distilled to sample without "
+                "guidance; set 1, or a base model"
+            )
 
     @abstractmethod
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition: ...

@@ -33,12 +33,21 @@ def inpainting_inputs(examples: Sequence[Example], spec: FamilySpec, device: tor
     Raises:
         ValueError: an example without source or mask, or a size that the family cannot take.
     """
-    images = torch.stack([_source(e, spec.family) for e in examples]).to(device)
+    images = source_pixels(examples, spec, device)
     masks = torch.stack([_mask(e, spec.family) for e in examples]).to(device)
     height, width = images.shape[2:]
     if height % spec.size_multiple or width % spec.size_multiple:
         raise ValueError(f"images are {height} x {width}; {spec.family} needs multiples of {spec.size_multiple}")
     return images, masks
+
+
+def source_pixels(examples: Sequence[Example], spec: FamilySpec, device: torch.device) -> Tensor:
+    """Sources [B, 3, H, W] in [-1, 1] of examples of one size, below the strip of an in-context reference, if any.
+
+    Raises:
+        ValueError: an example without a source.
+    """
+    return torch.stack([_source(e, spec.family) for e in examples]).to(device)
 
 
 def optional_masks(examples: Sequence[Example], spec: FamilySpec, device: torch.device) -> Tensor | None:

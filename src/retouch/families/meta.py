@@ -69,7 +69,7 @@ def component_on_meta(folder: Path, kind: str) -> Any:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = config.get("_class_name") or next(iter(config.get("architectures") or []), kind)
-        if found != kind:
+        if found != kind and not _of_one_config(found, kind):
             raise ValueError(f"it is of a {found}")
         if hasattr(diffusers, kind):
             made: Any = getattr(diffusers, kind)
@@ -81,3 +81,9 @@ def component_on_meta(folder: Path, kind: str) -> Any:
         raise ModelFilesError(
             f"model.path: {folder}/config.json makes no {kind}: {reason}; copy the model anew"
         ) from None
+
+
+def _of_one_config(found: str, kind: str) -> bool:
+    """Whether both are transformers classes of one config: a model without the head of the one that was saved."""
+    configs = [getattr(getattr(transformers, name, None), "config_class", None) for name in (found, kind)]
+    return configs[0] is not None and configs[0] is configs[1]

@@ -48,7 +48,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
 
 def usable(config: RunConfig) -> None:
     """Raises: ConfigError: a run that may not set `model.embeddings`."""
-    if config.model.spec.edits:
+    if config.model.vision_tokens(config.data.size):
         raise ConfigError(
             f"model.family: {config.model.family} has a text encoder that reads the image with the prompt; "
             "it cannot encode a prompt alone; train without model.embeddings"

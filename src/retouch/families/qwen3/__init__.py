@@ -1,0 +1,1 @@
+"""What the families on a Qwen3 text encoder share."""

@@ -1,0 +1,98 @@
+"""Prompts as chats with Qwen3, and the states that condition a diffusion network.
+
+A prompt is the only message of a user; the chat ends where the assistant would begin. Some networks attend to padded
+states, others take only those of the chat itself.
+
+Legend: L tokens of a chat, S tokens with padding, n layers, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from retouch.families.loading import load_component
+
+
+@dataclass(frozen=True)
+class ChatStates:
+    """A prompt -> states of a Qwen3 [S, n D], as an encoder of `retouch.families.text.TextEncoders`.
+
+    Attributes:
+        model: a `Qwen3Model`.
+        tokenizer: its chat template takes `enable_thinking`.
+        length: S; a longer chat is cut at its end, as diffusers does it.
+        layers: entries of `hidden_states`, concatenated on width; 0 is the embedding.
+        thinking: False closes the assistant's thoughts before they begin.
+        encodes_padding: whether padding goes through the encoder, so that its states depend on the chat; else it is
+            appended as zeros.
+    """
+
+    model: Any
+    tokenizer: Any
+    length: int
+    layers: tuple[int, ...]
+    thinking: bool
+    encodes_padding: bool
+
+    def tokens(self, prompt: str) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask` of a chat [1, S], or [1, L] where padding is not encoded."""
+        chat = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.thinking,
+        )
+        padding: Any = "max_length" if self.encodes_padding else False
+        batch = self.tokenizer([chat], padding=padding, max_length=self.length, truncation=True, return_tensors="pt")
+        return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+
+    def __call__(self, prompts: Sequence[str]) -> Tensor:
+        """[B, S, n D]."""
+        return torch.stack([self._states(prompt) for prompt in prompts])
+
+    def _states(self, prompt: str) -> Tensor:
+        inputs = {name: ids.to(self.model.device) for name, ids in self.tokens(prompt).items()}
+        made = self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+        states = torch.cat([made[layer][0] for layer in self.layers], dim=-1)
+        return nn.functional.pad(states, (0, 0, 0, self.length - len(states)))
+
+
+@dataclass(frozen=True)
+class ChatLengths:
+    """A prompt -> L of its chat [] int64: how many of the states of `chat` are no padding."""
+
+    chat: ChatStates
+
+    @property
+    def model(self) -> Any:
+        return self.chat.model
+
+    def __call__(self, prompts: Sequence[str]) -> Tensor:
+        """[B] int64."""
+        return torch.tensor([int(self.chat.tokens(prompt)["attention_mask"].sum()) for prompt in prompts])
+
+
+def load_qwen3(kind: Any, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The `Qwen3Model` in text_encoder/ and the tokenizer of a model.
+
+    Args:
+        kind: class that text_encoder/ is saved as: `Qwen3Model`, or `Qwen3ForCausalLM`, whose head is dropped.
+
+    Raises:
+        ModelFilesError: missing, unreadable or incomplete files.
+    """
+    loaded = load_component(kind, path, "text_encoder", dtype)
+    return getattr(loaded, "model", loaded), load_component(AutoTokenizer, path, "tokenizer", None)
+
+
+def drop_layers(model: Any, last: int) -> None:
+    """Drop the layers of a `Qwen3Model` that entries of `hidden_states` up to `last` do not need. One layer more is
+    kept, because transformers normalizes the entry of the last one."""
+    del model.layers[last + 1 :]
+    model.config.num_hidden_layers = len(model.layers)
