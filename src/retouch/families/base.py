@@ -75,7 +75,9 @@ class FamilySpec:
         hub_ids: released models, of these sizes.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
-        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient.
+        optional: components of `networks` that a model may lack: null in its model_index.json.
+        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient:
+            of its text MLP (Qwen-Image), or of its text queries (SD3, whose last block has no text MLP).
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
@@ -98,6 +100,7 @@ class FamilySpec:
     released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     hub_ids: tuple[str, ...] = ()
     doubles_for_guidance: bool = False
+    optional: frozenset[str] = frozenset()
     drops_text_stream: bool = False
     embedded_encoder: str | None = None
     adapter: AdapterFacts | None = None
