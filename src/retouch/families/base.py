@@ -76,8 +76,8 @@ class FamilySpec:
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
         optional: components of `networks` that a model may lack: null in its model_index.json.
-        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient:
-            of its text MLP (Qwen-Image), or of its text queries (SD3, whose last block has no text MLP).
+        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient
+            (not SD3's: the text queries of its last block have one, which is 0).
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.

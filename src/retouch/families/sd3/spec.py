@@ -97,7 +97,6 @@ class Sd3Model(ModelSection):
         },
         hub_ids=("stabilityai/stable-diffusion-3.5-medium",),  # -large and -large-turbo have other sizes
         doubles_for_guidance=True,
-        drops_text_stream=True,
     )
 
     family: Literal["sd3"] = "sd3"  # pyright: ignore[reportIncompatibleVariableOverride]
