@@ -37,12 +37,27 @@ from .conftest import CONFIGS, RUNS, name_of, shrink
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
-PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9, "qwen_image": 20.4e9, "qwen_image_edit": 20.4e9}
+PARAMETERS = {
+    "flux_fill": 11.9e9,
+    "sd_inpaint": 0.8595e9,
+    "sdxl_inpaint": 2.57e9,
+    "sd3": 2.24e9,
+    "qwen_image": 20.4e9,
+    "qwen_image_edit": 20.4e9,
+}
 """Of the released networks."""
 
-LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8, "qwen_image": 60 * 12, "qwen_image_edit": 60 * 12}
+LORA_MODULES = {
+    "flux_fill": 19 * 12 + 38 * 3,
+    "sd_inpaint": 16 * 8,
+    "sdxl_inpaint": 70 * 8,
+    "sd3": 24 * 8 - 1,
+    "qwen_image": 60 * 12,
+    "qwen_image_edit": 60 * 12,
+}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
-SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks."""
+SD1.5 and SDXL: self- and cross-attention of 16 and 70 blocks. SD3.5: attention of both streams in 24 blocks, of which
+the last returns no text. Qwen-Image: attention and feed-forward of both streams in 60 blocks."""
 
 ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
@@ -55,6 +70,8 @@ SIGLIP_WIDTH = 1152
 HUB = {
     "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+    "sdxl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
+    "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "qwen_image": "Qwen/Qwen-Image",
     "qwen_image_edit": "Qwen/Qwen-Image-Edit",
 }
@@ -213,7 +230,7 @@ def test_the_memory_that_it_names_is_what_its_state_takes(path: Path) -> None:
 def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -> None:
     first, text = path, path.read_text(encoding="utf-8")
     while below := yaml.safe_load(text).get("extends"):
-        first = CONFIGS / below
+        first = first.parent / below
         text = first.read_text(encoding="utf-8")
     comments = " ".join(re.findall(r"^# *(.*)$", text, re.MULTILINE))
     named = re.search(r"without targets, set((?: [a-z_.]+=\w+)+)", comments)
@@ -286,7 +303,7 @@ def made(config: Any, spec: Any) -> Made:
 
 
 def test_every_file_is_tested() -> None:
-    assert {path.parent for path in RUNS} == {CONFIGS, CONFIGS / "tiny"}
+    assert {path.parent for path in RUNS} == {CONFIGS, CONFIGS / "reproduce", CONFIGS / "tiny"}
 
 
 def released_network(family: str) -> nn.Module:
