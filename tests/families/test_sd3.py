@@ -233,6 +233,32 @@ def test_lora_leaves_the_second_attention_out_unless_it_is_named(pipeline: Any) 
         assert len(names) == expected
 
 
+def test_gradients_in_fp16_are_nearer_than_in_bf16() -> None:
+    """Of policy gradients' size, which fp16 needs the loss scaler for."""
+    gradients: dict[torch.dtype, Tensor] = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        low = tiny_pipeline("sd3", seed=3)
+        low.transformer.to(dtype)
+        ours = Sd3.from_pipeline(low, LENGTH)
+        torch.manual_seed(0)
+        add_lora(ours.network, 4, 8, list(Sd3Model.spec.lora_targets))
+        for name, weight in ours.network.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        trained = [weight for weight in ours.network.parameters() if weight.requires_grad]
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)  # type: ignore[attr-defined]
+        x = torch.randn(2, 16, 8, 16, generator=torch.Generator().manual_seed(1))
+        condition = ours.encode([drawn_at(i, (32, 64)) for i in range(2)], 4.5)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            velocity = ours.predict(ours.network, x, torch.tensor([0.9, 0.3]), condition)
+        scaler.scale(1e-4 * velocity.square().mean()).backward()
+        scaler.unscale_(torch.optim.SGD(trained))
+        gradients[dtype] = torch.cat([weight.grad.flatten() for weight in trained if weight.grad is not None])
+    exact = gradients.pop(torch.float32)
+    error = {dtype: float((found - exact).norm() / exact.norm()) for dtype, found in gradients.items()}
+    assert 3 * error[torch.float16] < error[torch.bfloat16] < 0.05
+
+
 def test_blocks_are_compiled() -> None:
     """diffusers names no repeated blocks of this network."""
     ours = Sd3.from_pipeline(tiny_pipeline("sd3", seed=3))
