@@ -76,8 +76,9 @@ class FamilySpec:
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
         optional: components of `networks` that a model may lack: null in its model_index.json.
-        drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient
-            (not SD3's: the text queries of its last block have one, which is 0).
+        drops_text_stream: whether the last block's text output is unused: its text MLP then never has a gradient, which
+            DDP must not wait for (True); or there is none, and only its text queries have a gradient, always 0, and
+            never learn ("partly").
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
@@ -101,7 +102,7 @@ class FamilySpec:
     hub_ids: tuple[str, ...] = ()
     doubles_for_guidance: bool = False
     optional: frozenset[str] = frozenset()
-    drops_text_stream: bool = False
+    drops_text_stream: bool | Literal["partly"] = False
     embedded_encoder: str | None = None
     adapter: AdapterFacts | None = None
     empty_prompt: str = ""

@@ -97,6 +97,7 @@ class Sd3Model(ModelSection):
         },
         hub_ids=("stabilityai/stable-diffusion-3.5-medium",),  # -large and -large-turbo have other sizes
         doubles_for_guidance=True,
+        drops_text_stream="partly",
     )
 
     family: Literal["sd3"] = "sd3"  # pyright: ignore[reportIncompatibleVariableOverride]
