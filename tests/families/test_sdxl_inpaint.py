@@ -123,7 +123,7 @@ def test_errors_say_what_to_do(pipeline: Any, model: SdxlInpaint) -> None:
     with pytest.raises(ValueError, match="no source image; sdxl_inpaint repaints one"):
         model.encode([Example(0, "", None, example.mask)], 1.0)
     scheduler = EulerDiscreteScheduler(prediction_type="v_prediction", timestep_spacing="leading")
-    with pytest.raises(ModelFilesError, match="'v_prediction'; sdxl_inpaint needs a model .*'epsilon'"):
+    with pytest.raises(ModelFilesError, match=r"'v_prediction'; sdxl_inpaint needs a model .*'epsilon'"):
         SdxlInpaint(pipeline.unet, pipeline.vae, model.text, scheduler)
     with pytest.raises(ModelFilesError, match=r"needs 9.*cannot inpaint; use diffusers/stable-diffusion-xl-1.0-inp"):
         unet: Any = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 4})

@@ -120,7 +120,7 @@ def projected_clip(width: int, projection: int) -> CLIPTextModelWithProjection:
 
 def _clip_config(width: int, **options: int) -> CLIPTextConfig:
     tokenizer: Any = byte_clip_tokenizer()
-    sizes = {"intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4} | options
+    sizes: dict[str, Any] = {"intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4} | options
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

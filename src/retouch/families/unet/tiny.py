@@ -7,8 +7,12 @@ from typing import Any
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 
-def unet(widths: tuple[int, int], heads: int | tuple[int, int], text_width: int, **options: Any) -> Any:
-    """A U-Net of two levels, with attention in the second."""
+def unet(widths: tuple[int, int], heads: Any, text_width: int, **options: Any) -> Any:
+    """A U-Net of two levels, with attention in the second.
+
+    Args:
+        heads: of attention, of all levels or of each.
+    """
     sizes: Any = widths
     down: Any = ("DownBlock2D", "CrossAttnDownBlock2D")
     up: Any = ("CrossAttnUpBlock2D", "UpBlock2D")
