@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from retouch.errors import ModelFilesError
 
@@ -41,14 +42,27 @@ def require_pipeline(path: str, expected: str) -> None:
     index = Path(path) / "model_index.json"
     if not index.is_file():  # a hub id: its components are checked as they load
         return
-    try:
-        found = json.loads(index.read_text(encoding="utf-8")).get("_class_name", expected)
-    except ValueError as error:
-        raise ModelFilesError(f"model.path: {index} is damaged ({error}); copy the model anew") from None
+    found = _index(index).get("_class_name", expected)
     if found != expected:
         raise ModelFilesError(
             f"model.path: {path} is a {found}; model.family needs a {expected}; set another path, or the family of it"
         )
+
+
+def has_component(folder: Path, name: str) -> bool:
+    """Whether the model_index.json of a model folder names a class for this component; null means that there is none.
+
+    Raises:
+        ModelFilesError: a damaged model_index.json.
+    """
+    return (_index(folder / "model_index.json").get(name) or [None])[0] is not None
+
+
+def _index(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFilesError(f"model.path: {file} is damaged ({error}); copy the model anew") from None
 
 
 def tiny_path(family: str) -> Path:

@@ -44,6 +44,8 @@ PARAMETERS = {
     "qwen_image_edit": 20.4e9,
     "z_image": 6.15e9,
     "flux2_klein": 3.88e9,
+    "sdxl_inpaint": 2.57e9,
+    "sd3": 2.24e9,
 }
 """Of the released networks."""
 
@@ -54,11 +56,14 @@ LORA_MODULES = {
     "qwen_image_edit": 60 * 12,
     "z_image": 34 * 7,
     "flux2_klein": 5 * 12 + 20 * 2,
+    "sdxl_inpaint": 70 * 8,
+    "sd3": 24 * 8 - 1,
 }
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
-SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks.
-Z-Image: attention and feed-forward of 30 layers and 4 refiners. klein: attention and feed-forward of both streams in 5
-double blocks, input and output of 20 single ones."""
+SD1.5 and SDXL: self- and cross-attention of 16 and 70 blocks. SD3.5: attention of both streams in 24 blocks, of which
+the last returns no text. Qwen-Image: attention and feed-forward of both streams in 60 blocks. Z-Image: attention and
+feed-forward of 30 layers and 4 refiners. klein: attention and feed-forward of both streams in 5 double blocks, input
+and output of 20 single ones."""
 
 ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
@@ -71,6 +76,8 @@ SIGLIP_WIDTH = 1152
 HUB = {
     "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+    "sdxl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
+    "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "qwen_image": "Qwen/Qwen-Image",
     "qwen_image_edit": "Qwen/Qwen-Image-Edit",
     "z_image": "Tongyi-MAI/Z-Image",
@@ -231,7 +238,7 @@ def test_the_memory_that_it_names_is_what_its_state_takes(path: Path) -> None:
 def test_the_overrides_that_it_names_for_data_without_targets_work(path: Path) -> None:
     first, text = path, path.read_text(encoding="utf-8")
     while below := yaml.safe_load(text).get("extends"):
-        first = CONFIGS / below
+        first = first.parent / below
         text = first.read_text(encoding="utf-8")
     comments = " ".join(re.findall(r"^# *(.*)$", text, re.MULTILINE))
     named = re.search(r"without targets, set((?: [a-z_.]+=\w+)+)", comments)

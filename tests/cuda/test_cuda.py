@@ -66,7 +66,7 @@ def test_with_deterministic_kernels_a_run_resumes_bitwise(
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "sd3", "qwen_image"])
 def test_before_the_first_update_the_ratio_is_one(family: str, precision: str, config: Config, scripted: Use) -> None:
     """Sampled four at a time, trained two at a time. fp16's loss scaler may skip a step, and says so."""
     scripted(brightness)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from retouch.doctor.line import Line
 from retouch.families.base import Model
+from retouch.model_files import has_component
 
 Shapes = dict[str, tuple[int, ...]]
 """Weight name -> shape."""
@@ -52,7 +53,6 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
         )
     except ImportError:
         return Found(missing="not looked at: that needs the train extra")
-    networks = loaded(model, embedded=embedded)
     try:
         path = component_path(model.path, model.family)
         folder = Path(path) if Path(path).is_dir() else _downloaded(path)
@@ -60,6 +60,7 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
             return Found(missing=away, embedded=embedded)
         require_pipeline(str(folder), model.pipeline)
+        networks = loaded(model, embedded=embedded, folder=folder)
     except ModelFilesError as error:
         return Found(problems=[str(error)])
     weights: dict[str, Shapes] = {}
@@ -78,10 +79,13 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
     return Found(folder, weights, problems, embedded=embedded)
 
 
-def loaded(model: Model, *, embedded: bool) -> dict[str, str]:
+def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[str, str]:
     """Component -> class of the networks that training loads, the trained one first: no text encoder if
-    `model.embeddings` replaces it, and not the one whose output comes with the examples."""
+    `model.embeddings` replaces it, not the one whose output comes with the examples, and no optional component that the
+    model in `folder` lacks."""
     spared = {model.spec.embedded_encoder} if embedded else set[str | None]()
+    if folder is not None:
+        spared |= {name for name in model.spec.optional if not has_component(folder, name)}
     return {
         name: kind
         for name, kind in model.spec.networks.items()
@@ -202,5 +206,5 @@ def model_lines(model: Model, found: Found) -> Iterator[Line]:
         remedy = "; copy the model anew" if found.folder else ""
         yield Line("fix", "model", f"{here}{'; '.join(found.problems)}{remedy}")
     else:
-        networks = ", ".join(loaded(model, embedded=found.embedded))
+        networks = ", ".join(loaded(model, embedded=found.embedded, folder=found.folder))
         yield Line("ok", "model", f"{found.folder}: {networks}, their configs and files complete")

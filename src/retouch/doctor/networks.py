@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,8 +51,8 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         return Networks()
     if found.problems and found.folder is None:
         return Networks()
-    kinds = loaded(model, embedded=found.embedded)
-    folder = found.folder or (_fetch(model, list(kinds)) if download else None)
+    folder = found.folder or (_fetch(model, embedded=found.embedded) if download else None)
+    kinds = loaded(model, embedded=found.embedded, folder=folder)
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
         if folder is None:
@@ -151,15 +150,17 @@ def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
         return None, known
 
 
-def _fetch(model: Model, names: Sequence[str]) -> Path | None:
-    """Download the configs of a hub id; None if that fails, but the size of its trained network is known.
+def _fetch(model: Model, *, embedded: bool) -> Path | None:
+    """The configs of a hub id; None where they cannot be had, but its trained network is known.
 
     Raises:
         ConfigError: the download fails.
     """
-    top = None
-    for name in names:
-        top = _fetched(model.path, f"{name}/config.json", model.path in model.spec.hub_ids)
+    known, top = model.path in model.spec.hub_ids, None
+    if model.spec.optional and (top := _fetched(model.path, "model_index.json", known)) is None:
+        return None
+    for name in loaded(model, embedded=embedded, folder=top):
+        top = _fetched(model.path, f"{name}/config.json", known)
         if top is None:
             return None
     return top

@@ -15,6 +15,8 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
     {
         "flux_fill": "retouch.families.flux_fill.spec:FluxFillModel",
         "sd_inpaint": "retouch.families.sd_inpaint.spec:SdInpaintModel",
+        "sdxl_inpaint": "retouch.families.sdxl_inpaint.spec:SdxlInpaintModel",
+        "sd3": "retouch.families.sd3.spec:Sd3Model",
         "qwen_image": "retouch.families.qwen_image.spec:QwenImageModel",
         "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",
         "z_image": "retouch.families.z_image.spec:ZImageModel",

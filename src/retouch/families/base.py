@@ -75,8 +75,11 @@ class FamilySpec:
         hub_ids: released models, of these sizes.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
-        drops_text_stream: whether the last block's text output is unused; some of its weights then have no gradient.
         edits_without_mask: whether it takes a source without a mask although it needs neither.
+        optional: components of `networks` that a model may lack: null in its model_index.json.
+        drops_text_stream: whether the last block's text output is unused: its text MLP then never has a gradient, which
+            DDP must not wait for (True); or there is none, and only its text queries have a gradient, always 0, and
+            never learn ("partly").
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
@@ -99,8 +102,9 @@ class FamilySpec:
     released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     hub_ids: tuple[str, ...] = ()
     doubles_for_guidance: bool = False
-    drops_text_stream: bool = False
     edits_without_mask: bool = False
+    optional: frozenset[str] = frozenset()
+    drops_text_stream: bool | Literal["partly"] = False
     embedded_encoder: str | None = None
     adapter: AdapterFacts | None = None
     empty_prompt: str = ""

@@ -34,6 +34,7 @@ def blending_inputs(
     """
     if any(e.source is not None for e in examples):
         images, mask = inpainting_inputs(examples, model.spec, model.device)
+        model.require_size((images.shape[2], images.shape[3]))
         tensors = {"source_latents": model.autoencoder.encode_once(images), "mask_cells": mask_cells(model, mask)}
         return tensors, mask, (images.shape[2], images.shape[3])
     sizes = {e.size for e in examples}

@@ -183,14 +183,17 @@ class FamilyModel(ABC):
                 part.to(self.device)
 
     def schedule(self, num_steps: int, size: tuple[int, int]) -> Schedule:
-        """Flow times with the shift of the scheduler's config, which may depend on the number of tokens."""
+        """Flow times with the shift of the scheduler's config."""
+        return FlowSchedule.make(num_steps, self.flow_shift(size), self.scheduler.config.get("shift_terminal"))
+
+    def flow_shift(self, size: tuple[int, int]) -> float:
+        """The shift of the scheduler's config, which may depend on the number of tokens of (height, width)."""
         config = self.scheduler.config
-        shift = config.get("shift", 1.0)
-        if config.get("use_dynamic_shifting", False):
-            tokens = (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
-            first, last = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-            shift = flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
-        return FlowSchedule.make(num_steps, shift, config.get("shift_terminal"))
+        if not config.get("use_dynamic_shifting", False):
+            return config.get("shift", 1.0)
+        tokens = (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
+        first, last = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        return flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
 
     def require_size(self, size: tuple[int, int]) -> None:
         """Raise ValueError where the network cannot take images of (height, width)."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import hf_hub_download
 from transformers.utils.logging import disable_progress_bar
 
 from retouch.families import FAMILIES
 from retouch.hub import require_hub
-from retouch.model_files import ModelFilesError, component_path, require_pipeline, tiny_path
+from retouch.model_files import ModelFilesError, component_path, has_component, require_pipeline, tiny_path
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "ModelFilesError",
     "component_path",
     "family_class",
+    "is_there",
     "load_component",
     "load_model",
     "require_pipeline",
@@ -53,6 +55,27 @@ def load_model(config: Model, device: Any = "cpu", **options: Any) -> DiffusionM
         ConfigError: no such image encoder, or embeddings of another model.
     """
     return load_attribute(config.spec.model).from_config(config, device, **options)
+
+
+def is_there(path: str, name: str) -> bool:
+    """Whether a model has an optional component, by the model_index.json of the folder or hub id.
+
+    Raises:
+        ConfigError: a hub id that is not on this machine, and the hub cannot be reached.
+        ModelFilesError: no model_index.json, or a damaged one.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        require_hub("model.path", path)
+        try:
+            folder = Path(hf_hub_download(path, "model_index.json")).parent
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelFilesError(
+                f"model.path: {path} has no model_index.json to be had: {first.rstrip('. ')}; check the id and the "
+                "network (gated models need HF_TOKEN)"
+            ) from None
+    return has_component(folder, name)
 
 
 def load_component(kind: Any, path: str, subfolder: str, dtype: torch.dtype | None) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
     CLIPTokenizer,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -104,20 +105,31 @@ def t5() -> T5EncoderModel:
 
 def clip() -> CLIPTextModel:
     """A one-layer CLIP text encoder over bytes."""
+    return CLIPTextModel(_clip_config(TEXT_WIDTH, intermediate_size=128, num_hidden_layers=1)).eval()
+
+
+def deep_clip(width: int) -> CLIPTextModel:
+    """A two-layer CLIP text encoder over bytes, whose last layer but one is not its embedding."""
+    return CLIPTextModel(_clip_config(width)).eval()
+
+
+def projected_clip(width: int, projection: int) -> CLIPTextModelWithProjection:
+    """`deep_clip` with a projected vector of the prompt."""
+    return CLIPTextModelWithProjection(_clip_config(width, projection_dim=projection)).eval()
+
+
+def _clip_config(width: int, **options: int) -> CLIPTextConfig:
     tokenizer: Any = byte_clip_tokenizer()
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            max_position_embeddings=TEXT_TOKENS,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    ).eval()
+    sizes: dict[str, Any] = {"intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4} | options
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        max_position_embeddings=TEXT_TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+    )
 
 
 def tiny_image_encoder() -> SiglipVisionModel:
@@ -134,15 +146,19 @@ def tiny_image_encoder() -> SiglipVisionModel:
     ).eval()
 
 
-def byte_clip_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer without merges: every byte is a token."""
+def byte_clip_tokenizer(pad: str = "<|endoftext|>") -> CLIPTokenizer:
+    """A CLIP tokenizer without merges: every byte is a token.
+
+    Args:
+        pad: token of the padding; "!" in the second tokenizer of SDXL and SD3.
+    """
     letters = [chr(c) for c in bytes_to_characters()]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, merges = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
         vocabulary.write_text(json.dumps({word: i for i, word in enumerate(words)}), encoding="utf-8")
         merges.write_text("#version: 0.2\n", encoding="utf-8")
-        return CLIPTokenizer(str(vocabulary), str(merges), model_max_length=TEXT_TOKENS)
+        return CLIPTokenizer(str(vocabulary), str(merges), model_max_length=TEXT_TOKENS, pad_token=pad)
 
 
 def bytes_to_characters() -> list[int]:

@@ -125,7 +125,7 @@ def build(config: RunConfig) -> Run:
     network = engine.prepare(
         model.network,
         gradient_checkpointing=config.training.gradient_checkpointing,
-        some_without_gradient=config.model.spec.drops_text_stream and config.model.train.kind != "ip_adapter",
+        some_without_gradient=config.model.spec.drops_text_stream is True and config.model.train.kind != "ip_adapter",
     )
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)

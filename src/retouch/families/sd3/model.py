@@ -1,0 +1,183 @@
+"""Stable Diffusion 3.5: a flow model that generates an image from a prompt, or repaints a mask, on diffusers' own
+networks.
+
+Three encoders read a prompt. The states of two CLIPs lie side by side on the width and are filled up with zeros to that
+of T5, whose states follow them on the token axis; the projected vectors of the CLIPs make one. A model without T5 has
+zeros in its place. The network takes no mask: inpainting blends latents (`retouch.families.blending`). Everything here
+equals diffusers' pipelines on the same weights (tests/families/test_sd3.py), except that the source is encoded by the
+mode of the autoencoder's posterior, so that a condition is a function of its example.
+
+The style adapter and the guidance that skips layers (an option of the pipeline) are not here.
+
+Legend: B samples, C latent channels, h w latent sides, S text tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor, nn
+from transformers import ByT5Tokenizer, CLIPTextModelWithProjection, T5EncoderModel
+
+from retouch.core.schedule import FlowSchedule, shift_sigma
+from retouch.families import tiny
+from retouch.families.blending import blended, blending_inputs
+from retouch.families.diffusion import FamilyModel
+from retouch.families.loading import is_there
+from retouch.families.sd3.spec import Sd3Model
+from retouch.families.text import TextEncoder, TextEncoders
+from retouch.types import Condition, Example
+
+
+class Sd3(FamilyModel):
+    """The family protocol (`retouch.types.DiffusionModel`) for Stable Diffusion 3.5, with a source and mask or
+    without."""
+
+    section = Sd3Model
+
+    def __init__(self, network: Any, *parts: Any, **options: Any) -> None:
+        super().__init__(network, *parts, **options)
+        # diffusers 0.42 names none for this class, and compiles the blocks that are named here as well
+        network._repeated_blocks = ["JointTransformerBlock"]
+
+    @classmethod
+    def load_text(
+        cls, config: Sd3Model, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
+    ) -> TextEncoders:
+        clips = [TextEncoder.load(CLIPTextModelWithProjection, path, number, dtype) for number in ("", "_2")]
+        t5 = None
+        if is_there(path, "text_encoder_3"):
+            t5 = TextEncoder.load(T5EncoderModel, path, "_3", dtype, config.max_sequence_length)
+        return TextEncoders(_encoders(*clips, t5), device, config.offload_text_encoders)
+
+    @classmethod
+    def from_pipeline(cls, pipeline: Any, length: int = 256) -> Self:
+        """The networks of a `StableDiffusion3Pipeline` in memory, T5 prompts of `length` tokens."""
+        clips = [
+            TextEncoder(model, tokenizer, tokenizer.model_max_length)
+            for model, tokenizer in (
+                (pipeline.text_encoder, pipeline.tokenizer),
+                (pipeline.text_encoder_2, pipeline.tokenizer_2),
+            )
+        ]
+        t5 = pipeline.text_encoder_3 and TextEncoder(pipeline.text_encoder_3, pipeline.tokenizer_3, length)
+        text = TextEncoders(_encoders(*clips, t5))
+        config = Sd3Model(max_sequence_length=length)
+        return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
+
+    @staticmethod
+    def tiny() -> StableDiffusion3Pipeline:
+        """3 blocks of width 32, the first with a second attention, on an autoencoder that downsamples by 4 to the 16
+        channels that the inpainting pipeline requires; images of up to 192 pixels a side, 0.5 M parameters in all."""
+        transformer = SD3Transformer2DModel(
+            sample_size=16,
+            patch_size=2,
+            in_channels=16,
+            out_channels=16,
+            num_layers=3,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=tiny.TEXT_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=32,
+            pos_embed_max_size=24,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        )
+        return StableDiffusion3Pipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=tiny.autoencoder(latent_channels=16),
+            text_encoder=tiny.projected_clip(16, 16),
+            tokenizer=tiny.byte_clip_tokenizer(),
+            text_encoder_2=tiny.projected_clip(32, 16),
+            tokenizer_2=tiny.byte_clip_tokenizer(pad="!"),
+            text_encoder_3=tiny.t5(),
+            tokenizer_3=ByT5Tokenizer(extra_ids=0, model_max_length=tiny.TEXT_TOKENS),  # type: ignore[arg-type]
+        )
+
+    def input_channels(self) -> int:
+        return self.spec.latent_channels
+
+    def require_size(self, size: tuple[int, int]) -> None:
+        """As `FamilyModel.require_size`; also for images larger than the table of positions."""
+        super().require_size(size)
+        config: Any = self.network.config
+        most = config.pos_embed_max_size * self.spec.size_multiple
+        if max(size) > most:
+            raise ValueError(f"images are {size[0]} x {size[1]}; this {self.spec.family} takes sides of up to {most}")
+
+    def schedule(self, num_steps: int, size: tuple[int, int]) -> FlowSchedule:
+        """Flow times that end, before 0, at the smallest sigma of training. The scheduler spaces its steps between its
+        own sigmas, to which a constant shift has been applied already, and applies the shift to the steps again."""
+        config, shift = self.scheduler.config, self.flow_shift(size)
+        last = 1 / config.num_train_timesteps
+        if not config.use_dynamic_shifting:
+            last = float(shift_sigma(last, shift))
+        return FlowSchedule.make(num_steps, shift, config.shift_terminal, last)
+
+    @torch.no_grad()
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        """Text and, if there are sources, their latents and the mask, of examples of one size; a `guidance_scale` above
+        1 adds the empty prompt, and `predict` then doubles the batch of the network.
+
+        Raises:
+            ValueError: some examples with a source and some without, neither a source nor a size, or a size that the
+                network cannot take.
+        """
+        tensors = {
+            **self._text([e.prompt for e in examples]),
+            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+        }
+        if guidance_scale > 1:
+            empty = self._text([self.spec.empty_prompt])
+            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
+        blending, mask, size = blending_inputs(self, examples)
+        return Condition(tensors | blending, mask, size)
+
+    def _text(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """`text` [B, S, D], tokens of both CLIPs before those of T5, and `pooled` [B, D']."""
+        made = self.texts().encode(prompts)
+        clips, t5 = torch.cat([made["clip"], made["clip_2"]], dim=-1), made.get("t5")
+        config: Any = self.network.config
+        if t5 is None:
+            t5 = clips.new_zeros(len(clips), self.config.max_sequence_length, config.joint_attention_dim)
+        clips = nn.functional.pad(clips, (0, t5.shape[2] - clips.shape[2]))
+        return {
+            "text": torch.cat([clips, t5], dim=1),
+            "pooled": torch.cat([made["clip_vector"], made["clip_2_vector"]], dim=-1),
+        }
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Velocity [B, C, h, w] at sigma `t` [B], by classifier-free guidance (arXiv 2207.12598) where the condition
+        has a `negative_text`; outside the mask the one that leads to the source."""
+        c = condition.tensors
+        latents, timestep, text, pooled = x, t * 1000, c["text"], c["pooled"]
+        guided = "negative_text" in c
+        if guided:
+            latents, timestep = torch.cat([x] * 2), torch.cat([timestep] * 2)
+            text, pooled = torch.cat([c["negative_text"], text]), torch.cat([c["negative_pooled"], pooled])
+        velocity = network(
+            hidden_states=latents.to(self.dtype),
+            timestep=timestep,  # fp32: the network computes its sinusoids in that
+            encoder_hidden_states=text.to(self.dtype),
+            pooled_projections=pooled.to(self.dtype),
+            return_dict=False,
+        )[0].float()
+        if guided:
+            without, with_text = velocity.chunk(2)
+            velocity = without + c["guidance"].view(-1, 1, 1, 1) * (with_text - without)
+        return blended(velocity, x, t, c)
+
+
+def _encoders(clip: TextEncoder, clip_2: TextEncoder, t5: TextEncoder | None) -> Mapping[str, TextEncoder]:
+    """By the names of their tensors: of each CLIP the states of the last layer but one and the projected vector."""
+    made: dict[str, TextEncoder] = {}
+    for name, encoder in (("clip", clip), ("clip_2", clip_2)):
+        made[name] = replace(encoder, output=(-2,))
+        made[f"{name}_vector"] = replace(encoder, output="text_embeds")
+    return made if t5 is None else {**made, "t5": t5}

@@ -1,0 +1,108 @@
+"""Stable Diffusion 3.5 in a run file, and its facts."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from retouch.families.base import FamilySpec, ModelSection
+
+_CLIP = {"vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "gelu"}
+
+
+class Sd3Model(ModelSection):
+    """Stable Diffusion 3.5 (`SD3Transformer2DModel`, flow model), medium and large: text to image, and inpainting by
+    blending latents where examples have a source and a mask.
+
+    LoRA adapts the joint attention of every block by default, as published; the second image attention `attn2` of
+    medium's first 13 blocks is not adapted. `model.train.targets` with bare names (`to_q`) adapts it, too."""
+
+    spec: ClassVar[FamilySpec] = FamilySpec(
+        family="sd3",
+        prediction="flow",
+        latent_channels=16,
+        downsampling=8,
+        size_multiple=16,
+        guidance_scale=4.5,  # large: 3.5
+        needs=frozenset(),
+        lora_targets=(
+            *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        ),
+        network_name="transformer",
+        model="retouch.families.sd3.model:Sd3",
+        pipeline="StableDiffusion3Pipeline",
+        networks={
+            "transformer": "SD3Transformer2DModel",
+            "vae": "AutoencoderKL",
+            "text_encoder": "CLIPTextModelWithProjection",
+            "text_encoder_2": "CLIPTextModelWithProjection",
+            "text_encoder_3": "T5EncoderModel",
+        },
+        optional=frozenset({"text_encoder_3"}),
+        released={
+            "transformer": {  # medium: 2.24 B parameters and a table of positions of 0.23 B
+                "sample_size": 128,
+                "patch_size": 2,
+                "in_channels": 16,
+                "out_channels": 16,
+                "num_layers": 24,
+                "attention_head_dim": 64,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 4096,
+                "caption_projection_dim": 1536,
+                "pooled_projection_dim": 2048,
+                "pos_embed_max_size": 384,
+                "dual_attention_layers": tuple(range(13)),
+                "qk_norm": "rms_norm",
+            },
+            "vae": {  # 0.084 B
+                "down_block_types": ("DownEncoderBlock2D",) * 4,
+                "up_block_types": ("UpDecoderBlock2D",) * 4,
+                "block_out_channels": (128, 256, 512, 512),
+                "layers_per_block": 2,
+                "latent_channels": 16,
+                "use_quant_conv": False,
+                "use_post_quant_conv": False,
+                "scaling_factor": 1.5305,
+                "shift_factor": 0.0609,
+            },
+            "text_encoder": {  # CLIP-L, 0.12 B
+                **_CLIP,
+                "hidden_size": 768,
+                "intermediate_size": 3072,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "projection_dim": 768,
+                "hidden_act": "quick_gelu",
+            },
+            "text_encoder_2": {  # CLIP-bigG, 0.69 B
+                **_CLIP,
+                "hidden_size": 1280,
+                "intermediate_size": 5120,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 20,
+                "projection_dim": 1280,
+            },
+            "text_encoder_3": {  # T5-XXL, 4.76 B
+                "vocab_size": 32128,
+                "d_model": 4096,
+                "d_kv": 64,
+                "d_ff": 10240,
+                "num_layers": 24,
+                "num_heads": 64,
+                "feed_forward_proj": "gated-gelu",
+            },
+        },
+        hub_ids=("stabilityai/stable-diffusion-3.5-medium",),  # -large and -large-turbo have other sizes
+        doubles_for_guidance=True,
+        drops_text_stream="partly",
+    )
+
+    family: Literal["sd3"] = "sd3"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = spec.hub_ids[0]
+    """A hub id or a folder in the diffusers layout."""
+    max_sequence_length: Annotated[int, Field(ge=1, le=512)] = 256
+    """T5 tokens that a prompt is padded or cut to. The network attends to the padding, so that the length changes its
+    input: Flow-GRPO and DiffusionNFT trained with 128."""

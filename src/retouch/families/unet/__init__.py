@@ -1,0 +1,1 @@
+"""What the inpainting families on U-Nets share."""

@@ -1,0 +1,99 @@
+"""What the inpainting families on U-Nets share: inputs, noise levels, guidance.
+
+The channels of the U-Net's input are, in this order: noisy latents, the mask (its pixel at the corner of each latent
+cell), latents of the masked image.
+
+Legend: B samples, C latent channels, h w latent sides, S text tokens, D width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor, nn
+
+from retouch.core.schedule import AlphaBarSchedule
+from retouch.families.diffusion import FamilyModel
+from retouch.families.inputs import inpainting_inputs, reference_inputs
+from retouch.families.loading import ModelFilesError
+from retouch.types import Condition, Example
+
+
+class UnetInpaint(FamilyModel):
+    """A U-Net that predicts the noise of a masked image."""
+
+    scheduler_class = "DDIMScheduler"
+    patch = 1
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        # only the noise levels of its config are read, so that any scheduler of the pipeline serves
+        self.scheduler: Any = DDIMScheduler.from_config(self.scheduler.config)
+        for key, needed in (("prediction_type", "epsilon"), ("timestep_spacing", "leading")):
+            given = self.scheduler.config[key]
+            if given != needed:
+                raise ModelFilesError(
+                    f"model.path: scheduler/scheduler_config.json has {key} {given!r}; {self.spec.family} needs a "
+                    f"model trained and sampled with {needed!r}"
+                )
+
+    def input_channels(self) -> int:
+        return 2 * self.spec.latent_channels + 1
+
+    def schedule(self, num_steps: int, size: tuple[int, int]) -> AlphaBarSchedule:
+        final = float(self.scheduler.final_alpha_cumprod)
+        # the pipelines sample with an offset of 1, whatever an old config says
+        return AlphaBarSchedule.make(self.scheduler.alphas_cumprod, num_steps, steps_offset=1, final_alpha_bar=final)
+
+    @torch.no_grad()
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        """Text, mask, masked-image latents and vectors of the references of examples of one size; a `guidance_scale`
+        above 1 adds the empty prompt, and `predict` then doubles the batch of the network."""
+        images, mask = inpainting_inputs(examples, self.spec, self.device)
+        size = (images.shape[2], images.shape[3])
+        cells = (size[0] // self.spec.downsampling, size[1] // self.spec.downsampling)
+        tensors = {
+            **self.text_tensors([e.prompt for e in examples]),
+            "mask_cells": nn.functional.interpolate(mask, size=cells),
+            "masked_latents": self.autoencoder.encode_once(images * (mask < 0.5)),
+            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            **reference_inputs(examples, self.image_encoder, self.device),
+        }
+        if guidance_scale > 1:
+            empty = self.text_tensors([self.spec.empty_prompt])
+            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
+        return Condition(tensors, mask, size)
+
+    @abstractmethod
+    def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """`text` [B, S, D], and what else of a prompt the U-Net takes."""
+
+    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int], *, guided: bool) -> dict[str, Any] | None:
+        """Further conditions of the U-Net, in the half without text, if `guided`, and behind it in that with text."""
+        return None
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Noise [B, C, h, w] at timestep `t` [B], by classifier-free guidance (arXiv 2207.12598) where the condition
+        has a `negative_text`: noise without text + guidance · (noise with text - noise without text)."""
+        c = condition.tensors
+        channels = torch.cat([x, c["mask_cells"].to(x), c["masked_latents"].to(x)], dim=1)
+        timestep, text = t.long(), c["text"]
+        guided = "negative_text" in c
+        if guided:
+            channels, timestep = torch.cat([channels] * 2), torch.cat([timestep] * 2)
+            text = torch.cat([c["negative_text"], text])
+        output = network(
+            sample=channels.to(self.dtype),
+            timestep=timestep,
+            encoder_hidden_states=text.to(self.dtype),
+            added_cond_kwargs=self.added(c, condition.size, guided=guided),
+            return_dict=False,
+        )[0].float()
+        if not guided:
+            return output
+        without, with_text = output.chunk(2)
+        return without + c["guidance"].view(-1, 1, 1, 1) * (with_text - without)
