@@ -81,8 +81,8 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
 
 def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[str, str]:
     """Component -> class of the networks that training loads, the trained one first: no text encoder if
-    `model.embeddings` replaces it, not the one whose output comes with the examples, and no optional component that the
-    model in `folder` lacks."""
+    `model.embeddings` replaces it, not the one whose output comes with the examples, and no optional component that is
+    missing in `folder`."""
     spared = {model.spec.embedded_encoder} if embedded else set[str | None]()
     if folder is not None:
         spared |= {name for name in model.spec.optional if not has_component(folder, name)}

@@ -76,7 +76,7 @@ class FamilySpec:
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
         edits_without_mask: whether it takes a source without a mask although it needs neither.
-        optional: components of `networks` that a model may lack: null in its model_index.json.
+        optional: components of `networks` that may be missing in a model: null in its model_index.json.
         drops_text_stream: whether the last block's text output is unused: its text MLP then never has a gradient, which
             DDP must not wait for (True); or there is none, and only its text queries have a gradient, always 0, and
             never learn ("partly").

@@ -1,8 +1,8 @@
 """FLUX.2 klein: a flow model for text to image, edits and inpainting, on diffusers' own network.
 
 Latents are 2 x 2 patches of the autoencoder's cells, normalized by the statistics of its batch norm. The tokens of the
-noisy latents are followed by those of the source and of the reference, which the network tells apart by the first axis
-of their positions: 0, 10, 20. Inpainting blends latents as well (`retouch.families.blending`). Everything equals
+noisy latents are followed by those of the source and of the reference, which differ in the first axis of their
+positions: 0, 10, 20. Inpainting blends latents as well (`retouch.families.blending`). Everything equals
 diffusers' pipelines on the same weights, sizes and states (tests/families/test_flux2_klein.py), with these differences:
 images keep the size of the examples, and a mask is binary on the latent grid.
 

@@ -1,1 +1,1 @@
-"""What the families on a Qwen3 text encoder share."""
+"""Shared parts of the families on a Qwen3 text encoder."""

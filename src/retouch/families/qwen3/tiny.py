@@ -19,7 +19,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endif -%}
 """
-"""What the released template makes of a user's message."""
+"""The rendering of a user's message by the released template."""
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:

@@ -5,7 +5,7 @@ Three encoders read a prompt. The states of two CLIPs lie side by side on the wi
 of T5, whose states follow them on the token axis; the projected vectors of the CLIPs make one. A model without T5 has
 zeros in its place. The network takes no mask: inpainting blends latents (`retouch.families.blending`). Everything here
 equals diffusers' pipelines on the same weights (tests/families/test_sd3.py), except that the source is encoded by the
-mode of the autoencoder's posterior, so that a condition is a function of its example.
+mode of the autoencoder's posterior: a condition is then a function of its example.
 
 The style adapter and the guidance that skips layers (an option of the pipeline) are not here.
 

@@ -104,5 +104,5 @@ class Sd3Model(ModelSection):
     path: str = spec.hub_ids[0]
     """A hub id or a folder in the diffusers layout."""
     max_sequence_length: Annotated[int, Field(ge=1, le=512)] = 256
-    """T5 tokens that a prompt is padded or cut to. The network attends to the padding, so that the length changes its
-    input: Flow-GRPO and DiffusionNFT trained with 128."""
+    """T5 tokens that a prompt is padded or cut to. The network attends to the padding: the length changes its input.
+    Flow-GRPO and DiffusionNFT trained with 128."""

@@ -4,9 +4,8 @@ Beside the states of two CLIPs, side by side on the width, the U-Net takes the p
 the size of the image. Everything here, and in what the U-Net families share (`retouch.families.unet`), equals
 `diffusers.StableDiffusionXLInpaintPipeline` with a `DDIMScheduler` on the same weights
 (tests/families/test_sdxl_inpaint.py), with two exceptions: the masked image is encoded by the mode of the autoencoder's
-posterior, so that a condition is a function of its example; and an empty prompt has the states and the vector 0, as a
-missing negative prompt has it in the pipeline, so that captions that training drops are those that guidance steers away
-from.
+posterior (a condition is then a function of its example); and an empty prompt has the states and the vector 0, as a
+missing negative prompt in the pipeline: captions that training drops are those that guidance steers away from.
 
 Legend: B samples, S text tokens, D widths.
 """
@@ -75,7 +74,7 @@ class SdxlInpaint(UnetInpaint):
             projection_class_embeddings_input_dim=16 + 6 * 8,
         )
         return StableDiffusionXLInpaintPipeline(
-            vae=tiny.autoencoder(latent_channels=4, shift_factor=None),  # the pipeline knows no shift
+            vae=tiny.autoencoder(latent_channels=4, shift_factor=None),  # the pipeline applies no shift
             text_encoder=tiny.deep_clip(16),
             tokenizer=tiny.byte_clip_tokenizer(),
             text_encoder_2=tiny.projected_clip(32, 16),

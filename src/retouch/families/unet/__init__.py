@@ -1,1 +1,1 @@
-"""What the inpainting families on U-Nets share."""
+"""Shared parts of the inpainting families on U-Nets."""

@@ -1,4 +1,4 @@
-"""What the inpainting families on U-Nets share: inputs, noise levels, guidance.
+"""Inpainting families on U-Nets, shared parts: inputs, noise levels, guidance.
 
 The channels of the U-Net's input are, in this order: noisy latents, the mask (its pixel at the corner of each latent
 cell), latents of the masked image.
@@ -31,7 +31,7 @@ class UnetInpaint(FamilyModel):
 
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        # only the noise levels of its config are read, so that any scheduler of the pipeline serves
+        # any scheduler of the pipeline works: only the noise levels of its config are read
         self.scheduler: Any = DDIMScheduler.from_config(self.scheduler.config)
         for key, needed in (("prediction_type", "epsilon"), ("timestep_spacing", "leading")):
             given = self.scheduler.config[key]
@@ -46,7 +46,7 @@ class UnetInpaint(FamilyModel):
 
     def schedule(self, num_steps: int, size: tuple[int, int]) -> AlphaBarSchedule:
         final = float(self.scheduler.final_alpha_cumprod)
-        # the pipelines sample with an offset of 1, whatever an old config says
+        # the pipelines sample with an offset of 1, whatever an old config contains
         return AlphaBarSchedule.make(self.scheduler.alphas_cumprod, num_steps, steps_offset=1, final_alpha_bar=final)
 
     @torch.no_grad()
