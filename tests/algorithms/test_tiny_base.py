@@ -11,8 +11,8 @@ import torch
 from retouch.config.errors import ConfigError
 from retouch.families.loading import family_class, load_model
 from retouch.families.tiny import tiny_pipeline
-from retouch.tiny import inpainting as tiny_base
-from retouch.tiny.inpainting import (
+from retouch.tiny import writing as tiny_base
+from retouch.tiny.writing import (
     HIGHEST_WEIGHT,
     LETTERS,
     MODELS,

@@ -130,7 +130,7 @@ def build(
     start_logging()
     from retouch.tiny.editing import build_edit
     from retouch.tiny.image_encoder import build_encoder
-    from retouch.tiny.inpainting import SCHEDULES, build_and_measure
+    from retouch.tiny.writing import SCHEDULES, build_and_measure
 
     builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
     builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit}

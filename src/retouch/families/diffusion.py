@@ -9,7 +9,7 @@ Legend: B samples, C latent channels, h w latent sides.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -175,6 +175,10 @@ class FamilyModel(ABC):
         if self.text is None:
             raise RuntimeError(f"{self.spec.family} was opened without its text encoder; open it with one to encode")
         return self.text
+
+    def arranged(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors [B, ...] of the text encoders -> those of a condition."""
+        return dict(made)
 
     def to(self, device: Any) -> None:
         self.device = torch.device(device)

@@ -71,19 +71,19 @@ class Sd3(FamilyModel):
 
     @staticmethod
     def tiny() -> StableDiffusion3Pipeline:
-        """3 blocks of width 32, the first with a second attention, on an autoencoder that downsamples by 4 to the 16
-        channels that the inpainting pipeline requires; images of up to 192 pixels a side, 0.5 M parameters in all."""
+        """4 blocks of width 128, the first with a second attention, on an autoencoder that downsamples by 4 to the 16
+        channels that the inpainting pipeline requires; images of up to 192 pixels a side."""
         transformer = SD3Transformer2DModel(
             sample_size=16,
             patch_size=2,
             in_channels=16,
             out_channels=16,
-            num_layers=3,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            num_layers=4,
+            attention_head_dim=32,
+            num_attention_heads=4,
             joint_attention_dim=tiny.TEXT_WIDTH,
-            caption_projection_dim=32,
-            pooled_projection_dim=32,
+            caption_projection_dim=128,
+            pooled_projection_dim=64,
             pos_embed_max_size=24,
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
@@ -92,9 +92,9 @@ class Sd3(FamilyModel):
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
             vae=tiny.autoencoder(latent_channels=16),
-            text_encoder=tiny.projected_clip(16, 16),
+            text_encoder=tiny.projected_clip(16, 32),
             tokenizer=tiny.byte_clip_tokenizer(),
-            text_encoder_2=tiny.projected_clip(32, 16),
+            text_encoder_2=tiny.projected_clip(48, 32),
             tokenizer_2=tiny.byte_clip_tokenizer(pad="!"),
             text_encoder_3=tiny.t5(),
             tokenizer_3=ByT5Tokenizer(extra_ids=0, model_max_length=tiny.TEXT_TOKENS),  # type: ignore[arg-type]
@@ -140,8 +140,10 @@ class Sd3(FamilyModel):
         return Condition(tensors | blending, mask, size)
 
     def _text(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        return self.arranged(self.texts().encode(prompts))
+
+    def arranged(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`text` [B, S, D], tokens of both CLIPs before those of T5, and `pooled` [B, D']."""
-        made = self.texts().encode(prompts)
         clips, t5 = torch.cat([made["clip"], made["clip_2"]], dim=-1), made.get("t5")
         config: Any = self.network.config
         if t5 is None:

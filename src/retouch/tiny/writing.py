@@ -1,4 +1,5 @@
-"""Build a tiny base from random weights: an inpainting model of a few million parameters that writes words into a mask.
+"""Build a tiny base from random weights: a model of a few million parameters that writes words, into a mask or, of a
+text-to-image family, as a whole sign.
 
 Three stages, a few minutes on two CPU cores, all from one seed:
 
@@ -31,6 +32,7 @@ from retouch.data.sampler import derive_seed
 from retouch.families.base import Model, TrainFull
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import family_class, load_model
+from retouch.families.sd3.spec import Sd3Model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.text import (
     TextEncoder,
@@ -85,6 +87,7 @@ class Schedule:
 MODELS: dict[str, Model] = {
     "flux_fill": FluxFillModel(dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull()),
     "sd_inpaint": SdInpaintModel(dtype="fp32", train=TrainFull()),
+    "sd3": Sd3Model(dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull()),
 }
 """Family -> the model section of its base, without the path."""
 
@@ -99,6 +102,7 @@ SCHEDULES = {
         time_shift=3.0,
         left_out=0.1,
     ),
+    "sd3": Schedule(guidance_scale=1.0, letter_steps=600, denoiser_lr=4e-3, left_out=0.1),
 }
 """Family -> the schedule of its committed base."""
 
@@ -163,7 +167,7 @@ def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "probes"))
         readers = [Reader(encoder) for encoder in text.encoders.values()]
-    modules = [*(r.encoder.model for r in readers), *(r.probes for r in readers)]
+    modules = [*encoder_networks(text), *(r.probes for r in readers)]
     parameters = [p for module in modules for p in module.requires_grad_(True).parameters()]
     draw = torch.Generator().manual_seed(derive_seed(seed, "text"))
     updates = Updates("spelling", parameters, steps, 3e-3, ramp=30, betas=(0.9, 0.98))
@@ -172,13 +176,19 @@ def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> Non
         updates.apply(torch.stack([error for reader in readers for error in reader.errors(chosen)]).sum())
 
 
+def encoder_networks(text: TextEncoders) -> list[nn.Module]:
+    """Each network once: several outputs may be of one."""
+    return list(dict.fromkeys(encoder.model for encoder in text.encoders.values()))
+
+
 class Reader:
     """Linear probes that read a word from the encoding of its prompt."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self.encoder = encoder
-        self.whole = encoder.output == "pooler_output"
-        width = encoder.model.config.hidden_size
+        self.whole = encoder.output in ("pooler_output", "text_embeds")
+        config = encoder.model.config
+        width = config.projection_dim if encoder.output == "text_embeds" else config.hidden_size
         outputs = [LETTERS * ALPHABET] if self.whole else [LETTERS, ALPHABET]
         self.probes = nn.ModuleList(nn.Linear(width, count) for count in outputs)
         a, b = encoder.tokens([PROMPT.format("A" * LETTERS), PROMPT.format("B" + "A" * (LETTERS - 1))])
@@ -204,11 +214,11 @@ def train_denoiser(
     """Train denoising of encoded signs given their captions, text encoders included; keeps the EMA weights.
 
     Args:
-        model: a family with `TextEncoders`.
+        model: a family with `TextEncoders` that are `TextEncoder`.
     """
     prompts = [PROMPT.format(caption) for caption in captions]
     encoders = model.text.encoders
-    trained = [model.network, *(encoder.model for encoder in reversed(encoders.values()))]
+    trained = [model.network, *reversed(encoder_networks(model.text))]
     parameters = [p for m in trained for p in m.requires_grad_(True).parameters()]
     average = [p.detach().clone() for p in parameters]
     updates = Updates("denoiser", parameters, schedule.denoiser_steps, schedule.denoiser_lr, ramp=50)
@@ -224,7 +234,7 @@ def train_denoiser(
             left_out = torch.rand(batch, generator=draw) < schedule.left_out
             texts = ["" if out else prompt for out, prompt in zip(left_out, texts, strict=True)]
         picked = conditions.select(rows)
-        text = {name: encoder(texts) for name, encoder in encoders.items()}
+        text = model.arranged({name: encoder(texts) for name, encoder in encoders.items()})
         condition = replace(picked, tensors={**picked.tensors, **text})
         errors = denoising_error(model, model.network, times, x0[rows], noise, time, condition)
         updates.apply(denoising_loss(errors, velocity_weight(times, time))[0])
@@ -251,14 +261,20 @@ def velocity_weight(schedule: NoiseSchedule, time: Tensor) -> Tensor:
 def encode_signs(model: DiffusionModel, signs: Sequence[Sign], guidance_scale: float) -> tuple[Tensor, Condition]:
     """Clean latents, and conditions whose prompts are still empty."""
     pictures, masks = _pixels(signs)
-    x0, masked = (
-        torch.cat([model.encode_images(x) for x in images.split(256)]) for images in (pictures, pictures * (1 - masks))
-    )
+    x0 = _latents(model, pictures)
+    if "mask" not in model.spec.needs:
+        one = model.encode([Example(0, "", size=SIZE)], guidance_scale)
+        return x0, one.select([0] * len(signs))
+    masked = _latents(model, pictures * (1 - masks))
     examples = [Example(i, "", sign.picture, sign.mask) for i, sign in enumerate(signs)]
     parts = [model.encode(examples[i : i + 256], guidance_scale) for i in range(0, len(examples), 256)]
     tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
     tensors["masked_latents"] = masked  # the same to the last bits but one: of a batch in another memory layout
     return x0, Condition(tensors, None, SIZE)
+
+
+def _latents(model: DiffusionModel, images: Tensor) -> Tensor:
+    return torch.cat([model.encode_images(x) for x in images.split(256)])
 
 
 def _pixels(signs: Sequence[Sign]) -> tuple[Tensor, Tensor]:
@@ -295,9 +311,10 @@ def measure(family: str, folder: Path, words: int = 192, num_steps: int = 8) -> 
     """Mean of every measure of a tiny base on held-out words."""
     model = load_model(MODELS[family].model_copy(update={"path": str(folder)}))
     signs = [draw_sign(word, SIZE, seed=0) for word in draw_words(words, "held_out", 0, LETTERS)]
+    inputs = [(sign.ground, sign.mask, None) if "mask" in model.spec.needs else (None, None, SIZE) for sign in signs]
     examples = [
-        Example(i, PROMPT.format(sign.word), sign.ground, sign.mask, metadata={"text": sign.word})
-        for i, sign in enumerate(signs)
+        Example(i, PROMPT.format(sign.word), source, mask, metadata={"text": sign.word}, size=size)
+        for i, (sign, (source, mask, size)) in enumerate(zip(signs, inputs, strict=True))
     ]
     rewards = RewardTable({"ocr": OcrReward(detect=False)}, RewardClientConfig())
     rewards.start()
