@@ -29,8 +29,8 @@ class ChatStates:
         length: S; a longer chat is cut at its end, as diffusers does it.
         layers: entries of `hidden_states`, concatenated on width; 0 is the embedding.
         thinking: False closes the assistant's thoughts before they begin.
-        encodes_padding: whether padding goes through the encoder, and its states depend on the chat; else it is appended
-            as zeros.
+        encodes_padding: whether padding goes through the encoder, and its states depend on the chat; else it is
+            appended as zeros.
     """
 
     model: Any

@@ -2,8 +2,8 @@
 
 Everything here, and in what the U-Net families share (`retouch.families.unet`), equals
 `diffusers.StableDiffusionInpaintPipeline` with a `DDIMScheduler` on the same weights
-(tests/families/test_sd_inpaint.py), except that the masked image is encoded by the mode of the autoencoder's posterior: a
-condition is then a function of its example.
+(tests/families/test_sd_inpaint.py), except that the masked image is encoded by the mode of the autoencoder's posterior:
+a condition is then a function of its example.
 
 Stable Diffusion 2 inpainting has the same pipeline, and loads as well.
 """
