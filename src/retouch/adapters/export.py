@@ -18,6 +18,7 @@ from retouch.adapters.lora import FILE as LORA_FILE
 from retouch.adapters.lora import file_tensors, folded_lora, save_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
+from retouch.families.loading import load_component
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,14 @@ class Base:
         path: hub id or folder of the whole pipeline.
         network_name: the component that was trained.
         kind: `model.train.kind`.
+        transformer: (hub id or folder, subfolder) of the network where it is not that of `path`.
     """
 
     path: str
     network_name: str
     kind: str
     dtype: torch.dtype
+    transformer: tuple[str, str | None] | None = None
 
 
 def export(base: Base, weights: Path, to: str, out: Path) -> Path:
@@ -160,9 +163,18 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
         if info["missing_keys"]:  # diffusers draws them at random and goes on
             raise ValueError(f"{weights}: {len(info['missing_keys'])} weights are missing")
         trained[base.network_name] = network
+    elif base.transformer is not None:
+        trained[base.network_name] = _other_network(base, *base.transformer)
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, torch_dtype=base.dtype, **trained)
     if base.kind == "lora":
         pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     pipeline.save_pretrained(str(out), safe_serialization=True)
+
+
+def _other_network(base: Base, path: str, subfolder: str | None) -> Any:
+    """The network of `model.transformer`, of the class that the pipeline of the base has."""
+    index = diffusers.DiffusionPipeline.load_config(base.path)
+    kind = getattr(diffusers, index[base.network_name][1])
+    return load_component(kind, path, subfolder, base.dtype, key="model.transformer")

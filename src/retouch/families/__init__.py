@@ -14,6 +14,8 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
     "retouch.families",
     {
         "flux_fill": "retouch.families.flux_fill.spec:FluxFillModel",
+        "flux_dev": "retouch.families.flux_dev.spec:FluxDevModel",
+        "flux_kontext": "retouch.families.flux_kontext.spec:FluxKontextModel",
         "sd_inpaint": "retouch.families.sd_inpaint.spec:SdInpaintModel",
         "qwen_image": "retouch.families.qwen_image.spec:QwenImageModel",
         "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",

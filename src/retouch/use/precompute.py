@@ -35,7 +35,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model: FamilyModel = load_model(given, device, filling=cache)  # type: ignore[assignment]
     for data in datasets(config):
-        for prompt in [*data.prompts, model.spec.empty_prompt]:
+        for prompt in [*data.prompts, *given.fixed_prompts]:
             cache.add_text(prompt, model.texts().of)
         for example in data:
             if model.image_encoder is not None and example.reference is not None:
@@ -48,7 +48,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
 
 def usable(config: RunConfig) -> None:
     """Raises: ConfigError: a run that may not set `model.embeddings`."""
-    if config.model.spec.edits:
+    if config.model.vision_tokens(config.data.size):
         raise ConfigError(
             f"model.family: {config.model.family} has a text encoder that reads the picture with the prompt, so that "
             "nothing can be encoded by the prompt alone; train without model.embeddings"

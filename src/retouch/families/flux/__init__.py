@@ -1,0 +1,1 @@
+"""What the FLUX.1 families share."""
