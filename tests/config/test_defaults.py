@@ -67,6 +67,8 @@ def test_the_table_names_options_that_exist() -> None:
 def test_a_guidance_of_null_is_the_models() -> None:
     assert {family: section.spec.guidance_scale for family, section in FAMILIES.items()} == {
         "flux_fill": 30.0,
+        "flux_dev": 3.5,
+        "flux_kontext": 2.5,
         "qwen_image": 4.0,
         "qwen_image_edit": 4.0,
         "sd_inpaint": 7.5,

@@ -37,10 +37,22 @@ from .conftest import CONFIGS, RUNS, name_of, shrink
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
-PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9, "qwen_image": 20.4e9, "qwen_image_edit": 20.4e9}
+FLUX = ("flux_fill", "flux_dev", "flux_kontext")
+
+PARAMETERS = {
+    **dict.fromkeys(FLUX, 11.9e9),
+    "sd_inpaint": 0.8595e9,
+    "qwen_image": 20.4e9,
+    "qwen_image_edit": 20.4e9,
+}
 """Of the released networks."""
 
-LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8, "qwen_image": 60 * 12, "qwen_image_edit": 60 * 12}
+LORA_MODULES = {
+    **dict.fromkeys(FLUX, 19 * 12 + 38 * 3),
+    "sd_inpaint": 16 * 8,
+    "qwen_image": 60 * 12,
+    "qwen_image_edit": 60 * 12,
+}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
 SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks."""
 
@@ -54,6 +66,8 @@ SIGLIP_WIDTH = 1152
 
 HUB = {
     "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
+    "flux_dev": "black-forest-labs/FLUX.1-dev",
+    "flux_kontext": "black-forest-labs/FLUX.1-Kontext-dev",
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
     "qwen_image": "Qwen/Qwen-Image",
     "qwen_image_edit": "Qwen/Qwen-Image-Edit",

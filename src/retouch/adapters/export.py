@@ -18,6 +18,7 @@ from retouch.adapters.lora import FILE as LORA_FILE
 from retouch.adapters.lora import file_tensors, folded_lora, save_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
+from retouch.families import FAMILIES
 from retouch.families.loading import load_component
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ DIFFUSERS_TOKENS = 4
 """What diffusers splits the one layer of an SD1.5 adapter into, whatever the file holds."""
 
 WEIGHTS_FILE = "model.safetensors"
+
+FLUX_NETWORK = "FluxTransformer2DModel"
+"""The network that ComfyUI-IPAdapter-Flux is for."""
 
 _OF_ADAPTERS: dict[str, tuple[str, ...]] = {
     "ip-adapter": ("mlp", "mlp+query_former", "linear"),
@@ -104,7 +108,7 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
     if needed is not None and shape.head not in needed:
         raise ConfigError(f"--to: given {to!r}, which has no place for a {shape.head} adapter; use --to ip-adapter")
     family = file.metadata.get("family", "flux_fill")
-    if to == "comfyui" and family != "flux_fill":
+    if to == "comfyui" and not _is_for_flux(family):
         raise ConfigError(
             f"--to: given 'comfyui', which reads adapters of FLUX; this one is of {family}; use --to ip-adapter"
         )
@@ -132,6 +136,13 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
     if to in ("comfyui", "ip-adapter"):
         write_bin(out / f"{NAME}.bin", foreign.tensors)
     return out / f"{NAME}.{'bin' if to == 'comfyui' else 'safetensors'}"
+
+
+def _is_for_flux(family: str) -> bool:
+    """Whether adapters of a family go into the network of FLUX.1; False for a family that is not installed."""
+    section = FAMILIES.available().get(family)
+    facts = None if section is None else section.spec.adapter
+    return facts is not None and facts.network == FLUX_NETWORK
 
 
 def _report_weight(file: AdapterFile) -> None:
