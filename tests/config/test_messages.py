@@ -8,6 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
+from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
 
 Problems = Callable[..., list[str]]
@@ -37,7 +38,7 @@ TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
             "model={family: sd_inpaint, max_sequence_length: 77}",
             (
                 "model.max_sequence_length: unknown key; known: dtype, embeddings, family, free_text_encoders, "
-                "offload_text_encoders, offload_vae, path, train, vae_batch"
+                "offload_text_encoders, offload_vae, path, train, transformer, vae_batch"
             ),
         ),
         ("rewards.ocr.wieght=2", "rewards.ocr.wieght: unknown key; did you mean 'weight'?"),
@@ -79,7 +80,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ),
         ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
-        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, qwen_image_edit, sd_inpaint"),
+        ("model.family=sdxl", f"model.family: given 'sdxl'; known: {', '.join(sorted(FAMILIES))}"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft, vlm_grpo"),
     ],
 )
