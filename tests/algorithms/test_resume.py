@@ -45,6 +45,15 @@ elif where == "backward":
 elif where == "writing":
     import retouch.engine.saved as module
     module.flush = fatal(module.flush)
+elif where == "after_a_checkpoint":
+    from retouch.engine import Engine
+    backward = Engine.backward
+    def fatal_later(*args, **kwargs):
+        from pathlib import Path
+        if list(Path(os.environ["CHECKPOINTS"]).glob("*/complete.json")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(*args, **kwargs)
+    Engine.backward = fatal_later
 from retouch.cli import main
 main()
 """

@@ -1,0 +1,75 @@
+"""Every family x algorithm: a process that is killed in its second step continues from its checkpoint bitwise."""
+
+from __future__ import annotations
+
+import signal
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from retouch.adapters.lora import FILE
+from retouch.families import FAMILIES
+from tests.algorithms.test_resume import run_child
+from tests.conftest import small_run
+from tests.selection import cells
+from tests.tiny_models import tiny_model
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "grpo": {"kl_weight": 0.1},
+    "dpo": {"reference_refresh_every": 1, "beta": 100.0},
+    "nft": {"old_policy": "ramp_half", "kl_weight": 0.1},
+}
+
+
+def run_file(folder: Path, signs: Path, family: str, algorithm: str) -> Path:
+    """Two steps of LoRA, a checkpoint after each."""
+    overrides: dict[str, Any] = {}
+    if algorithm == "sft":
+        overrides = {"data__path": str(signs / "targets"), "data__target": "auto"}
+    elif algorithm == "grpo":
+        overrides = {"rollout__window": {"size": 1, "range": [0, 0.5]}}
+    else:
+        overrides = {"rollout__window": None}
+    data = small_run(
+        signs,
+        folder / "runs",
+        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": {"kind": "lora", "rank": 4}},
+        algorithm={"name": algorithm, **ALGORITHMS[algorithm]},
+        rollout__guidance_scale=FAMILIES[family].spec.guidance_scale,
+        rollout__num_steps=2,
+        rollout__noise_level=None,
+        optimizer__batch_size_per_device=2,
+        training__max_steps=2,
+        training__checkpoint_every=1,
+        ema={"decay": 0.9, "update_interval": 1},
+        resume="auto",
+        **overrides,
+    )
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("family", "algorithm"), cells(list(product(FAMILIES, ALGORITHMS)), strength=1))
+def test_a_killed_run_continues_bitwise(family: str, algorithm: str, signs: Path, tmp_path: Path) -> None:
+    path = run_file(tmp_path, signs, family, algorithm)
+    whole = run_child("nowhere", 0, [str(path), "name=whole"])
+    assert whole.returncode == 0, whole.stderr
+    folders = [tmp_path / "runs" / name / "checkpoints" for name in ("whole", "again")]
+    killed = run_child("after_a_checkpoint", 0, [str(path), "name=again"], CHECKPOINTS=str(folders[1]))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (folders[1] / "step-000001/complete.json").is_file() and not (folders[1] / "step-000002").exists()
+    again = run_child("nowhere", 0, [str(path), "name=again"])
+    assert again.returncode == 0, again.stderr
+    for part in ("weights", "ema"):
+        mine, theirs = (load_file(folder / "step-000002" / part / FILE) for folder in folders)
+        assert mine.keys() == theirs.keys() and any(t.any() for name, t in mine.items() if "lora_B" in name)
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), part
+    states = [torch.load(f / "step-000002/optimizer.pt", weights_only=True)["optimizer"]["state"] for f in folders]
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(*(s.values() for s in states), strict=True) for k in a)
