@@ -277,7 +277,7 @@ def made_trainable(config: Any) -> Made:
         train = train.model_copy(update={"image_encoder": "tiny", "initial_adapter": None})
     key = f"{config.family} {train.model_dump_json()}"
     if key not in MADE:
-        config = config.model_copy(update={"path": tiny_model(config.family), "train": train})
+        config = config.model_copy(update={"path": tiny_model(config.family), "transformer": None, "train": train})
         MADE[key] = made(config, replace(load_model(config).spec, reference_width=SIGLIP_WIDTH))
     return MADE[key]
 

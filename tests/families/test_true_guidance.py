@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from retouch.adapters.trainee import make_trainable
 from retouch.config import ConfigError, RunConfig, derive, parse_run
 from retouch.core.rules import STEP_RULES
 from retouch.core.steps import gaussian_log_prob
 from retouch.data.dataset import load_dataset
+from retouch.families import FAMILIES
+from retouch.families.base import TrainIpAdapter
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.flux_fill.spec import FluxFillModel
-from retouch.families.loading import load_model
+from retouch.families.loading import family_class, load_model
+from retouch.families.tiny import tiny_pipeline
+from retouch.image_encoder import ImageEncoder
 from retouch.rollout.plan import StepPlan, transition
 from retouch.rollout.sampler import sample
 from retouch.training.build import build
+from retouch.types import Condition
 from retouch.use.precompute import precompute
 from tests.families.conftest import random_example
 
 Config = Callable[..., RunConfig]
 GUIDED: dict[str, Any] = {"model__true_guidance_scale": 4.0, "model__negative_prompt": "nsfw"}
+
+every_family = pytest.mark.parametrize("family", ["flux_fill", "flux_dev", "flux_kontext"])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,7 @@ def test_a_caption_can_be_dropped_where_the_empty_prompt_guides(config: Config) 
     assert config(model__true_guidance_scale=4.0, algorithm__caption_dropout=0.1).model.doubles_for_guidance
 
 
-@pytest.mark.parametrize("family", ["flux_fill", "flux_dev", "flux_kontext"])
+@every_family
 def test_it_doubles_what_goes_through_the_solver(config: Config, family: str) -> None:
     """Whatever the embedded scale is."""
     for embedded in (1.0, 30.0):
@@ -110,3 +121,35 @@ def test_t5_is_loaded_for_it_where_examples_bring_their_text(config: Config) -> 
     for options, loaded in (({}, {"pooled"}), (GUIDED, {"pooled", "text"})):
         model: Any = load_model(config(**options).model, embedded=True)
         assert model.prompts.encoders.keys() == loaded
+
+
+@every_family
+def test_a_style_adapter_acts_on_the_half_with_the_prompt_alone(family: str) -> None:
+    """A new one changes nothing; one with weights changes the conditional prediction."""
+    config = FAMILIES[family].model_validate({"family": family, "true_guidance_scale": 4})
+    model = family_class(family).from_pipeline(tiny_pipeline(family), config)
+    model.image_encoder = ImageEncoder.load("tiny")
+    network: Any = copy.deepcopy(model.network)
+    spec = replace(model.spec, reference_width=model.image_encoder.width)
+    make_trainable(network, TrainIpAdapter(image_encoder="tiny", tokens=4), spec, 0)
+    example = replace(random_example(1, 32, 64), reference=Image.new("RGB", (9, 9), "red"))
+    condition = model.encode([example], 1.0)
+    conditional = condition.without_negative()
+    x, t = torch.randn(1, 8, 8, 16), torch.tensor([0.7])
+    with torch.no_grad():
+        guided, base = (model.predict(model.network, x, t, c) for c in (stock(condition), stock(conditional)))
+        assert torch.equal(model.predict(network, x, t, condition), guided)
+        for name, weight in network.named_parameters():
+            if "to_v_ip" in name:
+                weight.normal_()
+        styled = model.predict(network, x, t, conditional)
+        assert float((styled - base).abs().max()) > 1e-3
+        found = model.predict(network, x, t, condition)
+    inside = condition.tensors["mask_cells"].amax(1, keepdim=True) > 0  # blending keeps the rest
+    torch.testing.assert_close(found * inside, (guided + 4 * (styled - base)) * inside, atol=2e-5, rtol=2e-5)
+
+
+def stock(condition: Condition) -> Condition:
+    """Without the reference, for a network without an adapter."""
+    tensors = {name: t for name, t in condition.tensors.items() if not name.startswith("reference")}
+    return replace(condition, tensors=tensors)
