@@ -186,6 +186,6 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
 
 def _other_network(base: Base, path: str, subfolder: str | None) -> Any:
     """The network of `model.transformer`, of the class that the pipeline of the base has."""
-    index = diffusers.DiffusionPipeline.load_config(base.path)
+    index: Any = diffusers.DiffusionPipeline.load_config(base.path)
     kind = getattr(diffusers, index[base.network_name][1])
     return load_component(kind, path, subfolder, base.dtype, key="model.transformer")
