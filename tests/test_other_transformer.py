@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import yaml
 from diffusers import FluxTransformer2DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from retouch.config import parse_run
 from retouch.doctor import diagnose
@@ -67,6 +68,24 @@ def test_doctor_and_the_memory_estimate_look_at_it(run_yaml: Path, other: Path) 
     assert str(other / "one-transformer") in lines["model.transformer"].says
     outcome = retouch("check", run_yaml, "--memory", "--json")
     assert outcome.code == 0, outcome.err
+
+
+def test_an_epoch_does_not_go_on_with_other_weights_in_its_place(run_yaml: Path, other: Path, tmp_path: Path) -> None:
+    sampled = ["rollout.batches_per_epoch=2", "training.max_steps=2", "training.checkpoint_every=1"]
+    outcome = retouch("train", run_yaml, *sampled)
+    assert outcome.code == 0, outcome.err
+    again = ["resume=" + str(tmp_path / "runs/t/checkpoints/step-000001"), *sampled]
+    copy = Path(shutil.copytree(other, tmp_path / "copy"))
+    outcome = retouch("train", run_yaml, *again, f"model.transformer.path={copy}")
+    assert outcome.code == 2 and "lies inside an epoch of model.transformer=" in outcome.err
+    [file] = (other / "one-transformer").glob("*.safetensors")
+    tensors, kept = load_file(file), file.read_bytes()
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    try:
+        outcome = retouch("train", run_yaml, *again)
+    finally:
+        file.write_bytes(kept)
+    assert outcome.code == 2 and "lies inside an epoch of another network than model.transformer=" in outcome.err
 
 
 @pytest.mark.parametrize(
