@@ -46,7 +46,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 SIZE = (32, 64)
 
-TEXT_LENGTH = {"flux_fill": 24, "sd3": 24, "qwen_image": 96, "qwen_image_edit": 96, "z_image": 64, "flux2_klein": 64}
+TEXT_LENGTH = {
+    "flux_fill": 24,
+    "flux_dev": 24,
+    "flux_kontext": 24,
+    "sd3": 24,
+    "qwen_image": 96,
+    "qwen_image_edit": 96,
+    "z_image": 64,
+    "flux2_klein": 64,
+}
 """Tokens of a prompt where the default would be padding, and take most of a test's time."""
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retouch.errors import ModelFilesError
+
+if TYPE_CHECKING:
+    from retouch.families.base import OtherTransformer
 
 
 def component_path(path: str, family: str) -> str:
@@ -31,6 +34,25 @@ def component_path(path: str, family: str) -> str:
     if looks_local:
         raise ModelFilesError(f"model.path: {path}: no such folder; give a folder in the diffusers layout or a hub id")
     return path
+
+
+def transformer_path(other: OtherTransformer) -> tuple[str, str | None]:
+    """(hub id or folder, subfolder) of `model.transformer`.
+
+    Raises:
+        ModelFilesError: a local-looking path that does not exist, or a folder without the config of a network.
+    """
+    folder = Path(other.path).expanduser()
+    if folder.is_dir():
+        if not (folder / (other.subfolder or "") / "config.json").is_file():
+            raise ModelFilesError(
+                f"model.transformer: {folder / (other.subfolder or '')} has no config.json; give the folder of a "
+                "network in the diffusers layout as model.transformer.path, or set model.transformer.subfolder"
+            )
+        return str(folder), other.subfolder
+    if other.path.startswith((".", "/", "~")) or other.path.count("/") != 1:
+        raise ModelFilesError(f"model.transformer.path: {other.path}: no such folder; give a folder or a hub id")
+    return other.path, other.subfolder
 
 
 def require_pipeline(path: str, expected: str) -> None:

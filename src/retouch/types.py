@@ -42,7 +42,7 @@ class Example:
         win, lose: RGB images of which the first is preferred; pairs of offline DPO.
         size: (height, width) in pixels to generate at where there is no source.
         strip: RGB, as wide as the source: in-context reference above it, which only the model receives.
-        embedding_path: a file with the text encoders' output for the prompt; only flux_fill reads it.
+        embedding_path: a file with the text encoders' output for the prompt; only the FLUX.1 families read it.
     """
 
     id: int
@@ -64,7 +64,8 @@ class Condition:
     """An encoded batch of examples: the inputs of `predict` and the objectives other than x and t.
 
     Attributes:
-        tensors: named tensors, each [B, ...]; the names belong to the family.
+        tensors: named tensors, each [B, ...]; the names belong to the family. Those that begin with `negative_` are of
+            the negative prompt of classifier-free guidance; a prediction without them is the conditional one.
         mask: [B, 1, H, W] in pixels, 1 = repaint; None for text-to-image.
         size: (height, width) of the images in pixels.
     """
@@ -80,6 +81,10 @@ class Condition:
         """The given rows, repeats allowed, as a new condition."""
         mask = None if self.mask is None else self.mask[rows]
         return replace(self, tensors={name: t[rows] for name, t in self.tensors.items()}, mask=mask)
+
+    def without_negative(self) -> Condition:
+        """The condition of the conditional prediction alone."""
+        return replace(self, tensors={k: t for k, t in self.tensors.items() if not k.startswith("negative_")})
 
     def to(self, device: Any) -> Condition:
         mask = None if self.mask is None else self.mask.to(device)

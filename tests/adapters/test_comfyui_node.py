@@ -26,7 +26,7 @@ from retouch.adapters.ip_adapter import new_adapter
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 from retouch.config import ConfigError
 from retouch.families.base import TrainIpAdapter
-from retouch.families.flux_fill.host import FluxIpProcessor
+from retouch.families.flux.host import FluxIpProcessor
 from retouch.families.flux_fill.spec import FluxFillModel
 
 from .test_ip_adapter import WIDTH, network, vectors, velocity

@@ -68,6 +68,8 @@ def test_a_guidance_of_null_is_the_models() -> None:
     assert {family: section.spec.guidance_scale for family, section in FAMILIES.items()} == {
         "flux2_klein": 4.0,
         "flux_fill": 30.0,
+        "flux_dev": 3.5,
+        "flux_kontext": 2.5,
         "qwen_image": 4.0,
         "qwen_image_edit": 4.0,
         "sd_inpaint": 7.5,

@@ -37,8 +37,10 @@ from .conftest import CONFIGS, RUNS, name_of, shrink
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
+FLUX = ("flux_fill", "flux_dev", "flux_kontext")
+
 PARAMETERS = {
-    "flux_fill": 11.9e9,
+    **dict.fromkeys(FLUX, 11.9e9),
     "sd_inpaint": 0.8595e9,
     "qwen_image": 20.4e9,
     "qwen_image_edit": 20.4e9,
@@ -50,7 +52,7 @@ PARAMETERS = {
 """Of the released networks."""
 
 LORA_MODULES = {
-    "flux_fill": 19 * 12 + 38 * 3,
+    **dict.fromkeys(FLUX, 19 * 12 + 38 * 3),
     "sd_inpaint": 16 * 8,
     "qwen_image": 60 * 12,
     "qwen_image_edit": 60 * 12,
@@ -75,6 +77,8 @@ SIGLIP_WIDTH = 1152
 
 HUB = {
     "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
+    "flux_dev": "black-forest-labs/FLUX.1-dev",
+    "flux_kontext": "black-forest-labs/FLUX.1-Kontext-dev",
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
     "sdxl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
@@ -288,7 +292,7 @@ def made_trainable(config: Any) -> Made:
         train = train.model_copy(update={"image_encoder": "tiny", "initial_adapter": None})
     key = f"{config.family} {train.model_dump_json()}"
     if key not in MADE:
-        config = config.model_copy(update={"path": tiny_model(config.family), "train": train})
+        config = config.model_copy(update={"path": tiny_model(config.family), "transformer": None, "train": train})
         MADE[key] = made(config, replace(load_model(config).spec, reference_width=SIGLIP_WIDTH))
     return MADE[key]
 

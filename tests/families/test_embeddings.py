@@ -20,7 +20,7 @@ from retouch.families.embeddings import (
     EmbeddingCache,
     fingerprint,
 )
-from retouch.families.flux_fill.model import given_embeddings
+from retouch.families.flux.embeddings import given_embeddings
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.image_encoder import TINY
 from retouch.types import Example

@@ -11,8 +11,9 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline
 
-from retouch.families.base import FamilySpec, TrainFull, TrainLora
+from retouch.families.base import FamilySpec, OtherTransformer, TrainFull, TrainLora
 from retouch.families.diffusion import pack, unpack
+from retouch.families.embeddings import base_files
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import (
@@ -216,7 +217,7 @@ def test_byte_tokenizers_lose_nothing() -> None:
     tokenizer = byte_clip_tokenizer()
     assert len(set(bytes_to_characters())) == 256
     text = "the café's 'x1'."
-    decoded = tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True)
+    decoded: Any = tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True)
     assert decoded.replace(" ", "") == text.replace(" ", "")
     assert len(tokenizer("abcd").input_ids) == 6  # start, four bytes, end
 
@@ -242,3 +243,58 @@ def test_a_family_without_a_released_model_refuses_a_network_in_its_own_words() 
     pipeline.transformer.register_to_config(in_channels=32)
     with pytest.raises(ModelFilesError, match=r"takes 32 channels, but own with .* set a model of own"):
         FluxFill(pipeline.transformer, pipeline.vae, None, pipeline.scheduler, config=Own())
+
+
+# --- true guidance, and another transformer beside the base ---
+
+
+def test_true_guidance_is_two_separate_predictions(pipeline: Any, model: FluxFill) -> None:
+    """The masked image, the mask and the embedded guidance are the same in both."""
+    config = FluxFillModel(true_guidance_scale=4, negative_prompt="nsfw")
+    guided, examples = FluxFill.from_pipeline(pipeline, config), [random_example(i, 32, 64) for i in range(2)]
+    x, t = torch.randn(2, 8, 8, 16), torch.tensor([0.9, 0.4])
+    condition = guided.encode(examples, 1.0)
+    found = guided.predict(guided.network, x, t, condition)
+    negative = [replace(e, prompt="nsfw") for e in examples]
+    without, with_prompt = (model.predict(model.network, x, t, model.encode(e, 1.0)) for e in (negative, examples))
+    torch.testing.assert_close(found, without + 4 * (with_prompt - without), atol=1e-5, rtol=1e-5)
+    assert torch.equal(guided.predict(guided.network, x, t, condition.without_negative()), with_prompt)
+
+
+def saved_transformer(folder: Path) -> Any:
+    """Other weights than those of the base, on disk without the other parts of a pipeline."""
+    other = tiny_pipeline("flux_fill", seed=8).transformer
+    other.save_pretrained(folder)
+    return other
+
+
+@pytest.mark.parametrize("subfolder", [None, "one-transformer"])
+def test_a_transformer_beside_the_base_replaces_the_one_of_the_base(
+    tiny_folder: Path, tmp_path: Path, subfolder: str | None
+) -> None:
+    other = saved_transformer(tmp_path / (subfolder or ""))
+    named = OtherTransformer(path=str(tmp_path), subfolder=subfolder)
+    config = FluxFillModel(path=str(tiny_folder), transformer=named, dtype="fp32", max_sequence_length=TEXT_TOKENS)
+    found = load_model(config)
+    assert all(torch.equal(t, other.state_dict()[name]) for name, t in found.network.state_dict().items())
+    base = load_model(config.model_copy(update={"transformer": None}))
+    assert base_files(config)["network_files"] != base_files(base.config)["network_files"]  # type: ignore[attr-defined]
+    assert base_files(config)["vae_files"] == base_files(base.config)["vae_files"]  # type: ignore[attr-defined]
+
+
+def test_errors_of_another_transformer_name_its_key(tiny_folder: Path, tmp_path: Path) -> None:
+    config = FluxFillModel(path=str(tiny_folder), dtype="fp32")
+
+    def loaded(path: Path | str, subfolder: str | None = None) -> Any:
+        other = OtherTransformer(path=str(path), subfolder=subfolder)
+        return load_model(config.model_copy(update={"transformer": other}))
+
+    with pytest.raises(ModelFilesError, match=r"model.transformer.path: /nowhere: no such folder"):
+        loaded("/nowhere")
+    with pytest.raises(ModelFilesError, match=r"model.transformer: .* has no config.json; .* model.transformer.subf"):
+        loaded(tiny_folder)
+    with pytest.raises(ModelFilesError, match=r"model.transformer: cannot load vae/ of .* weights are missing"):
+        loaded(tiny_folder, "vae")
+    tiny_pipeline("flux_dev").transformer.save_pretrained(tmp_path)
+    with pytest.raises(ModelFilesError, match=r"model.transformer: the network takes 32 channels"):
+        loaded(tmp_path)

@@ -18,6 +18,8 @@ from retouch.adapters.lora import FILE as LORA_FILE
 from retouch.adapters.lora import file_tensors, folded_lora, save_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
+from retouch.families import FAMILIES
+from retouch.families.loading import load_component
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ DIFFUSERS_TOKENS = 4
 """Number of tokens that diffusers splits the one layer of an SD1.5 adapter into, independent of the file."""
 
 WEIGHTS_FILE = "model.safetensors"
+
+FLUX_NETWORK = "FluxTransformer2DModel"
+"""The network that ComfyUI-IPAdapter-Flux is for."""
 
 _OF_ADAPTERS: dict[str, tuple[str, ...]] = {
     "ip-adapter": ("mlp", "mlp+query_former", "linear"),
@@ -42,12 +47,14 @@ class Base:
         path: hub id or folder of the whole pipeline.
         network_name: the component that was trained.
         kind: `model.train.kind`.
+        transformer: (hub id or folder, subfolder) of the network where it is not that of `path`.
     """
 
     path: str
     network_name: str
     kind: str
     dtype: torch.dtype
+    transformer: tuple[str, str | None] | None = None
 
 
 def export(base: Base, weights: Path, to: str, out: Path) -> Path:
@@ -101,7 +108,7 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
     if needed is not None and shape.head not in needed:
         raise ConfigError(f"--to: given {to!r}, which has no place for a {shape.head} adapter; use --to ip-adapter")
     family = file.metadata.get("family", "flux_fill")
-    if to == "comfyui" and family != "flux_fill":
+    if to == "comfyui" and not _is_for_flux(family):
         raise ConfigError(
             f"--to: given 'comfyui', which reads adapters of FLUX; this one is of {family}; use --to ip-adapter"
         )
@@ -129,6 +136,13 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
     if to in ("comfyui", "ip-adapter"):
         write_bin(out / f"{NAME}.bin", foreign.tensors)
     return out / f"{NAME}.{'bin' if to == 'comfyui' else 'safetensors'}"
+
+
+def _is_for_flux(family: str) -> bool:
+    """Whether adapters of a family go into the network of FLUX.1; False for a family that is not installed."""
+    section = FAMILIES.available().get(family)
+    facts = None if section is None else section.spec.adapter
+    return facts is not None and facts.network == FLUX_NETWORK
 
 
 def _report_weight(file: AdapterFile) -> None:
@@ -160,9 +174,18 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
         if info["missing_keys"]:  # diffusers initializes them at random without an error
             raise ValueError(f"{weights}: {len(info['missing_keys'])} weights are missing")
         trained[base.network_name] = network
+    elif base.transformer is not None:
+        trained[base.network_name] = _other_network(base, *base.transformer)
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, torch_dtype=base.dtype, **trained)
     if base.kind == "lora":
         pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     pipeline.save_pretrained(str(out), safe_serialization=True)
+
+
+def _other_network(base: Base, path: str, subfolder: str | None) -> Any:
+    """The network of `model.transformer`, of the class that the pipeline of the base has."""
+    index: Any = diffusers.DiffusionPipeline.load_config(base.path)
+    kind = getattr(diffusers, index[base.network_name][1])
+    return load_component(kind, path, subfolder, base.dtype, key="model.transformer")

@@ -156,7 +156,7 @@ class Objective(AlgorithmSection):
                 f"algorithm.{self.shift_key}: given false, but {run.model.family} samples without a shift; leave "
                 f"{self.shift_key} out"
             )
-        if self.caption_dropout and not facts.doubles_for_guidance:
+        if self.caption_dropout and not run.model.doubles_for_guidance:
             raise ValueError(
                 f"algorithm.caption_dropout: given {self.caption_dropout}, but {run.model.family} has no "
                 "classifier-free guidance, which would need a prediction without a caption; leave it out"

@@ -149,10 +149,9 @@ def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
     Args:
         optimizer_steps: of an epoch; with a single one no log-probability is computed again.
     """
-    rollout, facts = run.rollout, run.model.spec
     assert isinstance(run.algorithm, Objective)
-    scale = run.model.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
-    guided = 2 if facts.doubles_for_guidance and scale > 1 else 1
+    given = run.rollout.guidance_scale
+    guided = run.model.forwards_of_guidance(run.model.guidance_scale if given is None else given)
     backward = 3 + (1 if run.training.gradient_checkpointing else 0)
     return run.algorithm.forwards_per_image(run, optimizer_steps, guided, backward)
 

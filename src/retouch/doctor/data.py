@@ -40,8 +40,8 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
 
 
 def needs_no_t5(run: RunConfig) -> bool:
-    """Whether every example of the run has a file of text embeddings; False if a list cannot be read."""
-    if run.model.spec.embedded_encoder is None:
+    """Whether every text of the run has a file of embeddings; False if a list cannot be read."""
+    if run.model.spec.embedded_encoder is None or run.model.doubles_for_guidance:  # no file has the negative prompt
         return False
     try:
         listed = [item for section in data_sections(run).values() for item in section.items()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.doctor.line import Line
-from retouch.families.base import Model
+from retouch.families.base import Model, OtherTransformer
 from retouch.model_files import has_component
 
 Shapes = dict[str, tuple[int, ...]]
@@ -26,6 +26,7 @@ class Found:
         problems: problems of the folder.
         missing: valid reason for no folder: a hub id that has not been downloaded.
         embedded: whether examples have text embeddings; `spec.embedded_encoder` is then not loaded.
+        transformer: folder of `model.transformer`; None without one, or if it is not here.
     """
 
     folder: Path | None = None
@@ -33,6 +34,13 @@ class Found:
     problems: list[str] = field(default_factory=list[str])
     missing: str | None = None
     embedded: bool = False
+    transformer: Path | None = None
+
+    def network_folder(self, model: Model, name: str) -> Path | None:
+        """Folder of a network of the model; None where it is not here."""
+        if name == model.spec.network_name and model.transformer is not None:
+            return self.transformer
+        return None if self.folder is None else self.folder / name
 
 
 class Damaged(ValueError):
@@ -50,33 +58,40 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
             ModelFilesError,
             component_path,
             require_pipeline,
+            transformer_folder,
         )
     except ImportError:
         return Found(missing="not looked at: that needs the train extra")
     try:
+        other = None if model.transformer is None else transformer_folder(model.transformer)
         path = component_path(model.path, model.family)
         folder = Path(path) if Path(path).is_dir() else _downloaded(path)
         if folder is None:
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
-            return Found(missing=away, embedded=embedded)
+            return Found(missing=away, embedded=embedded, transformer=other)
         require_pipeline(str(folder), model.pipeline)
         networks = loaded(model, embedded=embedded, folder=folder)
     except ModelFilesError as error:
         return Found(problems=[str(error)])
     weights: dict[str, Shapes] = {}
     problems: list[str] = []
+    found = Found(folder, weights, problems, embedded=embedded, transformer=other)
     for name, expected in networks.items():
+        place = found.network_folder(model, name)
+        if place is None:
+            continue
         try:
-            shapes = _network(folder / name, expected)
+            shapes = _network(place, expected)
         except Damaged as error:
             problems.append(str(error))
         else:
             weights |= {name: shapes} if shapes else {}
-    problems += [problem for name in networks if name.startswith("text_") for problem in _tokenizer(folder, name)]
+    problems.extend(problem for name in networks if name.startswith("text_") for problem in _tokenizer(folder, name))
     if model.spec.has_processor:
-        problems += _processor(folder / "processor")
-    problems += [] if (folder / "scheduler/scheduler_config.json").is_file() else ["no scheduler/scheduler_config.json"]
-    return Found(folder, weights, problems, embedded=embedded)
+        problems.extend(_processor(folder / "processor"))
+    if not (folder / "scheduler/scheduler_config.json").is_file():
+        problems.append("no scheduler/scheduler_config.json")
+    return found
 
 
 def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[str, str]:
@@ -208,3 +223,11 @@ def model_lines(model: Model, found: Found) -> Iterator[Line]:
     else:
         networks = ", ".join(loaded(model, embedded=found.embedded, folder=found.folder))
         yield Line("ok", "model", f"{found.folder}: {networks}, their configs and files complete")
+    if model.transformer is not None and not found.problems:
+        yield _transformer_line(model.transformer, found.transformer)
+
+
+def _transformer_line(other: OtherTransformer, folder: Path | None) -> Line:
+    if folder is not None:
+        return Line("ok", "model.transformer", f"{folder}: in place of the transformer of model.path")
+    return Line("warning", "model.transformer", f"{other.path} is not on this machine; the run downloads it")

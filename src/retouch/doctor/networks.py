@@ -53,12 +53,15 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         return Networks()
     folder = found.folder or (_fetch(model, embedded=found.embedded) if download else None)
     kinds = loaded(model, embedded=found.embedded, folder=folder)
+    other = found.transformer or (_fetch_transformer(model) if download and folder is not None else None)
+    places = Found(folder, transformer=other)
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
-        if folder is None:
-            break
+        place = places.network_folder(model, name)
+        if place is None:
+            continue
         try:
-            parts[name] = component_on_meta(folder / name, kind)
+            parts[name] = component_on_meta(place, kind)
         except ModelFilesError:  # reported in the model's line
             if download:
                 raise
@@ -164,6 +167,19 @@ def _fetch(model: Model, *, embedded: bool) -> Path | None:
         if top is None:
             return None
     return top
+
+
+def _fetch_transformer(model: Model) -> Path | None:
+    """The config of a hub id of `model.transformer`; None without one.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    other = model.transformer
+    if other is None:
+        return None
+    top = _fetched(other.path, f"{other.subfolder}/config.json" if other.subfolder else "config.json", False)
+    return None if top is None else top / (other.subfolder or "")
 
 
 def _fetched(hub_id: str, file: str, known: bool) -> Path | None:

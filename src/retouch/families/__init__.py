@@ -14,6 +14,8 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
     "retouch.families",
     {
         "flux_fill": "retouch.families.flux_fill.spec:FluxFillModel",
+        "flux_dev": "retouch.families.flux_dev.spec:FluxDevModel",
+        "flux_kontext": "retouch.families.flux_kontext.spec:FluxKontextModel",
         "sd_inpaint": "retouch.families.sd_inpaint.spec:SdInpaintModel",
         "sdxl_inpaint": "retouch.families.sdxl_inpaint.spec:SdxlInpaintModel",
         "sd3": "retouch.families.sd3.spec:Sd3Model",

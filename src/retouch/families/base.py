@@ -74,7 +74,7 @@ class FamilySpec:
         released: component -> config of the network at its released size, to count weights without files.
         hub_ids: released models, of these sizes.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
-            false where the scale is embedded.
+            false where the scale is embedded. `ModelSection.doubles_for_guidance` also reads the run file.
         edits_without_mask: whether it takes a source without a mask although it needs neither.
         optional: components of `networks` that may be missing in a model: null in its model_index.json.
         drops_text_stream: whether the last block's text output is unused: its text MLP then never has a gradient, which
@@ -242,6 +242,15 @@ class DistillationLora(Section):
     """Timestep shift that the LoRA was distilled with (Lightning: 3); null keeps the scheduler's."""
 
 
+class OtherTransformer(Section):
+    """Weights of the trained network in a place of their own, beside a model whose other parts are used."""
+
+    path: Text
+    """Hub id or folder."""
+    subfolder: Text | None = None
+    """Folder in it that has the network's config.json; null is its top."""
+
+
 class ModelSection(Section):
     """The diffusion model: family, files, precision, and its trained part."""
 
@@ -251,6 +260,9 @@ class ModelSection(Section):
     """Registered name of the family."""
     path: str
     """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    transformer: OtherTransformer | None = None
+    """Other weights for the network that is trained, of the same class: the one of `path` (transformer/, of sd_inpaint
+    unet/) is then not loaded. Null loads that one."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of frozen weights (network under LoRA, VAE, text encoders). Trained weights are fp32."""
     offload_text_encoders: bool = True
@@ -284,6 +296,21 @@ class ModelSection(Section):
         if not isinstance(self.train, TrainIpAdapter) or self.spec.adapter is None:
             return None
         return self.train.image_encoder or self.spec.adapter.image_encoder
+
+    @property
+    def doubles_for_guidance(self) -> bool:
+        """Whether this model has classifier-free guidance, which takes a second forward with a negative prompt."""
+        return self.spec.doubles_for_guidance
+
+    def forwards_of_guidance(self, guidance_scale: float) -> int:
+        """Network forwards of a prediction at this `rollout.guidance_scale`: 2 with classifier-free guidance, else
+        1."""
+        return 2 if self.doubles_for_guidance and guidance_scale > 1 else 1
+
+    @property
+    def fixed_prompts(self) -> tuple[str, ...]:
+        """Prompts that a run encodes beside those of its data: the empty one, and what guidance steers away from."""
+        return (self.spec.empty_prompt,)
 
     @property
     def merged_lora(self) -> DistillationLora | None:

@@ -21,7 +21,14 @@ from retouch.core.schedule import FlowSchedule, Schedule, flux_shift
 from retouch.families.base import ModelSection
 from retouch.families.embeddings import EmbeddingCache, open_cache
 from retouch.families.inputs import reference_encoder
-from retouch.families.loading import DTYPES, ModelFilesError, component_path, load_component, require_pipeline
+from retouch.families.loading import (
+    DTYPES,
+    ModelFilesError,
+    component_path,
+    load_component,
+    require_pipeline,
+    transformer_path,
+)
 from retouch.families.text import TextEncoders
 from retouch.families.vae import Autoencoder
 from retouch.image_encoder import ImageEncoder
@@ -90,8 +97,9 @@ class FamilyModel(ABC):
         if network.config.in_channels != takes:
             why = "a text-to-image model cannot inpaint; " if "mask" in self.spec.needs else ""
             remedy = f"use {self.spec.hub_ids[0]}" if self.spec.hub_ids else f"set a model of {self.spec.family}"
+            key = "model.path" if self.config.transformer is None else "model.transformer"
             raise ModelFilesError(
-                f"model.path: the network takes {network.config.in_channels} channels, but {self.spec.family} with "
+                f"{key}: the network takes {network.config.in_channels} channels, but {self.spec.family} with "
                 f"this autoencoder needs {takes}; {why}{remedy}"
             )
         self.to(device)
@@ -148,9 +156,13 @@ class FamilyModel(ABC):
 
     @classmethod
     def load_network(cls, config: Any, path: str, dtype: torch.dtype) -> nn.Module:
-        """The network of a model folder that is trained."""
+        """The network that is trained: of a model folder, or of `model.transformer`."""
         name = config.spec.network_name
-        return load_component(getattr(diffusers, config.spec.networks[name]), path, name, dtype)
+        kind = getattr(diffusers, config.spec.networks[name])
+        if config.transformer is None:
+            return load_component(kind, path, name, dtype)
+        other, subfolder = transformer_path(config.transformer)
+        return load_component(kind, other, subfolder, dtype, key="model.transformer")
 
     @abstractmethod
     def input_channels(self) -> int:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retouch.config.errors import ConfigError
-from retouch.families.loading import component_path
+from retouch.families.loading import component_path, transformer_folder
 from retouch.image_encoder import TINY, ImageEncoder, picture_key
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ def require_prompts(model: Model, prompts: Iterable[str]) -> None:
     cache = open_cache(model)
     if cache is None:
         return
-    lacking = [prompt for prompt in prompts if not cache.has_text(prompt)]
+    guidance = model.fixed_prompts if model.doubles_for_guidance else ()
+    lacking = [prompt for prompt in (*guidance, *prompts) if not cache.has_text(prompt)]
     if lacking:
         raise ConfigError(
             f"model.embeddings: {cache.folder} lacks {len(lacking)} prompts of the run, {lacking[0]!r} among them; run "
@@ -217,6 +218,9 @@ def identity(model: Model) -> dict[str, Any]:
 def base_files(model: Model) -> dict[str, str | None]:
     """Fingerprints of the files that a model is made of, by part. None where they are not here."""
     networks = _folders(component_path(model.path, model.family), ("transformer", "unet"))
+    if model.transformer is not None:
+        folder = transformer_folder(model.transformer)
+        networks = [] if folder is None else [folder]
     encoders = {name: value for name, value in identity(model).items() if name.endswith("_files")}
     return {"network_files": fingerprint(networks), **encoders}
 

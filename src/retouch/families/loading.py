@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from transformers.utils.logging import disable_progress_bar
 
 from retouch.families import FAMILIES
 from retouch.hub import require_hub
-from retouch.model_files import ModelFilesError, component_path, has_component, require_pipeline, tiny_path
+from retouch.model_files import (
+    ModelFilesError,
+    component_path,
+    has_component,
+    require_pipeline,
+    tiny_path,
+    transformer_path,
+)
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
-    from retouch.families.base import Model
+    from retouch.families.base import Model, OtherTransformer
     from retouch.types import DiffusionModel
 
 __all__ = [
@@ -32,6 +39,8 @@ __all__ = [
     "load_model",
     "require_pipeline",
     "tiny_path",
+    "transformer_folder",
+    "transformer_path",
 ]
 
 disable_progress_bar()  # one bar a component, terminal or not
@@ -78,21 +87,26 @@ def is_there(path: str, name: str) -> bool:
     return has_component(folder, name)
 
 
-def load_component(kind: Any, path: str, subfolder: str, dtype: torch.dtype | None) -> Any:
-    """`kind.from_pretrained` on one subfolder.
+def load_component(
+    kind: Any, path: str, subfolder: str | None, dtype: torch.dtype | None, key: str = "model.path"
+) -> Any:
+    """`kind.from_pretrained` on one subfolder; None: on the top folder.
+
+    Args:
+        key: the key of the run file that named `path`.
 
     Raises:
         ConfigError: a hub id that is not on this machine, and the hub cannot be reached.
         ModelFilesError: missing, unreadable or incomplete files, naming the subfolder.
     """
-    require_hub("model.path", path)
+    require_hub(key, path)
     keywords: dict[str, Any] = (
         {} if dtype is None else {"torch_dtype" if kind.__module__.startswith("diffusers") else "dtype": dtype}
     )
     is_network: bool = issubclass(kind, torch.nn.Module)
     if is_network:
         keywords["output_loading_info"] = True
-    where = f"model.path: cannot load {subfolder}/ of {path} as {kind.__name__}"
+    where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
     try:
         with _quiet():
             loaded = kind.from_pretrained(path, subfolder=subfolder, **keywords)
@@ -107,6 +121,19 @@ def load_component(kind: Any, path: str, subfolder: str, dtype: torch.dtype | No
     if missing:  # both libraries fill these with random weights and go on
         raise ModelFilesError(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it anew")
     return network
+
+
+def transformer_folder(other: OtherTransformer) -> Path | None:
+    """Folder with the weights of `model.transformer`; None for a hub id that is not on this machine.
+
+    Raises:
+        ModelFilesError: no such folder, or one without the config of a network.
+    """
+    path, subfolder = transformer_path(other)
+    if Path(path).is_dir():
+        return Path(path) / (subfolder or "")
+    found = try_to_load_from_cache(path, f"{subfolder}/config.json" if subfolder else "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 @contextmanager

@@ -34,27 +34,40 @@ READERS = 4
 
 
 class EncodedData:
-    """Conditions and latents of the images of a dataset by position."""
+    """Conditions and latents of the images of a dataset by position.
 
-    def __init__(self, model: DiffusionModel, data: Dataset, guidance_scale: float, clock: Stopwatch) -> None:
+    Args:
+        conditional: leave the negative prompt out of conditions, for losses on the conditional prediction.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        data: Dataset,
+        guidance_scale: float,
+        clock: Stopwatch,
+        *,
+        conditional: bool = False,
+    ) -> None:
         self.model = model
         self.data = data
         self.guidance_scale = guidance_scale
         self.clock = clock
+        self.conditional = conditional
         self._examples: LruCache[int, Example] = LruCache(CAPACITY)
         self._ahead: dict[int, Future[Example]] = {}
         self._conditions: LruCache[tuple[int, bool], Condition] = LruCache(CAPACITY)
         self._images: dict[str, LruCache[int, Tensor]] = {role: LruCache(CAPACITY) for role in get_args(Role)}
 
-    def guided(self, guidance_scale: float) -> EncodedData:
-        """The same data under another guidance scale; itself where it is the same.
+    def guided(self, guidance_scale: float, *, conditional: bool = False) -> EncodedData:
+        """The same data under another guidance; itself where it is the same.
 
         What does not depend on the scale (images and their latents; prompts and masked images, which the model
         keeps) is not encoded again. A condition is: the model may make another one under another scale.
         """
-        if guidance_scale == self.guidance_scale:
+        if (guidance_scale, conditional) == (self.guidance_scale, self.conditional):
             return self
-        other = EncodedData(self.model, self.data, guidance_scale, self.clock)
+        other = EncodedData(self.model, self.data, guidance_scale, self.clock, conditional=conditional)
         other._examples, other._images = self._examples, self._images
         return other
 
@@ -110,8 +123,10 @@ class EncodedData:
 
     def _encode(self, position: int, uncaptioned: bool) -> Condition:
         example = self.examples([position])[0]
-        example = replace(example, prompt=self.model.spec.empty_prompt) if uncaptioned else example
-        return self.model.encode([example], self.guidance_scale).to("cpu")
+        if uncaptioned:
+            example = replace(example, prompt=self.model.spec.empty_prompt, embedding_path=None)
+        condition = self.model.encode([example], self.guidance_scale)
+        return (condition.without_negative() if self.conditional else condition).to("cpu")
 
     def _encode_image(self, role: Role, position: int) -> Tensor:
         example = self.examples([position])[0]

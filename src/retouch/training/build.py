@@ -74,12 +74,14 @@ class Run:
     @cached_property
     def encoded_for_denoising(self) -> EncodedData:
         """Encoded examples of `data`, under the guidance of losses on noised images."""
-        return self.encoded.guided(self.denoising_guidance_scale)
+        guided = self.config.model.forwards_of_guidance(self.guidance_scale) > 1
+        return self.encoded.guided(self.denoising_guidance_scale, conditional=guided)
 
     @property
     def denoising_guidance_scale(self) -> float:
         """Guidance of losses on noised images (SFT, DPO, NFT): that of rollouts if the network embeds it; 1 if guidance
-        is two forwards, because it is the conditional prediction that learns to denoise."""
+        is two forwards, because it is the conditional prediction that learns to denoise. Their conditions have no
+        negative prompt for the same reason."""
         return 1.0 if self.config.model.spec.doubles_for_guidance else self.guidance_scale
 
     def close(self) -> None:
@@ -133,7 +135,7 @@ def build(config: RunConfig) -> Run:
     if config.model.free_text_encoders:
         assert model.prompts is not None, "`check` refuses this for other families"
         prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
-        model.prompts.cache_and_release([model.spec.empty_prompt, *prompts])
+        model.prompts.cache_and_release([*config.model.fixed_prompts, *prompts])
     given = config.rollout.guidance_scale
     guidance_scale = model.spec.guidance_scale if given is None else given
     return Run(

@@ -9,7 +9,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.families.base import TrainIpAdapter
 from retouch.hub import is_hub_id, require_hub
-from retouch.model_files import component_path
+from retouch.model_files import component_path, transformer_path
 
 
 def require_files(run: RunConfig) -> None:
@@ -38,6 +38,8 @@ def require_model(run: RunConfig) -> None:
         ModelFilesError, ConfigError: naming the key.
     """
     require_hub("model.path", component_path(run.model.path, run.model.family))
+    if run.model.transformer is not None:
+        require_hub("model.transformer.path", transformer_path(run.model.transformer)[0])
     encoder = run.model.reference_encoder if run.model.embeddings is None else None  # stored vectors replace it
     require_hub("model.train.image_encoder", encoder or "")
     if isinstance(run.model.train, TrainIpAdapter):

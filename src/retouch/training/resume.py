@@ -173,6 +173,8 @@ def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: 
     """By a sample of the files; by their paths where they are not here, then or now. Text encoders may be gone, when
     `model.embeddings` has what they made."""
     for part, (name, option) in BASE.items():
+        if part == "network_files" and now["model"].get("transformer"):
+            option = "transformer"
         kept, found = then.get(part), today.get(part)
         paths = [one["model"].get(option) for one in (before, now)]
         if kept != found if kept and found else paths[0] != paths[1] and part != "text_files":

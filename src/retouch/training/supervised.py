@@ -27,7 +27,7 @@ from retouch.training.step import Step
 def supervised_phase(session: Session, until: int, lr: float, objective: Objective, *, shifted: bool) -> None:
     """Supervised optimizer steps up to step `until` of the run."""
     run = session.run
-    data = EncodedData(run.model, run.warmup_data, run.denoising_guidance_scale, run.clock)
+    data = EncodedData(run.model, run.warmup_data, run.denoising_guidance_scale, run.clock, conditional=True)
     for step in session.single_steps(until, lr):
         positions = step_positions(session, len(run.warmup_data), until)
         data.read_ahead([p for rows in positions for p in rows])

@@ -43,10 +43,11 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     from safetensors import SafetensorError
 
     from retouch.adapters.export import Base, export
-    from retouch.families.loading import DTYPES, component_path
+    from retouch.families.loading import DTYPES, component_path, transformer_path
 
     path = component_path(config.path, config.family)
-    base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype])
+    other = None if config.transformer is None else transformer_path(config.transformer)
+    base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype], other)
     try:
         with writing(out):
             written = export(base, folder, to, out)

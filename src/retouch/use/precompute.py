@@ -35,7 +35,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model: FamilyModel = load_model(given, device, filling=cache)  # type: ignore[assignment]
     for data in datasets(config):
-        for prompt in [*data.prompts, model.spec.empty_prompt]:
+        for prompt in [*data.prompts, *given.fixed_prompts]:
             cache.add_text(prompt, model.texts().of)
         for example in data:
             if model.image_encoder is not None and example.reference is not None:

@@ -2,9 +2,9 @@
 metadata.csv (Hugging Face imagefolder).
 
 Keys: `prompt`, and optionally `image_path` (what is repainted or edited; none for text to image), `id`, `mask_path`,
-`reference_path`, `target_path`, `win_path` and `lose_path`, `text`, and `t5_embedding_path`, which flux_fill reads
-instead of encoding the prompt. `image` and `mask`, `file_name` and the `*_file_name` columns of an imagefolder are read
-as aliases of the paths; in an imagefolder, `text` is the caption if there is no `prompt`. Other keys are kept as
+`reference_path`, `target_path`, `win_path` and `lose_path`, `text`, and `t5_embedding_path`, which the FLUX.1 families
+read instead of encoding the prompt. `image` and `mask`, `file_name` and the `*_file_name` columns of an imagefolder are
+read as aliases of the paths; in an imagefolder, `text` is the caption if there is no `prompt`. Other keys are kept as
 metadata. Relative paths start from the file's folder or from `data.image_root`.
 """
 

@@ -1,0 +1,74 @@
+"""FLUX.1-Kontext: a flow model that changes an image by a prompt, on diffusers' own networks.
+
+The tokens of the clean source follow those of the noisy latents; their position ids have 1 on the first axis. With a
+mask, latents are blended as well (`retouch.families.blending`), and only the masked region changes. The released
+pipeline scales outputs to a megapixel and sources to one of 17 sizes; here sizes are those of the examples.
+`retouch.families.flux.base` has the rest.
+
+Legend: B samples, C latent channels, h w latent sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from diffusers import FluxKontextPipeline
+from torch import Tensor, nn
+
+from retouch.families import tiny
+from retouch.families.blending import blended, mask_cells
+from retouch.families.diffusion import pack
+from retouch.families.flux.base import FluxModel, grid_ids, tiny_parts
+from retouch.families.flux_kontext.spec import FluxKontextModel
+from retouch.families.inputs import image_pixels, optional_masks
+from retouch.imaging import stack_above
+from retouch.types import Condition, Example
+
+
+class FluxKontext(FluxModel):
+    """The family protocol (`retouch.types.DiffusionModel`) for editing: a source, and a mask where there is one."""
+
+    section = FluxKontextModel
+
+    @staticmethod
+    def tiny() -> FluxKontextPipeline:
+        """See `tiny_parts`."""
+        return FluxKontextPipeline(**tiny_parts(in_channels=4 * tiny.CHANNELS))
+
+    @torch.no_grad()
+    def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
+        """Text, vectors of the references, latents of the sources and, if there are masks, the masks, of examples of
+        one size.
+
+        Raises:
+            ValueError: an example without a source, some with a mask and some without, or a size that the network does
+                not take.
+        """
+        images = torch.stack([self._source(example) for example in examples]).to(self.device)
+        mask = optional_masks(examples, self.spec, self.device)
+        tensors = {
+            **self.encoded_texts(examples, guidance_scale),
+            "source_latents": self.autoencoder.encode_once(images),
+        }
+        if mask is not None:
+            tensors["mask_cells"] = mask_cells(self, mask)
+        return Condition(tensors, mask, (images.shape[2], images.shape[3]))
+
+    def _source(self, example: Example) -> Tensor:
+        if example.source is None:
+            raise ValueError(f"example {example.id} has no source image; {self.spec.family} changes one")
+        image = stack_above(example.strip, example.source.convert("RGB"))
+        self.require_size((image.height, image.width))
+        return image_pixels(image)
+
+    def sequence(self, x: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The noisy latents, then the source."""
+        rows, columns, device = x.shape[2] // 2, x.shape[3] // 2, str(x.device)
+        tokens = torch.cat([pack(x), pack(tensors["source_latents"].to(x))], dim=1)
+        return tokens, torch.cat([grid_ids(rows, columns, device), grid_ids(rows, columns, device, image=1)])
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Velocity [B, C, h, w] at sigma `t` [B]; outside a mask the one that leads to the source."""
+        velocity = super().predict(network, x, t, condition)
+        return blended(velocity, x, t, condition.tensors) if condition.mask is not None else velocity
