@@ -69,5 +69,7 @@ def test_a_guidance_of_null_is_the_models() -> None:
         "flux_fill": 30.0,
         "qwen_image": 4.0,
         "qwen_image_edit": 4.0,
+        "sd3": 4.5,
         "sd_inpaint": 7.5,
+        "sdxl_inpaint": 7.5,
     }
