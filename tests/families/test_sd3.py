@@ -20,7 +20,8 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor
 
 from retouch.adapters.lora import add_lora
-from retouch.doctor.model import find_model, loaded
+from retouch.doctor import networks
+from retouch.doctor.model import Found, find_model, loaded
 from retouch.engine.speed import compile_blocks
 from retouch.families import FAMILIES
 from retouch.families.base import TrainFull, TrainLora
@@ -305,7 +306,9 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: Sd3, tmp_p
         assert float((velocity - expected).detach().abs().max()) < 0.1 * float(expected.detach().abs().max())
 
 
-def test_a_folder_without_t5_loads_with_zeros_in_its_place(pipeline: Any, tmp_path: Path) -> None:
+def test_a_folder_without_t5_loads_with_zeros_in_its_place(
+    pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = {**pipeline.components, "text_encoder_3": None, "tokenizer_3": None}
     StableDiffusion3Pipeline(**parts).save_pretrained(tmp_path)
     section = Sd3Model(path=str(tmp_path), dtype="fp32", max_sequence_length=LENGTH)
@@ -314,6 +317,10 @@ def test_a_folder_without_t5_loads_with_zeros_in_its_place(pipeline: Any, tmp_pa
     assert text.shape[1] == 24 + LENGTH and not text[:, 24:].any()
     found = find_model(section)
     assert found.problems == [] and "text_encoder_3" not in loaded(section, embedded=False, folder=found.folder)
+    asked: list[str] = []
+    monkeypatch.setattr(networks, "_fetched", lambda hub_id, file, known: asked.append(file) or tmp_path)
+    of_the_hub = networks.build_networks(Sd3Model(path="somebody/sd3"), Found(missing="not here"), download=True)
+    assert of_the_hub.whole and "text_encoder_3" not in of_the_hub.parts and "text_encoder_3/config.json" not in asked
     (tmp_path / "model_index.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelFilesError, match=r"model_index.json is damaged .*copy the model anew"):
         load_model(section)
@@ -334,17 +341,17 @@ def test_a_folder_that_lost_its_t5_is_refused(pipeline: Any, tmp_path: Path) -> 
 
 
 def test_the_released_networks() -> None:
-    networks = released_networks(FAMILIES["sd3"].spec)
-    weights = {name: sum(p.numel() for p in network.parameters()) / 1e9 for name, network in networks.items()}
+    released = released_networks(FAMILIES["sd3"].spec)
+    weights = {name: sum(p.numel() for p in network.parameters()) / 1e9 for name, network in released.items()}
     expected = {"transformer": 2.24, "vae": 0.084, "text_encoder": 0.124, "text_encoder_2": 0.695}
     assert weights == pytest.approx({**expected, "text_encoder_3": 4.76}, rel=0.01)
-    assert sum(b.numel() for b in networks["transformer"].buffers()) == 384**2 * 1536
+    assert sum(b.numel() for b in released["transformer"].buffers()) == 384**2 * 1536
     targets = tuple(f".{target}" for target in Sd3Model.spec.lora_targets)
-    adapted = [m for n, m in networks["transformer"].named_modules() if n.endswith(targets)]
+    adapted = [m for n, m in released["transformer"].named_modules() if n.endswith(targets)]
     assert len(adapted) == 24 * 8 - 1  # the last block returns no text
     assert sum(32 * (m.in_features + m.out_features) for m in adapted) == pytest.approx(18.8e6, rel=0.01)
     for target in targets:
-        assert any(n.endswith(target) for n, _ in networks["transformer"].named_modules())
+        assert any(n.endswith(target) for n, _ in released["transformer"].named_modules())
 
 
 def test_the_large_model_is_of_this_family(pipeline: Any, model: Sd3) -> None:

@@ -48,24 +48,24 @@ class Sd3(FamilyModel):
     def load_text(
         cls, config: Sd3Model, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
     ) -> TextEncoders:
-        clips = [TextEncoder.load(CLIPTextModelWithProjection, path, number, dtype) for number in ("", "_2")]
+        clip, clip_2 = (TextEncoder.load(CLIPTextModelWithProjection, path, number, dtype) for number in ("", "_2"))
         t5 = None
         if is_there(path, "text_encoder_3"):
             t5 = TextEncoder.load(T5EncoderModel, path, "_3", dtype, config.max_sequence_length)
-        return TextEncoders(_encoders(*clips, t5), device, config.offload_text_encoders)
+        return TextEncoders(_encoders(clip, clip_2, t5), device, config.offload_text_encoders)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 256) -> Self:
         """The networks of a `StableDiffusion3Pipeline` in memory, T5 prompts of `length` tokens."""
-        clips = [
+        clip, clip_2 = (
             TextEncoder(model, tokenizer, tokenizer.model_max_length)
             for model, tokenizer in (
                 (pipeline.text_encoder, pipeline.tokenizer),
                 (pipeline.text_encoder_2, pipeline.tokenizer_2),
             )
-        ]
+        )
         t5 = pipeline.text_encoder_3 and TextEncoder(pipeline.text_encoder_3, pipeline.tokenizer_3, length)
-        text = TextEncoders(_encoders(*clips, t5))
+        text = TextEncoders(_encoders(clip, clip_2, t5))
         config = Sd3Model(max_sequence_length=length)
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
 
