@@ -11,7 +11,6 @@ import pytest
 from retouch.config import RunConfig, load_run
 from retouch.config.advice import warnings_of
 from retouch.config.derived import derive
-from retouch.families import FAMILIES
 from tests.config.conftest import REPOSITORY
 
 Run = Callable[..., RunConfig]
@@ -30,7 +29,7 @@ def test_which_models_are_distilled(run_with: Run) -> None:
         KLEIN: (4, 1.0),
         BASE: (None, 4.0),
     }
-    assert FAMILIES["flux_fill"]().distilled_steps is None
+    assert run_with().model.distilled_steps is None
 
 
 @pytest.mark.parametrize("model", [TURBO, KLEIN])

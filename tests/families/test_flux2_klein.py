@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor
 
-from retouch.adapters.lora import add_lora
+from retouch.adapters.lora import add_lora, save_lora
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.flux2_klein.model import Flux2Klein, klein_shift, mask_cells
 from retouch.families.flux2_klein.spec import Flux2KleinModel
@@ -284,6 +284,24 @@ def test_every_target_adapts_a_layer() -> None:
     assert "single_transformer_blocks.1.attn.to_out" in adapted and "transformer_blocks.1.attn.to_out.0" in adapted
     for target in Flux2KleinModel.spec.lora_targets:
         assert any(name.endswith(f".{target}") for name in adapted)
+
+
+def test_the_pipeline_reads_a_trained_lora(model: Flux2Klein, tmp_path: Path) -> None:
+    stock = tiny_pipeline("flux2_klein", seed=3)
+    stock.set_progress_bar_config(disable=True)
+    trained = tiny_pipeline("flux2_klein", seed=3).transformer
+    add_lora(trained, 2, 4.0, model.spec.lora_targets)
+    with torch.no_grad():
+        for name, weight in trained.named_parameters():
+            if ".lora_B" in name:
+                weight.normal_(std=0.3)
+    save_lora({n: p for n, p in trained.named_parameters() if p.requires_grad}, tmp_path, 4.0, 2)
+    stock.load_lora_weights(tmp_path)
+    x, t, condition = torch.randn(1, 16, 8, 10), torch.tensor([0.7]), model.encode([drawn_at(0, (64, 80))], 1.0)
+    with torch.no_grad():
+        base, found, expected = (model.predict(n, x, t, condition) for n in (model.network, stock.transformer, trained))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert float((base - expected).abs().max()) > 0.01
 
 
 # --- loading ---

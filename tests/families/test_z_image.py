@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from retouch.adapters.lora import add_lora, save_lora
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import component_on_meta, released_networks
@@ -198,6 +199,24 @@ def test_a_released_path_is_of_its_variant() -> None:
         ZImageModel(path="Tongyi-MAI/Z-Image-Turbo")
     with pytest.raises(ValidationError, match=r"variant is 'turbo'; set model.variant=base, or"):
         ZImageModel(variant="turbo")
+
+
+def test_the_pipeline_reads_a_trained_lora(model: ZImage, tmp_path: Path) -> None:
+    stock = tiny_pipeline("z_image", seed=3)
+    stock.set_progress_bar_config(disable=True)
+    trained = tiny_pipeline("z_image", seed=3).transformer
+    add_lora(trained, 2, 4.0, model.spec.lora_targets)
+    with torch.no_grad():
+        for name, weight in trained.named_parameters():
+            if ".lora_B" in name:
+                weight.normal_(std=0.3)
+    save_lora({n: p for n, p in trained.named_parameters() if p.requires_grad}, tmp_path, 4.0, 2)
+    stock.load_lora_weights(tmp_path)
+    x, t, condition = torch.randn(1, 8, 8, 16), torch.tensor([0.7]), model.encode([drawn_at(0, (32, 64))], 1.0)
+    with torch.no_grad():
+        base, found, expected = (model.predict(n, x, t, condition) for n in (model.network, stock.transformer, trained))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert float((base - expected).abs().max()) > 0.01
 
 
 # --- loading ---

@@ -131,7 +131,8 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
         raise ConfigError("--text: given an empty text; give the text to write into the mask")
     if takes_references(config, scored=False) and request.reference is None:
         raise ConfigError(
-            "--image needs --reference: the run trained with style references (an adapter or reference_strip)"
+            "--image needs --reference: the run trained with references (a style adapter, model.reference_images or "
+            "data.reference_strip)"
         )
     _takes_references(config, request.reference, scored=False)
     template = getattr(config.data, "prompt_template", DEFAULT_TEMPLATE)
