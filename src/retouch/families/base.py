@@ -139,6 +139,10 @@ class TrainLora(Section):
     """Updates are scaled by alpha / rank; null is 2 · rank."""
     targets: Annotated[list[Text], Field(min_length=1)] | None = None
     """Module-name suffixes to adapt; null takes the defaults of the family."""
+    initial_adapter: Text | None = None
+    """LoRA to start from: a file of diffusers, PEFT or kohya, or a checkpoint or run directory of an earlier run (its
+    EMA weights where it has them). `rank` and `alpha` must be those of the file; modules that the file does not adapt
+    start as a no-op. Null starts with a new LoRA, which changes nothing at first."""
 
 
 class TrainIpAdapter(Section):
@@ -172,8 +176,8 @@ class TrainIpAdapter(Section):
     reference token, so that it trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
     unconditional half of guidance."""
     initial_adapter: Text | None = None
-    """Adapter file of any supported layout, or checkpoint folder, to start from; null starts with a new adapter, which
-    changes nothing at first."""
+    """Adapter to start from: a file of any supported layout, or a checkpoint or run directory of an earlier run (its
+    EMA weights where it has them); null starts with a new adapter, which changes nothing at first."""
 
     @field_validator("scale", mode="wrap")
     @classmethod
