@@ -1,4 +1,4 @@
-"""Runs that start from the LoRA of another: the reference they are held to, and SFT -> GRPO -> NFT in three run files."""
+"""Runs that start from the LoRA of another: their reference, and SFT -> GRPO -> NFT in three run files."""
 
 from __future__ import annotations
 

@@ -162,8 +162,7 @@ def read_lora(path: Path, spec: FamilySpec, modules: Mapping[str, nn.Module]) ->
     for module, parts in named.items():
         if not {"A", "B"} <= parts.keys():
             raise ConfigError(f"{KEY}: {path} has only one factor of {module}; copy it anew")
-        a, b, weight = parts["A"], parts["B"], getattr(modules[module], "weight", None)
-        shape = None if weight is None else tuple(weight.shape)
+        a, b, shape = parts["A"], parts["B"], _shape_of(modules[module])
         if shape is None or a.ndim != len(shape) or (b.shape[0], *a.shape[1:]) != shape or a.shape[0] != b.shape[1]:
             raise ConfigError(
                 f"{KEY}: {path} has factors {list(a.shape)} and {list(b.shape)} for {module}, whose weight is "
@@ -286,6 +285,14 @@ def _only_one(path: Path, what: str, values: Iterable[float]) -> float:
             "trained on: give another"
         )
     return found[0]
+
+
+def _shape_of(module: nn.Module) -> tuple[int, ...] | None:
+    """(out, in, ...) of the weight; None without one."""
+    if isinstance(module, nn.Linear):  # also one that stores its weight in another shape
+        return module.out_features, module.in_features
+    weight = getattr(module, "weight", None)
+    return None if weight is None else tuple(weight.shape)
 
 
 def _suffix(module: str) -> str:

@@ -223,6 +223,10 @@ class TrainIpAdapter(Section):
             )
 
 
+Quantization = Literal["int8", "fp8", "nf4"]
+"""How the matrices of a frozen network are stored; see `retouch.families.quantized`."""
+
+
 Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
 
@@ -251,6 +255,10 @@ class ModelSection(Section):
     """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of frozen weights (network under LoRA, VAE, text encoders). Trained weights are fp32."""
+    quantize: Quantization | None = None
+    """Storage of the matrices in the blocks of the frozen network, under LoRA or a style adapter: "int8" and "fp8"
+    (e4m3) take 1 byte per weight, "nf4" (QLoRA, arXiv 2305.14314; bitsandbytes) 0.56; each use restores them in the
+    precision of training. Rollouts, training and evaluation all use the quantized network. Null keeps `dtype`."""
     offload_text_encoders: bool = True
     """Keep the text encoders on the CPU and move them to the device only while they encode."""
     vae_batch: Literal["all", "one", "tiles"] = "all"
@@ -303,6 +311,22 @@ class ModelSection(Section):
             raise ValueError(f"{key}.path: empty; set a hub id or a folder in the diffusers layout")
         if isinstance(self.train, TrainIpAdapter):
             self.train.check(run, f"{key}.train")
+        if self.quantize is not None:
+            self._can_be_quantized(run, f"{key}.quantize: given {self.quantize!r}, but")
+
+    def _can_be_quantized(self, run: RunConfig, given: str) -> None:
+        if isinstance(self.train, TrainFull):
+            raise ValueError(
+                f"{given} model.train.kind=full trains the weights that it stores in few bits; set "
+                "model.train.kind=lora, or leave quantize out"
+            )
+        for option, value in (("sharding", run.training.sharding != "none"), ("compile", run.training.compile)):
+            if value:
+                off = "none" if option == "sharding" else "false"
+                raise ValueError(
+                    f"{given} training.{option} is set, which does not support quantized layers; set "
+                    f"training.{option}={off}, or leave quantize out"
+                )
 
     def check_size(self, key: str, size: tuple[int, int]) -> None:
         """Raise ValueError where the images of a data section `key` of (height, width) do not fit."""
