@@ -33,9 +33,10 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 def quantize_blocks(network: nn.Module, scheme: Quantization | None, device: torch.device | str = "cpu") -> None:
-    """Store the matrices of the network's repeated blocks in 8 or 4 bits, in place; None changes nothing. Convolutions,
-    norms and the layers before and after the blocks keep their precision: less than 1 % of a transformer's weights, 69 %
-    of the U-Net of Stable Diffusion 1.5.
+    """Store the matrices of the network's repeated blocks in 8 or 4 bits, in place; None changes nothing.
+
+    Convolutions, norms and the layers before and after the blocks keep their precision: less than 1 % of the weights of
+    a transformer, 69 % of the U-Net of Stable Diffusion 1.5.
 
     Args:
         device: where to quantize, one matrix at a time; the network stays where it is.
