@@ -36,9 +36,9 @@ PROCESSES = (2, 4, 8)
 
 HEAD = """# Memory by GPU
 
-What a run stores on a GPU before activations, at the released sizes of each family, and the first setting of
-`model.quantize` or `training.sharding` with which it fits on GPUs of four sizes. `python tools/memory_table.py` writes
-this page from the counts of `retouch check --memory`.
+The table lists the memory that a run stores on a GPU before activations, at the released sizes of each family. For
+GPUs of four sizes, it gives the first setting of `model.quantize` or `training.sharding` with which the run fits.
+`python tools/memory_table.py` writes this page from the counts of `retouch check --memory`.
 
 | family | trained | stored | {gpus} |
 |---|---|---|{rules}|
@@ -50,7 +50,7 @@ TAIL = """
   wait on the CPU (`model.offload_text_encoders`).
 - **bf16**: fits as it is (frozen weights in bf16, trained ones in fp32). **int8**, **nf4**: fits with
   [`model.quantize`](lora.md#quantized-base); int8 stands for fp8 as well. **nf4, embeddings**: fits if, in addition,
-  `retouch data precompute` has stored the text embeddings (`model.embeddings`), so that no text encoder is loaded.
+  `retouch data precompute` has stored the text embeddings (`model.embeddings`); no text encoder is loaded then.
   **N × fsdp2**, **N × zero2**: fits sharded over N GPUs of this size (`training.sharding`). **-**: does not fit on
   {most} of them.
 - A run fits if it stores at most {share} % of the GPU ({smallest} GB of 24), and if its largest text encoder fits

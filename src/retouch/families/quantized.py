@@ -98,7 +98,8 @@ class QuantizedLinear(nn.Linear):
         # parameters, because DDP sends buffers again in every forward
         self.weight = nn.Parameter(stored.to(whole.device), requires_grad=False)
         self.scale = nn.Parameter(scale.to(whole.device), requires_grad=False)
-        self.register_parameter("bias", None if linear.bias is None else linear.bias.requires_grad_(False))
+        self.register_parameter("bias", linear.bias)
+        self.requires_grad_(False)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The restored matrix [out, in]."""
