@@ -48,6 +48,7 @@ CHECKED = [
     "extra ocr",
     "extra vlm",
     "extra deepspeed",
+    "extra quantize",
     "extra wandb",
     "extra trackio",
     "extra ui",
