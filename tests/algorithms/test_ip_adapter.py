@@ -227,6 +227,20 @@ def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: C
     assert norms[0] != norms[1] and sum(norms[0]) > 0
 
 
+@pytest.mark.parametrize("weights_of", ["all", "kv_lora"])
+def test_an_adapter_on_a_quantized_base(config: Config, scripted: Use, styled: Path, weights_of: str) -> None:
+    """On-policy, trained, and its files are whole."""
+    scripted(brightness)
+    small = {"rollout__batch_size_per_device": 1, "optimizer": {"lr": 3e-3, "batch_size_per_device": 1}}
+    made = run_of(config, styled, "grpo", {"weights": weights_of}, model__quantize="int8", **small)
+    done, records = train(made)
+    first = next(r for r in of_kind(records, "train") if r["phase"] == "rl")
+    assert first["max_abs_log_ratio"] <= 1e-6 and first["grad_norm"] > 0
+    layers = [type(m).__name__ for m in done.model.network.modules()]
+    assert "QuantizedLinear" in layers
+    assert not read_adapter(done.dir.path / "checkpoints/step-000003/weights").unused
+
+
 # --- using what was trained ---
 
 

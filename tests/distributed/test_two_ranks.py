@@ -15,6 +15,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from retouch.adapters.lora import FILE
 from retouch.engine.checkpoint import read_state
 from retouch.families.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
@@ -262,3 +263,16 @@ def same_records(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
                 name
             )
         assert b.get("max_abs_log_ratio", 0) <= max(1e-5, 1.1 * a.get("max_abs_log_ratio", 0))
+
+
+@pytest.mark.slow
+def test_two_ranks_on_a_quantized_base_train_as_one_process_does(run_yaml: Path) -> None:
+    quantized = ("model.train={kind: lora, rank: 4}", "model.quantize=int8")
+    one = on_one(run_yaml, "optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=5", *quantized)
+    two = on_two(run_yaml, "optimizer.batch_size_per_device=1", "optimizer.gradient_accumulation=5", *quantized)
+    ranks = [load_file(two / f"rank-{rank}.safetensors") for rank in range(2)]
+    alone = load_file(one / "checkpoints/step-000003/weights" / FILE)
+    for name, tensor in ranks[0].items():
+        assert torch.equal(tensor, ranks[1][name]), name
+    for name, expected in load_file(two / "checkpoints/step-000003/weights" / FILE).items():
+        torch.testing.assert_close(alone[name], expected, atol=1e-5, rtol=0, msg=name)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from retouch.adapters.trainee import make_trainable
+from retouch.adapters.lora import FILE, add_lora
+from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import load_run, parse_run
 from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
@@ -25,6 +27,7 @@ from retouch.doctor.launch import launch_extras
 from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.rewards import needed_extras
 from retouch.families.base import DistillationLora
+from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import load_model, tiny_path
 from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.image_encoder import TINY
@@ -45,6 +48,7 @@ CHECKED = [
     "extra ocr",
     "extra vlm",
     "extra deepspeed",
+    "extra quantize",
     "extra wandb",
     "extra trackio",
     "extra ui",
@@ -387,6 +391,22 @@ def test_an_initial_adapter_that_does_not_fit(run_yaml: Callable[..., Path], sig
         ({"initial_adapter": str(less)}, f"{start}{less} has 4 tokens by mlp from vectors of width 64 for 5 blocks of"),
     ):
         what, says = only("fix", adapter_run(run_yaml, signs, **train))
+        assert (what, says[: len(message)]) == ("initial adapter", message)
+
+
+def test_an_initial_lora(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+    network = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
+    add_lora(network, 4, 8.0, FluxFillModel.spec.lora_targets)
+    state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+    LoraWeights(4, 8.0, "transformer").save(state, tmp_path / "lora")
+    given = {"kind": "lora", "rank": 4, "alpha": 8, "initial_adapter": str(tmp_path / "lora")}
+    found = {line["what"]: line for line in lines(run_yaml(model__train=given))}
+    assert found["initial adapter"]["says"] == f"{tmp_path}/lora/{FILE}: a LoRA"
+    for train, message in (
+        ({**given, "initial_adapter": str(tmp_path / "nowhere")}, "model.train.initial_adapter: given"),
+        ({**given, "rank": 2}, "model.train: given rank 2 and alpha 8, but"),
+    ):
+        what, says = only("fix", run_yaml(model__train=train))
         assert (what, says[: len(message)]) == ("initial adapter", message)
 
 

@@ -29,11 +29,6 @@ def test_a_picture_is_encoded_once_under_every_guidance_and_prompt(
         return real(pixels, *rest, **options)
 
     monkeypatch.setattr(made.vae, "encode", watch)
-<<<<<<< ours
-=======
-    whole = family not in ("flux_fill", "sd_inpaint")  # their source, whatever the mask
-    name = "source_latents" if whole else "masked_latents"
->>>>>>> theirs
     first, second = random_example(1, 32, 64), random_example(2, 32, 64)
     blends = "mask" not in made.spec.needs  # its whole source, whatever the mask
     name = "source_latents" if blends else "masked_latents"
@@ -50,11 +45,7 @@ def test_a_picture_is_encoded_once_under_every_guidance_and_prompt(
     made.encode([other], 1.0)
     assert len(encoded) == 3
     made.encode([replace(first, source=second.source, mask=first.mask.transpose(0))], 1.0)  # type: ignore[union-attr]
-<<<<<<< ours
     assert len(encoded) == (3 if blends else 4)
-=======
-    assert len(encoded) == (3 if whole else 4)
->>>>>>> theirs
 
 
 class Doubling(vae.Autoencoder):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from retouch.adapters.projections import HEADS, SOURCES
 from retouch.adapters.tensor_file import write_tensors
+from retouch.adapters.weights_folder import newest_weights
 from retouch.errors import AdapterFileError
 from retouch.saved_tensors import DamagedFile, RefusedFile, load_saved
 
@@ -143,7 +144,8 @@ class AdapterFile:
 
 
 def read_adapter(path: Path) -> AdapterFile:
-    """Read a file of any of the layouts, or the one in a checkpoint's `weights/` or `ema/` folder.
+    """Read a file of any of the layouts, or the one in a folder of weights, a checkpoint (EMA weights where it has
+    them) or the newest checkpoint of a run directory.
 
     Tensors that no adapter has (of norms that have no parameters here, buffers, further parts) are left out, as
     Calligrapher's own loader does; `unused` names them, and the caller reports them.
@@ -153,6 +155,7 @@ def read_adapter(path: Path) -> AdapterFile:
             together. An adapter is never loaded in part.
     """
     if path.is_dir():
+        path = newest_weights(path)
         inside = [path / f"{NAME}{suffix}" for suffix in (".safetensors", ".bin")]
         path = next((file for file in inside if file.is_file()), inside[0])
     if not path.is_file():

@@ -27,8 +27,7 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
         ConfigError: `targets` match no module.
     """
     network.requires_grad_(False)
-    weighted = [name for name, module in network.named_modules() if hasattr(module, "weight")]  # no container of layers
-    names = [name for name in weighted if any(name == t or name.endswith("." + t) for t in targets)]
+    names = adapted_modules(network, targets)
     if not names:
         raise ConfigError(
             f"model.train.targets: given {', '.join(targets)}; no module of {type(network).__name__} ends like that; "
@@ -38,6 +37,17 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def adapted_modules(network: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names of the modules that LoRA with these targets (module-name suffixes) adapts."""
+    weighted = [name for name, module in network.named_modules() if hasattr(module, "weight")]  # no container of layers
+    return [name for name in weighted if any(name == t or name.endswith("." + t) for t in targets)]
+
+
+def is_update(parameter: str) -> bool:
+    """Whether a LoRA parameter is a factor B: with these at 0 the network is the base, bitwise."""
+    return ".lora_B." in parameter
 
 
 def save_lora(state: Mapping[str, Tensor], folder: Path, alpha: float, rank: int, prefix: str = "transformer") -> None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from retouch.adapters.initial_lora import initial_lora
 from retouch.adapters.lora import FILE, add_lora, load_lora, lora_shape, save_lora
 from retouch.adapters.train_ip_adapter import train_ip_adapter
 
@@ -35,17 +37,24 @@ class Trainee(Protocol):
 
 
 def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int = 0) -> Trainee:
-    """Select the weights that require a gradient, and add the adapters of the run file.
+    """Select the weights that require a gradient, and add the adapters, new or initial ones, of the run file.
 
     Args:
         seed: of the weights of a new style adapter.
+
+    Raises:
+        ConfigError: targets or an initial adapter that do not fit the network.
     """
     if train.kind == "full":
         network.requires_grad_(True)
         return FullWeights(network)
     if train.kind == "ip_adapter":
         return train_ip_adapter(network, train, spec, seed)
+    initial = initial_lora(network, train, spec)
     add_lora(network, train.rank, train.alpha, train.targets or spec.lora_targets)
+    with torch.no_grad():
+        for name, factor in initial.items():
+            network.get_parameter(name).copy_(factor)
     return LoraWeights(train.rank, train.alpha, spec.network_name)
 
 

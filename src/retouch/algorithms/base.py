@@ -191,6 +191,9 @@ class RlConfig(Objective):
     combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
     """Several rewards: the weighted sum of the advantages of each, in which no reward dominates by its range, or the
     advantages of their weighted sum."""
+    kl_reference: Literal["initial", "base"] = "initial"
+    """Reference policy of the KL (DPO: of the implicit reward). "initial" is the policy at the start of RL, with
+    `model.train.initial_adapter` and after the supervised warm-up; "base" is the model without its LoRA."""
     resample_rounds: Annotated[int, Field(ge=0)] = 0
     """Rounds of new groups for those with zero reward variance (DAPO's dynamic sampling, arXiv 2503.14476)."""
 
@@ -215,7 +218,21 @@ class RlConfig(Objective):
             )
         if self.step_rule(run) is None:
             self._samples_by_the_ode(run)
+        if self.kl_reference == "base":
+            self._can_compare_with_the_base(run)
         super().check(run)
+
+    def _can_compare_with_the_base(self, run: RunConfig) -> None:
+        """Refuse kl_reference=base where there is no reference, or no LoRA that can be left out."""
+        given = "algorithm.kl_reference: given 'base', but"
+        if "reference" not in self.snapshots:
+            remedy = "set algorithm.kl_weight, or " if hasattr(self, "kl_weight") else ""
+            raise ValueError(f"{given} {self.name} keeps no reference policy here; {remedy}leave kl_reference out")
+        if run.model.train.kind != "lora":
+            raise ValueError(
+                f"{given} model.train.kind is {run.model.train.kind}, whose base is not kept; leave kl_reference out, "
+                "or set model.train.kind=lora"
+            )
 
     def _samples_by_the_ode(self, run: RunConfig) -> None:
         """Refuse options of stochastic steps."""

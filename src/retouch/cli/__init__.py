@@ -111,6 +111,7 @@ EXTRAS = {
     "ocr": ("rapidocr", "onnxruntime"),
     "vlm": ("trl", "datasets"),
     "deepspeed": ("deepspeed",),
+    "quantize": ("bitsandbytes",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
     "ui": ("gradio",),

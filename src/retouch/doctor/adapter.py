@@ -1,4 +1,4 @@
-"""Check the image encoder and the initial adapter of a style adapter (complete, right class and sizes), and the file of
+"""The image encoder of a style adapter and the initial adapter: complete, of the right class and sizes? And the file of
 a distillation LoRA."""
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from retouch.config.errors import ConfigError
 from retouch.doctor.line import Line
 from retouch.doctor.model import STEMS, Damaged, weights_of
 from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, meta_encoder
-from retouch.families.base import Model
+from retouch.families.base import Model, TrainLora
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
-    """Lines on the style adapter; none without one, or without torch."""
+    """Lines on the style adapter or the initial LoRA; none without either, or without torch."""
+    if model.train.kind == "lora" and model.train.initial_adapter is not None:
+        yield from _initial_lora_lines(model.train, model, networks)
     name = model.reference_encoder
     if name is None:
         return
@@ -68,6 +70,22 @@ def _complete(folder: Path, names: set[str]) -> None:
     lacking = sorted(name for name in names if name.removeprefix("vision_model.") not in there)
     if shapes and lacking:
         raise Damaged(f"{folder} has no {lacking[0]} among its weights")
+
+
+def _initial_lora_lines(train: TrainLora, model: Model, networks: Networks) -> Iterator[Line]:
+    try:
+        from retouch.adapters.initial_lora import initial_lora, lora_file, require_initial_lora
+    except ImportError:
+        return
+    what, network = "initial adapter", networks.parts.get(model.spec.network_name)
+    try:
+        require_initial_lora(train)
+        if network is not None:
+            initial_lora(network, train, model.spec)
+        unknown = "; whether it fits is not known without the model" if network is None else ""
+        yield Line("ok", what, f"{lora_file(train.initial_adapter or '')}: a LoRA{unknown}")
+    except ConfigError as error:
+        yield Line("fix", what, str(error))
 
 
 def _initial_line(model: Model, networks: Networks, path: str) -> Line:

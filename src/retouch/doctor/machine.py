@@ -15,7 +15,7 @@ from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
 
-EXTRAS = ("train", "serve", "ocr", "vlm", "deepspeed", "wandb", "trackio", "ui")
+EXTRAS = ("train", "serve", "ocr", "vlm", "deepspeed", "quantize", "wandb", "trackio", "ui")
 """Extras that the package imports from."""
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(?:>=([0-9.]+))?[^;]*(?:;.*extra == ['\"](\w+)['\"])?")

@@ -32,8 +32,8 @@ _TIGHT = 0.9
 
 _LESS = {
     "full": "model.train.kind=lora, ema=null",
-    "lora": "a smaller model.train.rank, model.dtype=bf16",
-    "ip_adapter": "model.train.tokens=16, model.train.weights=kv_lora, ema=null, model.dtype=bf16",
+    "lora": "model.quantize=nf4, a smaller model.train.rank, model.dtype=bf16",
+    "ip_adapter": "model.quantize=nf4, model.train.tokens=16, model.train.weights=kv_lora, ema=null, model.dtype=bf16",
 }
 """`model.train.kind` -> options to set if memory does not suffice."""
 
@@ -47,9 +47,10 @@ class Counted:
         adapter: frozen ones of a style adapter.
         saved: weights in a file of a style adapter in fp32: trained ones, and those that LoRA is merged into.
         saved_frozen: the others in it.
-        others: of the other networks, by name; all frozen.
-        waiting: names of the networks that are on the device only while they encode.
-        whole: False if only some of the networks are known.
+        quantized: bytes of the frozen weights of the network, where `model.quantize` sets them.
+        others: frozen networks beside it, by name.
+        waiting: names of those that are on the device only while they encode.
+        whole: False where only some of the networks are known.
     """
 
     trained: int
@@ -57,6 +58,7 @@ class Counted:
     adapter: int = 0
     saved: int = 0
     saved_frozen: int = 0
+    quantized: int | None = None
     others: Mapping[str, int] = field(default_factory=dict[str, int])
     waiting: frozenset[str] = frozenset()
     whole: bool = True
@@ -91,13 +93,24 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
     if networks.encoder is not None:
         others["image_encoder"] = number(shapes_of(networks.encoder))
         waiting.add("image_encoder")
-    about: Any = {"others": others, "waiting": frozenset(waiting), "whole": networks.whole}
+    quantized = None if run.model.quantize is None else quantized_bytes(run, networks.parts[name])
+    about: Any = {"quantized": quantized, "others": others, "waiting": frozenset(waiting), "whole": networks.whole}
     if isinstance(train, TrainFull):
         return Counted(number(shapes), 0, **about)
     if isinstance(train, TrainLora):
         return Counted(lora_weights(run, shapes), number(shapes), **about)
     shape = asked_adapter(run.model, networks)
     return None if shape is None else Counted(frozen=number(shapes), **adapter_weights(train, shape), **about)
+
+
+def quantized_bytes(run: RunConfig, network: Any) -> int:
+    """Bytes of a network on the meta device under `model.quantize`."""
+    from retouch.families.quantized import block_matrices, stored_bytes
+
+    assert run.model.quantize is not None
+    matrices = [tuple(network.get_submodule(name).weight.shape) for name in block_matrices(network)]
+    others = number(shapes_of(network)) - sum(map(math.prod, matrices))
+    return BYTES[run.model.dtype] * others + sum(stored_bytes(shape, run.model.quantize) for shape in matrices)
 
 
 def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int]:
@@ -163,15 +176,20 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
     if sharding == "zero2":
         state["DeepSpeed's copy of the weights"], shares["DeepSpeed's copy of the weights"] = 4, moments
     frozen = {"style adapter, frozen": weights.adapter, "network, frozen": weights.frozen, **weights.others}
+    shares_of = {name: shared if name == "network, frozen" else 1 for name in frozen}
     return [
         *(Part(name, trained, math.ceil(size * trained / shares[name])) for name, size in state.items()),
         *(Part(name, trained, size * trained) for name, size in whole.items()),
         *(
-            Part(name, n, math.ceil(small * n / (shared if name == "network, frozen" else 1)), name in weights.waiting)
+            Part(name, n, math.ceil(_frozen_bytes(name, n, small, weights) / shares_of[name]), name in weights.waiting)
             for name, n in frozen.items()
             if n
         ),
     ]
+
+
+def _frozen_bytes(name: str, count: int, small: int, weights: Counted) -> int:
+    return weights.quantized if name == "network, frozen" and weights.quantized is not None else small * count
 
 
 def device_bytes(run: RunConfig, weights: Counted, world_size: int = 1) -> int:

@@ -29,6 +29,7 @@ def needed_extras(run: RunConfig) -> set[str]:
     extras = {"train"}.union(*(entry.extras() for entry in here))
     extras |= {"vlm"} if run.algorithm.trains_text_encoder else set()
     extras |= {"deepspeed"} if run.training.sharding.startswith("zero") else set()
+    extras |= {"quantize"} if run.model.quantize == "nf4" else set()
     extras |= {"wandb", "trackio"} & {*run.logging.sinks}
     return extras | ({"serve"} if any(entry.url == "auto" for entry in here) else set())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,8 @@ class Policy:
     """The trained weights by parameter name, and their snapshots "ema", "reference" and "old".
 
     A LoRA snapshot is as small as the adapter, and there is no second network. The reference is a snapshot from the
-    start of RL, not "adapter off": after a supervised warm-up these differ.
+    start of RL, not "adapter off": with an initial adapter, or after a supervised warm-up, these differ. A LoRA that is
+    off is a snapshot with its factors B at 0.
 
     Args:
         network: its trained parameters require gradients.
@@ -35,9 +36,15 @@ class Policy:
         """Number of trained scalars."""
         return sum(shape_of(p).numel() for p in self.parameters.values())
 
-    def snapshot(self, name: str) -> None:
-        """Copy the current weights to a snapshot, new or replaced."""
-        self.snapshots[name] = {n: piece(p).clone() for n, p in self.parameters.items()}
+    def snapshot(self, name: str, zero: Callable[[str], bool] = lambda _: False) -> None:
+        """Copy the current weights to a snapshot, new or replaced.
+
+        Args:
+            zero: which parameters, by name, are 0 in it.
+        """
+        self.snapshots[name] = {
+            n: torch.zeros_like(piece(p)) if zero(n) else piece(p).clone() for n, p in self.parameters.items()
+        }
 
     def blend(self, name: str, decay: float) -> None:
         """snapshot <- decay · snapshot + (1 - decay) · weights."""

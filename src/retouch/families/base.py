@@ -145,6 +145,10 @@ class TrainLora(Section):
     """Updates are scaled by alpha / rank; null is 2 · rank."""
     targets: Annotated[list[Text], Field(min_length=1)] | None = None
     """Module-name suffixes to adapt; null takes the defaults of the family."""
+    initial_adapter: Text | None = None
+    """LoRA to start from: a file of diffusers, PEFT or kohya, or a checkpoint or run directory of an earlier run (its
+    EMA weights where it has them). `rank` and `alpha` must be those of the file; modules that the file does not adapt
+    start as a no-op. Null starts with a new LoRA, which changes nothing at first."""
 
 
 class TrainIpAdapter(Section):
@@ -178,8 +182,8 @@ class TrainIpAdapter(Section):
     reference token and trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
     unconditional half of guidance."""
     initial_adapter: Text | None = None
-    """Adapter file of any supported layout, or checkpoint folder, to start from; null starts with a new adapter, a
-    no-op before training."""
+    """Adapter to start from: a file of any supported layout, or a checkpoint or run directory of an earlier run (its
+    EMA weights where it has them); null starts with a new adapter, which changes nothing at first."""
 
     @field_validator("scale", mode="wrap")
     @classmethod
@@ -225,6 +229,10 @@ class TrainIpAdapter(Section):
             )
 
 
+Quantization = Literal["int8", "fp8", "nf4"]
+"""How the matrices of a frozen network are stored; see `retouch.families.quantized`."""
+
+
 Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
 
@@ -265,6 +273,10 @@ class ModelSection(Section):
     unet/) is then not loaded. Null loads that one."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of frozen weights (network under LoRA, VAE, text encoders). Trained weights are fp32."""
+    quantize: Quantization | None = None
+    """Storage of the matrices in the blocks of the frozen network, under LoRA or a style adapter: "int8" and "fp8"
+    (e4m3) take 1 byte per weight, "nf4" (QLoRA, arXiv 2305.14314; bitsandbytes) 0.56; each use restores them in the
+    precision of training. Rollouts, training and evaluation all use the quantized network. Null keeps `dtype`."""
     offload_text_encoders: bool = True
     """Keep the text encoders on the CPU and move them to the device only while they encode."""
     vae_batch: Literal["all", "one", "tiles"] = "all"
@@ -347,6 +359,22 @@ class ModelSection(Section):
             raise ValueError(f"{key}.path: empty; set a hub id or a folder in the diffusers layout")
         if isinstance(self.train, TrainIpAdapter):
             self.train.check(run, f"{key}.train")
+        if self.quantize is not None:
+            self._can_be_quantized(run, f"{key}.quantize: given {self.quantize!r}, but")
+
+    def _can_be_quantized(self, run: RunConfig, given: str) -> None:
+        if isinstance(self.train, TrainFull):
+            raise ValueError(
+                f"{given} model.train.kind=full trains the weights that it stores in few bits; set "
+                "model.train.kind=lora, or leave quantize out"
+            )
+        for option, value in (("sharding", run.training.sharding != "none"), ("compile", run.training.compile)):
+            if value:
+                off = "none" if option == "sharding" else "false"
+                raise ValueError(
+                    f"{given} training.{option} is set, which does not support quantized layers; set "
+                    f"training.{option}={off}, or leave quantize out"
+                )
 
     def check_size(self, key: str, size: tuple[int, int]) -> None:
         """Raise ValueError where the images of a data section `key` of (height, width) do not fit."""

@@ -29,6 +29,7 @@ from retouch.families.loading import (
     require_pipeline,
     transformer_path,
 )
+from retouch.families.quantized import quantize_blocks
 from retouch.families.text import TextEncoders
 from retouch.families.vae import Autoencoder
 from retouch.image_encoder import ImageEncoder
@@ -124,12 +125,13 @@ class FamilyModel(ABC):
 
         Raises:
             ModelFilesError: a component is missing or of another class.
-            ConfigError: no such image encoder.
+            ConfigError: no such image encoder, or a `quantize` whose library is not installed.
         """
         spec, path = config.spec, component_path(config.path, config.family)
         require_pipeline(path, config.pipeline)
         frozen = DTYPES[config.dtype]
         network = cls.load_network(config, path, torch.float32 if config.train.kind == "full" else frozen)
+        quantize_blocks(network, config.quantize, device)
         stored = open_cache(config)
         text = None
         if stored is not None:

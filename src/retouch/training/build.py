@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from retouch.adapters.formats import describe_unused
+from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
@@ -117,6 +118,7 @@ def build(config: RunConfig) -> Run:
     can_begin(config, run_dir)
     run_dir.require_sinks()
     require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
+    require_initial_lora(config.model.train)
     initial = initial_adapter(config.model.train, config.model.family)  # refused before minutes go into the model
     if initial is not None and initial.unused and engine.is_main:
         logger.warning("model.train.initial_adapter: %s", describe_unused(initial.unused))

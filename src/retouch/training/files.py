@@ -7,7 +7,7 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
-from retouch.families.base import TrainIpAdapter
+from retouch.families.base import TrainIpAdapter, TrainLora
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path, transformer_path
 
@@ -42,7 +42,7 @@ def require_model(run: RunConfig) -> None:
         require_hub("model.transformer.path", transformer_path(run.model.transformer)[0])
     encoder = run.model.reference_encoder if run.model.embeddings is None else None  # stored vectors replace it
     require_hub("model.train.image_encoder", encoder or "")
-    if isinstance(run.model.train, TrainIpAdapter):
+    if isinstance(run.model.train, TrainLora | TrainIpAdapter):
         _require_path("model.train.initial_adapter", run.model.train.initial_adapter, "an adapter file or a checkpoint")
     lora = run.model.merged_lora
     if lora is not None and is_hub_id(lora.path):

@@ -115,6 +115,8 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
             f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
             "set algorithm.kl_weight=0, or start a new run under another name=..."
         )
+    if after_warmup and "reference" in config.algorithm.snapshots:
+        _same(folder, "keeps the reference of", "algorithm", "kl_reference", before, now, NEW_RUN)
     if (folder / "rollouts.safetensors").exists():
         _same_sampling(folder, before, now)
         if "base" in state:  # missing in older checkpoints

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
@@ -30,6 +31,7 @@ class Loaded:
         self.config = config
         self.embedded = embedded
         self.engine = Engine(config.training, config.optimizer, config.seed)
+        require_initial_lora(config.model.train)
         initial_adapter(config.model.train, config.model.family)
         self.model: DiffusionModel = load_model(config.model, self.engine.device, embedded=embedded)
         self.trainee: Trainee = make_trainable(self.model.network, config.model.train, self.model.spec, config.seed)

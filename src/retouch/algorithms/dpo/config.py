@@ -28,8 +28,8 @@ class DpoConfig(RlConfig):
     rollout_policy: Literal["current", "reference"] = "current"
     """Weights that sample the images."""
     reference_refresh_every: Annotated[int, Field(ge=0)] | None = None
-    """Optimizer steps between copies of the policy into the reference; 0 keeps the policy of the start of RL. Null is
-    50 online and 0 offline, as published."""
+    """Optimizer steps after which the reference becomes the policy again; 0 keeps that of the start of RL. Null is 50
+    online and 0 offline, as published, and 0 with kl_reference=base."""
     timesteps_per_pair: PositiveInt = 1
     """Noised copies of a pair in one step, their times spread over the schedule."""
 
@@ -37,7 +37,7 @@ class DpoConfig(RlConfig):
     def refresh_every(self) -> int:
         """`reference_refresh_every`, its default filled in."""
         if self.reference_refresh_every is None:
-            return 50 if self.pairs == "online" else 0
+            return 50 if self.pairs == "online" and self.kl_reference == "initial" else 0
         return self.reference_refresh_every
 
     @property
@@ -66,6 +66,11 @@ class DpoConfig(RlConfig):
             raise ValueError(
                 "rollout.group_size: given 1, but dpo pairs the best with the worst image of a group; set group_size "
                 "to 2 or more (4-16 is usual)"
+            )
+        if self.kl_reference == "base" and self.reference_refresh_every:
+            raise ValueError(
+                f"algorithm.reference_refresh_every: given {self.reference_refresh_every}, but "
+                "algorithm.kl_reference=base keeps the base as the reference; leave one of them out"
             )
         super().check(run)
         if not self.takes_given_pairs:

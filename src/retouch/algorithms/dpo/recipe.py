@@ -7,7 +7,8 @@ Diffusion-DPO (arXiv 2311.12908) on given pairs (`pairs: offline`), or online as
     3. `dpo_loss` on the errors of the pair at one time with one noise, under the policy and under the reference.
     4. Every `reference_refresh_every` steps the reference becomes the policy.
 
-The reference is a snapshot of the trained weights: with LoRA, of the adapter alone, beside one network.
+The reference is a snapshot of the trained weights: with LoRA, of the adapter alone, beside one network; with
+`kl_reference: base`, of an adapter that changes nothing.
 """
 
 from __future__ import annotations

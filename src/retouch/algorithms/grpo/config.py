@@ -35,7 +35,7 @@ class GrpoConfig(AdvantageConfig):
     clip_range: Positive = 1e-4
     """c of the ratio clip. Log-probabilities are means over dims, for which the usual 0.2 would never clip."""
     kl_weight: NonNegative = 0.0
-    """Weight of the KL to the policy at the start of RL; 0 keeps no reference."""
+    """Weight of the KL to the reference policy (`kl_reference`); 0 keeps no reference."""
     kl_mode: Literal["exact", "flow_grpo"] = "exact"
     """"flow_grpo" is Flow-GRPO's KL, smaller by the step size; its weights (.04, .01) are for it."""
     log_prob_mode: Literal["exact", "cps"] = "exact"

@@ -4,8 +4,9 @@ Flow-GRPO (arXiv 2505.05470): denoising is a Markov decision process whose actio
 
     1. K images of each of G examples, by the SDE (in a window of steps, elsewhere by the ODE: MixGRPO, 2507.21802).
     2. Rewards; advantages against the images of the same example (GRPO) or the whole batch (PPO).
-    3. The clipped surrogate on the log-probabilities of the recorded steps, plus kl_weight times the KL to the policy
-       at the start of RL. With `guard`, ratios are regulated as in GRPO-Guard (2510.22319).
+    3. The clipped surrogate on the log-probabilities of the recorded steps, plus kl_weight times the KL to the
+       reference policy: that at the start of RL, or the base (`kl_reference`). With `guard`, ratios are regulated as in
+       GRPO-Guard (2510.22319).
 
 Departures: log-probabilities are means over latent dims (so are the published ones) or over the repainted region; a
 rollout without a valid reward leaves its group's baseline and has weight 0 everywhere; every image of an optimizer step

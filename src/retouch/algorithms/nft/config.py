@@ -32,7 +32,8 @@ class NftConfig(AdvantageConfig):
     "ramp_half" and "ramp_full" average them with a decay that grows with the optimizer steps, to .5 or to .999. 0, 1
     and 2 stand for frozen, ramp_half and ramp_full."""
     kl_weight: NonNegative = 0.01
-    """Weight of the mean squared distance to the prediction of the policy at the start of RL; 0 keeps no reference."""
+    """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`); 0 keeps no
+    reference."""
     timesteps_per_image: PositiveInt = 2
     """Noised copies of an image in one step, their times spread over the schedule."""
 

@@ -32,6 +32,7 @@ _SHARDED = "TRL's trainer shards vlm_grpo; leave it out, and launch with configs
 
 UNUSED = {
     "model.train": "vlm_grpo trains the text encoder; leave it out, and set algorithm.trl.use_peft, lora_r, lora_alpha",
+    "model.quantize": "vlm_grpo trains the text encoder; leave it out, and set algorithm.trl.use_peft",
     "model.free_text_encoders": "vlm_grpo trains the text encoder; leave it out",
     "model.embeddings": "vlm_grpo trains the text encoder; leave it out",
     "training.compile": "vlm_grpo does not train the diffusion model; leave it out",

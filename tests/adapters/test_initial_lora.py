@@ -1,0 +1,214 @@
+"""Training from a LoRA: every layout gives the same adapter, and nothing is loaded in part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxFillPipeline, FluxTransformer2DModel
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retouch.adapters.comfyui import comfyui_tensors
+from retouch.adapters.initial_lora import initial_lora, lora_file
+from retouch.adapters.lora import FILE, add_lora, folded_lora, is_update
+from retouch.adapters.trainee import LoraWeights, make_trainable
+from retouch.config import ConfigError
+from retouch.engine import Policy
+from retouch.families import FAMILIES
+from retouch.families.base import TrainLora
+from retouch.families.tiny import tiny_pipeline
+
+from .test_lora import drawn, network, velocity
+
+RANK, ALPHA = 3, 5.0
+SPEC = FAMILIES["flux_fill"].spec
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Any, dict[str, Tensor], Path]:
+    """A network with a random LoRA, its parameters, and the folder of its file."""
+    made = network()
+    add_lora(made, RANK, ALPHA, SPEC.lora_targets)
+    policy = Policy(made)
+    state = drawn(policy)
+    policy.load(state)
+    folder = tmp_path / "weights"
+    LoraWeights(RANK, ALPHA, "transformer").save(state, folder)
+    return made, state, folder
+
+
+def begun(path: Path | str, rank: int = RANK, alpha: float = ALPHA, **options: Any) -> Any:
+    """A fresh network that training from a file begins with."""
+    made = network()
+    make_trainable(made, TrainLora(rank=rank, alpha=alpha, initial_adapter=str(path), **options), SPEC)
+    return made
+
+
+def test_a_file_of_an_earlier_run_is_taken_bit_for_bit(trained: tuple[Any, dict[str, Tensor], Path]) -> None:
+    made, state, folder = trained
+    for path in (folder, folder / FILE):
+        found = Policy(begun(path)).state()
+        assert found.keys() == state.keys() and all(torch.equal(t, state[n]) for n, t in found.items())
+    assert torch.equal(velocity(begun(folder)), velocity(made))
+
+
+def test_a_checkpoint_and_a_run_directory_stand_for_their_newest_averaged_weights(
+    trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path
+) -> None:
+    folder = trained[2]
+    run = tmp_path / "run"
+    for step, parts in (("000002", ("weights", "ema")), ("000010", ("weights",)), ("000012", ("weights",))):
+        for part in parts:
+            shutil.copytree(folder, run / f"checkpoints/step-{step}" / part)
+        if step != "000012":  # a run that was killed while it wrote this one
+            (run / f"checkpoints/step-{step}/complete.json").write_text("{}", encoding="utf-8")
+    assert lora_file(str(run)) == run / "checkpoints/step-000010/weights" / FILE
+    first = run / "checkpoints/step-000002"
+    assert lora_file(str(first)) == first / "ema" / FILE
+    assert lora_file(str(first / "weights")) == first / "weights" / FILE
+
+
+def test_a_file_of_diffusers_without_metadata_has_an_alpha_equal_to_its_rank(
+    trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path
+) -> None:
+    """As diffusers itself applies it."""
+    made, _, folder = trained
+    folded, _ = folded_lora(folder, "transformer")
+    exported = {f"transformer.{name.replace('.default.weight', '.weight')}": t for name, t in folded.items()}
+    save_file(exported, tmp_path / "any-name.safetensors")
+    found = velocity(begun(tmp_path / "any-name.safetensors", alpha=RANK))
+    torch.testing.assert_close(found, velocity(made), atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_of_peft(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = PeftConfig(r=RANK, lora_alpha=5, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    wrapped: PeftModel = get_peft_model(network(), config)  # pyright: ignore
+    wrapped.save_pretrained(str(tmp_path))
+    assert next(iter(load_file(tmp_path / "adapter_model.safetensors"))).startswith("base_model.model.")
+    found = begun(tmp_path, targets=["attn.to_q", "attn.to_k"])
+    torch.testing.assert_close(velocity(found), velocity(wrapped), atol=1e-6, rtol=1e-6)
+    config_file = tmp_path / "adapter_config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "use_rslora": True}))
+    with pytest.raises(ConfigError, match="was trained with use_rslora, which is not supported"):
+        begun(tmp_path, targets=["attn.to_q", "attn.to_k"])
+
+
+def test_a_file_of_kohya_with_names_of_diffusers(tmp_path: Path) -> None:
+    """Stable Diffusion as sd-scripts and ComfyUI name it, with alpha in its own tensors."""
+    spec = FAMILIES["sd_inpaint"].spec
+    made = tiny_pipeline("sd_inpaint", seed=3).unet
+    add_lora(made, RANK, RANK, spec.lora_targets)
+    state = drawn(Policy(made))
+    tensors = comfyui_tensors(state, RANK, "unet")
+    assert next(iter(tensors)).startswith("lora_unet_down_blocks_1_")
+    save_file({k: t * 2 if k.endswith(".alpha") else t for k, t in tensors.items()}, tmp_path / "kohya.safetensors")
+    bare = tiny_pipeline("sd_inpaint", seed=3).unet
+    train = TrainLora(rank=RANK, alpha=2 * RANK, initial_adapter=str(tmp_path / "kohya.safetensors"))
+    found = initial_lora(bare, train, spec)
+    assert found.keys() == state.keys() and all(torch.equal(t, state[n]) for n, t in found.items())
+
+
+def kohya_of_flux() -> dict[str, Tensor]:
+    """sd-scripts' names of the original FLUX network; q, k and v are one weight."""
+    draw, config = torch.Generator().manual_seed(1), network().config
+    width = config.attention_head_dim * config.num_attention_heads
+    sizes = {"double_blocks_0_img_attn_qkv": (3 * width, width), "double_blocks_0_txt_attn_proj": (width, width)}
+    tensors: dict[str, Tensor] = {}
+    for module, (rows, columns) in sizes.items():
+        tensors[f"lora_unet_{module}.lora_down.weight"] = torch.randn(RANK, columns, generator=draw)
+        tensors[f"lora_unet_{module}.lora_up.weight"] = torch.randn(rows, RANK, generator=draw)
+        tensors[f"lora_unet_{module}.alpha"] = torch.tensor(5.0)
+    return tensors
+
+
+def test_a_file_of_kohya_with_names_of_the_original_network(tmp_path: Path) -> None:
+    """Equal to what diffusers loads from it, and to the closed form of the fused weight."""
+    tensors = kohya_of_flux()
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    found = begun(tmp_path / "kohya.safetensors", alpha=RANK)  # diffusers' converter multiplies alpha / rank in
+    loaded = network()
+    loaded_state = FluxFillPipeline.lora_state_dict(dict(tensors))
+    FluxFillPipeline.load_lora_into_transformer(loaded_state, None, loaded)
+    torch.testing.assert_close(velocity(found), velocity(loaded), atol=1e-6, rtol=1e-6)
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    whole = 5 / RANK * tensors[f"{name}.lora_up.weight"] @ tensors[f"{name}.lora_down.weight"]
+    layer = found.transformer_blocks[0].attn.to_k
+    update = layer.lora_B.default.weight @ layer.lora_A.default.weight
+    torch.testing.assert_close(update, whole.chunk(3)[1], atol=1e-5, rtol=1e-5)
+    assert not layer_b(found, "transformer_blocks.1.attn.to_k").any(), "modules that the file leaves out are a no-op"
+
+
+def layer_b(made: Any, module: str) -> Tensor:
+    return made.get_parameter(f"{module}.lora_B.default.weight")
+
+
+def changed(path: Path, out: Path, change: Any) -> Path:
+    tensors = change(dict(load_file(path)))
+    save_file({key: t.contiguous() for key, t in tensors.items()}, out)
+    return out
+
+
+ONE = "transformer.transformer_blocks.0.attn.to_q"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != f"{ONE}.lora_B.weight"}, "has only one factor of"),
+        (lambda t: {**t, f"{ONE}.lora_B.bias": torch.ones(3)}, "lora_B.bias, which is no LoRA factor; DoRA"),
+        (lambda t: {**t, f"{ONE}.lora_A.weight": t[f"{ONE}.lora_A.weight"][:2]}, "give a LoRA of this model"),
+        (lambda t: {**t, f"{ONE}.lora_A.weight": t[f"{ONE}.lora_A.weight"][:2],
+                    f"{ONE}.lora_B.weight": t[f"{ONE}.lora_B.weight"][:, :2]}, r"more than one rank \(2 to 3\)"),
+        (lambda t: {**t, f"{ONE}.alpha": torch.tensor(7.0)}, r"more than one alpha \(3 to 7\)"),
+        (lambda t: {**t, "text_encoder.layers.0.q_proj.lora_A.weight": torch.ones(3, 8)}, "without parts for text"),
+        (lambda t: {}, "holds no tensors"),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_refused(
+    trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path, change: Any, message: str
+) -> None:
+    path = changed(trained[2] / FILE, tmp_path / "changed.safetensors", change)
+    with pytest.raises(ConfigError, match=message):
+        begun(path, alpha=RANK)
+
+
+def test_another_rank_alpha_or_set_of_modules_says_what_to_set(trained: tuple[Any, dict[str, Tensor], Path]) -> None:
+    folder = trained[2]
+    with pytest.raises(ConfigError, match=r"given rank 8 and alpha 16, .* set model\.train\.rank=3 .*alpha=5"):
+        begun(folder, rank=8, alpha=16)
+    with pytest.raises(
+        ConfigError, match=r"adapts single_transformer_blocks\.0\..* set model\.train\.targets="
+    ) as error:
+        begun(folder, targets=["attn.to_q"])
+    suffixes = str(error.value).partition("targets=[")[2].rstrip("]").split(", ")
+    assert torch.equal(velocity(begun(folder, targets=suffixes)), velocity(begun(folder)))
+
+
+def test_a_file_that_is_not_there_or_damaged(tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10")
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        ("nowhere", "no such file or folder"),
+        ("cut.safetensors", "damaged"),
+        ("empty", "holds no safetensors file"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model\.train\.initial_adapter: .*{message}"):
+            begun(tmp_path / path)
+
+
+def test_a_reference_with_the_update_at_0_is_the_base_bitwise(trained: tuple[Any, dict[str, Tensor], Path]) -> None:
+    made = trained[0]
+    policy = Policy(made)
+    policy.snapshot("reference", zero=is_update)
+    with policy.use("reference"):
+        assert torch.equal(velocity(made), velocity(network()))
+    assert not torch.equal(velocity(made), velocity(network()))
+    assert isinstance(made, FluxTransformer2DModel)
