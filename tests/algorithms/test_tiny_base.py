@@ -43,8 +43,8 @@ def test_a_base_is_built_again_to_the_same_bytes(family: str, tmp_path: Path) ->
     assert {p.dtype for p in model.network.parameters()} == {torch.float32}
 
 
-def test_every_family_has_a_base() -> None:
-    assert set(SCHEDULES) == set(MODELS) == set(WITH_BASE)
+def test_every_packaged_base_can_be_built_again() -> None:
+    assert set(SCHEDULES) == set(MODELS) >= set(WITH_BASE)
 
 
 @pytest.mark.parametrize("family", SCHEDULES)
@@ -63,7 +63,10 @@ def test_signs_are_encoded_without_their_words(family: str) -> None:
     signs = tiny_base.training_signs(3, seed=0)
     x0, conditions = tiny_base.encode_signs(model, signs, SCHEDULES[family].guidance_scale)
     assert len(x0) == len(conditions) == 3 and conditions.size == SIZE
-    example = tiny_base.Example(0, "", signs[0].picture, signs[0].mask)
+    masked = "mask" in model.spec.needs  # else it generates the whole sign
+    example = (
+        tiny_base.Example(0, "", signs[0].picture, signs[0].mask) if masked else tiny_base.Example(0, "", size=SIZE)
+    )
     alone = model.encode([example], SCHEDULES[family].guidance_scale)
     for name, tensor in alone.tensors.items():
         torch.testing.assert_close(conditions.tensors[name][:1], tensor, atol=1e-4, rtol=1e-4, msg=name)

@@ -106,7 +106,8 @@ def test_the_matrices_of_the_blocks_are_nearly_all_of_a_transformer(family: str)
         pytest.skip("its released sizes are not known")
     inside = sum(known.get_submodule(name).weight.numel() for name in block_matrices(known))
     share = inside / sum(p.numel() for p in known.parameters())
-    assert share > (0.31 if spec.network_name == "unet" else 0.99)
+    outside = {"sd_inpaint": 0.69, "sdxl_inpaint": 0.69, "flux2_klein": 0.06}  # convolutions; shared modulation
+    assert share > 1 - outside.get(family, 0.01)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

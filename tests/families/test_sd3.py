@@ -210,7 +210,7 @@ def test_the_last_text_queries_have_a_gradient_of_0(pipeline: Any, model: Sd3) -
     assert spec.drops_text_stream == "partly"
     network: Any = SD3Transformer2DModel.from_config(pipeline.transformer.config)
     x, t, condition = torch.randn(1, 16, 8, 16), torch.tensor([0.7]), model.encode([drawn_at(0, (32, 64))], 4.5)
-    last = "transformer_blocks.2.attn."
+    last = "transformer_blocks.3.attn."
 
     def without_effect() -> set[str]:
         model.predict(network, x, t, condition).square().mean().backward()
@@ -266,7 +266,7 @@ def test_blocks_are_compiled() -> None:
     assert not SD3Transformer2DModel._repeated_blocks  # of the class: only the network in use names them
     compile_blocks(ours.network, "eager")
     compiled = [n for n, module in ours.network.named_modules() if module._compiled_call_impl is not None]
-    assert compiled == [f"transformer_blocks.{i}" for i in range(3)]
+    assert compiled == [f"transformer_blocks.{i}" for i in range(4)]
 
 
 @pytest.mark.slow

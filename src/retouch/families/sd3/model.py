@@ -55,8 +55,11 @@ class Sd3(FamilyModel):
         return TextEncoders(_encoders(clip, clip_2, t5), device, config.offload_text_encoders)
 
     @classmethod
-    def from_pipeline(cls, pipeline: Any, length: int = 256) -> Self:
-        """The networks of a `StableDiffusion3Pipeline` in memory, T5 prompts of `length` tokens."""
+    def from_pipeline(cls, pipeline: Any, length: int | None = None) -> Self:
+        """The networks of a `StableDiffusion3Pipeline` in memory, T5 prompts of `length` tokens; None is 256, or the
+        length of the tokenizer if that is less."""
+        if length is None:
+            length = min(256, pipeline.tokenizer_3.model_max_length) if pipeline.tokenizer_3 else 256
         clip, clip_2 = (
             TextEncoder(model, tokenizer, tokenizer.model_max_length)
             for model, tokenizer in (
