@@ -140,7 +140,6 @@ def small_run(signs: Path, runs: Path, **overrides: Any) -> dict[str, Any]:
         "evaluation": {
             "data": {"format": "self_bench", "path": str(signs / "held_out"), "resolution": [32, 64]},
             "num_examples": 2,
-            "num_steps": 1,
             "grid_examples": 1,
         },
         "logging": {"dir": str(runs), "sinks": []},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def _bases_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a base takes a tenth of a small run."""
     for module in ("diffusion", "text", "qwen_image.model", "qwen_image_edit.model"):
         monkeypatch.setattr(f"retouch.families.{module}.load_component", _component)
+
+
+@pytest.fixture
+def run_file(run_file: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Evaluations take one step: an eighth of a small run."""
+    return lambda **overrides: run_file(**{"evaluation__num_steps": 1, **overrides})
 
 
 @pytest.fixture
