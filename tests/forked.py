@@ -41,11 +41,13 @@ def run(
     cwd: str | Path | None = None,
     timeout: float = 600,
     check: bool = False,
+    anew: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run([sys.executable, ...], capture_output=True, text=True)` does.
 
     `command` is `sys.executable` followed by `-c CODE`, `-m MODULE` or a file, and arguments. One of `LAUNCHERS` starts
-    its processes as forks, too.
+    its processes as forks, too. With `anew`, the program imports the package again, for example because PYTHONPATH
+    holds plug-ins of it.
 
     Raises:
         subprocess.TimeoutExpired: the program and what it started are killed.
@@ -58,7 +60,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="retouch-output-") as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         environment = dict(os.environ if env is None else env)
-        options = (list(command[1:]), environment, str(cwd or Path.cwd()), [str(file) for file in files])
+        options = (list(command[1:]), environment, str(cwd or Path.cwd()), [str(file) for file in files], anew)
         process = context.Process(target=_begin, args=options)
         process.start()
         process.join(timeout)
@@ -92,7 +94,7 @@ def _kill(pid: int | None) -> None:
         os.killpg(pid, 9)
 
 
-def _begin(arguments: list[str], environment: dict[str, str], folder: str, files: list[str]) -> None:
+def _begin(arguments: list[str], environment: dict[str, str], folder: str, files: list[str], anew: bool) -> None:
     """In the fork: take over what `run` was given, and become the program."""
     os.setpgid(0, 0)
     for stream, file, mode in ((0, os.devnull, "rb"), (1, files[0], "wb"), (2, files[1], "wb")):
@@ -102,6 +104,9 @@ def _begin(arguments: list[str], environment: dict[str, str], folder: str, files
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if anew:
+        for module in [name for name in sys.modules if name.split(".")[0] == "retouch"]:
+            del sys.modules[module]
     _become(arguments)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,12 @@ from retouch.rewards.scorers import preservation
 from retouch.training import experience
 
 from .runs import Rule, Scripted, Use
+
+
+@pytest.fixture
+def run_file(run_file: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Evaluations take one step: an eighth of a small run."""
+    return lambda **overrides: run_file(**{"evaluation__num_steps": 1, **overrides})
 
 
 @pytest.fixture

@@ -67,7 +67,9 @@ def fixed_error(run: Run) -> float:
 
 
 @pytest.mark.parametrize(
-    "train_kind", [{"kind": "full"}, {"kind": "lora", "rank": 8, "alpha": 16}], ids=["full", "lora"]
+    "train_kind",
+    [{"kind": "full"}, pytest.param({"kind": "lora", "rank": 8, "alpha": 16}, marks=pytest.mark.full)],
+    ids=["full", "lora"],
 )
 def test_training_lowers_the_error_on_fixed_noise_and_times(config: Config, train_kind: dict[str, Any]) -> None:
     options = config(

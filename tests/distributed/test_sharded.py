@@ -38,6 +38,9 @@ QWEN = (
     "rollout.noise_level=null",
 )
 
+SMALL = ("rollout.global_groups_per_batch=1", "optimizer.gradient_accumulation=2")
+"""One group of three, which lies across the processes; one slot is padding, as in `write_run`."""
+
 FLAT = ("rollout.group_size=2", "rollout.global_groups_per_batch=4")
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -46,10 +49,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "flux_nft": (NFT, *ODE),
     "sd_grpo": (*SD, "optimizer.lr=2e-4"),
     "sd_dpo": (*SD, DPO, *ODE, "optimizer.lr=2e-4"),
-    "sd_nft": (*SD, NFT, *ODE, "optimizer.lr=2e-4"),
+    "sd_nft": (*SD, NFT, *ODE, "optimizer.lr=2e-4", *SMALL),
     "sft": ("algorithm={name: sft}", "training.gradient_checkpointing=true"),
     "lora": ("model.train={kind: lora, rank: 4, alpha: 64}", "optimizer.lr=1e-2"),
-    "qwen_grpo": QWEN,  # what its last block makes of the text goes nowhere: weights without a gradient
+    "qwen_grpo": (*QWEN, *SMALL),  # what its last block makes of the text goes nowhere: weights without a gradient
     "flat": FLAT,
     "flat_nft": (*FLAT, NFT, *ODE),
 }
@@ -128,7 +131,7 @@ def few(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, su
     folder = tmp_path_factory.mktemp("sharded")
     run = write_run(signs, folder)
     two = [arguments for name in FEW for arguments in replicated_and_sharded(run, name)]
-    done = on_two([*two, [["raise"], "train", str(run), "name=fails"]], timeout=600)
+    done = on_two([*two, [["raise"], "train", str(run), "name=fails", *SMALL]], timeout=600)
     for name in FEW:
         on_one(run, name)
     return folder, done

@@ -15,6 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from retouch.model_files import tiny_path
+from tests import forked
+from tests.conftest import TEXT_LENGTH
 from tests.docs.pages import REPOSITORY
 
 PLUGIN = REPOSITORY / "examples/plugin"
@@ -48,13 +50,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program(site: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """`retouch ...` where the plug-in is installed."""
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "retouch", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return forked.run([sys.executable, "-m", "retouch", *map(str, arguments)], cwd=cwd, env=environment, anew=True)
 
 
 def overrides(data: Path) -> list[str]:
     small = ("rollout.global_groups_per_batch=2", "rollout.num_steps=2", "evaluation.num_examples=1")
-    return [f"model.path={tiny_path('flux_fill')}", f"data.path={data}", *small]
+    text = f"model.max_sequence_length={TEXT_LENGTH['flux_fill']}"
+    return [f"model.path={tiny_path('flux_fill')}", text, f"data.path={data}", *small]
 
 
 def test_it_trains_and_resumes_to_the_bit(site: Path, data: Path, tmp_path: Path) -> None:
@@ -101,7 +103,11 @@ def test_a_module_named_in_the_run_file_needs_no_installation(data: Path, tmp_pa
     reward = (PLUGIN / "retouch_example/warmth.py").read_text(encoding="utf-8")
     registered = f"{reward}\n\nfrom retouch.rewards import REWARDS\n\nREWARDS.register('warmth', WarmthReward)\n"
     (tmp_path / "my_rewards.py").write_text(registered, encoding="utf-8")
-    own = ("plugins=[my_rewards]", "model={family: flux_fill, path: tiny, dtype: fp32}", "algorithm={name: nft}")
+    own = (
+        "plugins=[my_rewards]",
+        "model={family: flux_fill, path: tiny, dtype: fp32, max_sequence_length: 24}",
+        "algorithm={name: nft}",
+    )
     manifest = tmp_path / "signs.json"
     item = {
         "id": 0,
