@@ -59,7 +59,7 @@ def settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     return {
         "resolution": run.data.size[0],
         "nfe_per_image": sampling_forwards(run) * (2 if doubled else 1),
-        "trained_steps": derived.trained_steps,
+        "trained_steps": getattr(run.algorithm, "timesteps_per_image", derived.trained_steps),
         "images_per_epoch": derived.global_images_per_epoch,
         "optimizer_steps_per_epoch": derived.optimizer_steps_per_epoch,
         "forwards_per_image": derived.forwards_per_image,
