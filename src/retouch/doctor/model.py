@@ -71,7 +71,10 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
             problems.append(str(error))
         else:
             weights |= {name: shapes} if shapes else {}
-    problems += [problem for name in networks if name.startswith("text_") for problem in _tokenizer(folder, name)]
+    tokenizers = {name: name.replace("text_encoder", "tokenizer") for name in networks if name.startswith("text_")}
+    if model.spec.tokenizer_in_processor:
+        tokenizers = dict.fromkeys(tokenizers, "processor")
+    problems += [problem for name in tokenizers.values() for problem in _tokenizer(folder, name)]
     if model.spec.has_processor:
         problems += _processor(folder / "processor")
     problems += [] if (folder / "scheduler/scheduler_config.json").is_file() else ["no scheduler/scheduler_config.json"]
@@ -161,9 +164,8 @@ def _header(file: Path) -> Shapes:
     return shapes
 
 
-def _tokenizer(folder: Path, encoder: str) -> Iterator[str]:
-    """What is wrong with the tokenizer of a text encoder."""
-    name = encoder.replace("text_encoder", "tokenizer")
+def _tokenizer(folder: Path, name: str) -> Iterator[str]:
+    """What is wrong with the tokenizer in folder/name/."""
     try:
         kind = str(_json(folder / name / "tokenizer_config.json").get("tokenizer_class", ""))
     except Damaged as error:

@@ -17,6 +17,7 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
         "sd_inpaint": "retouch.families.sd_inpaint.spec:SdInpaintModel",
         "qwen_image": "retouch.families.qwen_image.spec:QwenImageModel",
         "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",
+        "qwen_image_21": "retouch.families.qwen_image_21.spec:QwenImage21Model",
     },
 )
 """`model.family` -> its section of the run file, with the facts of the family as `spec`."""

@@ -71,11 +71,13 @@ class FamilySpec:
         networks: component -> class name of each network of the pipeline, the trained one first. Each text encoder has
             a tokenizer of the same number, and every pipeline has a scheduler.
         has_processor: whether the pipeline has a processor/ of images for its text encoder.
+        tokenizer_in_processor: whether the tokenizer is in processor/ too, and there is no tokenizer/.
         released: component -> config of the network at its released size, to count weights without files.
         hub_ids: released models, of these sizes.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded.
         drops_text_stream: whether the last block's text output is unused, so that some weights never have a gradient.
+        edits_without_mask: whether it takes a source without a mask although it needs neither.
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
@@ -95,10 +97,12 @@ class FamilySpec:
     pipeline: str = ""
     networks: Mapping[str, str] = field(default_factory=dict[str, str])
     has_processor: bool = False
+    tokenizer_in_processor: bool = False
     released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     hub_ids: tuple[str, ...] = ()
     doubles_for_guidance: bool = False
     drops_text_stream: bool = False
+    edits_without_mask: bool = False
     embedded_encoder: str | None = None
     adapter: AdapterFacts | None = None
     empty_prompt: str = ""
@@ -107,7 +111,7 @@ class FamilySpec:
     @property
     def edits(self) -> bool:
         """Whether it changes a whole image, and so takes a source without a mask."""
-        return "source" in self.needs and "mask" not in self.needs
+        return self.edits_without_mask or ("source" in self.needs and "mask" not in self.needs)
 
 
 def _twice_the_rank(validated: dict[str, Any]) -> float:
@@ -288,6 +292,11 @@ class ModelSection(Section):
     def chat_task(self) -> Literal["draw", "edit", "edit_plus"] | None:
         """Chat of a text encoder that is a vision-language model; None for other text encoders."""
         return None
+
+    @property
+    def takes_more_images(self) -> bool:
+        """Whether it reads further source images of an example, beside the one that it changes."""
+        return False
 
     def vision_tokens(self, size: tuple[int, int]) -> int:
         """Tokens of a source image of (height, width) in the text encoder; 0 where it reads no images."""

@@ -186,10 +186,14 @@ class FamilyModel(ABC):
         config = self.scheduler.config
         shift = config.get("shift", 1.0)
         if config.get("use_dynamic_shifting", False):
-            tokens = (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
+            tokens = self.image_tokens(size)
             first, last = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
             shift = flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
         return FlowSchedule.make(num_steps, shift, config.get("shift_terminal"))
+
+    def image_tokens(self, size: tuple[int, int]) -> int:
+        """Tokens that the network makes of an image of (height, width)."""
+        return (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
 
     def require_size(self, size: tuple[int, int]) -> None:
         """Raise ValueError where the network cannot take images of (height, width)."""

@@ -51,7 +51,7 @@ class Studio:
         if trained.config.algorithm.trains_text_encoder:
             raise ConfigError("demo-ui: the run trained a text encoder; use `retouch sample`")
         spec = trained.config.model.spec
-        if "source" not in spec.needs:
+        if "source" not in spec.needs and not spec.edits:
             raise ConfigError(
                 f"demo-ui: {spec.family} generates from prompts, without a source image; use `retouch sample --data`"
             )

@@ -36,7 +36,7 @@ from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
-from retouch.training.build import can_begin
+from retouch.training.build import can_begin, require_more_images
 from retouch.types import Example
 
 
@@ -109,7 +109,8 @@ class VlmRun:
         """The images of an example that the policy reads, at their final size."""
         if example.source is None or not hasattr(self.diffusion_model, "shown"):
             return []
-        return [self.diffusion_model.shown(example.source)]  # type: ignore[attr-defined]
+        sources = (example.source, *example.more_images)
+        return [self.diffusion_model.shown(source) for source in sources]  # type: ignore[attr-defined]
 
     def prompts(self, examples: Sequence[Example], texts: Sequence[str] | None = None) -> Responses:
         """Tokenized chats of examples with empty completions.
@@ -145,6 +146,9 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
             f"data: example {with_source[0]} has a source image, but under vlm_grpo {config.model.family} generates "
             "from text alone; leave source images out, or set model.family=qwen_image_edit"
         )
+    for name, given in (("data", data), ("evaluation.data", held_out)):
+        if given is not None:
+            require_more_images(config, name, given)
     require_texts_of(config, named)
     run_dir = RunDir(config, main=main)
     can_begin(config, run_dir)
