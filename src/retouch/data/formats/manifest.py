@@ -2,10 +2,11 @@
 metadata.csv (Hugging Face imagefolder).
 
 Keys: `prompt`, and optionally `image_path` (what is repainted or edited; none for text to image), `more_images` (a list
-of further source images, for models that read several), `id`, `mask_path`, `reference_path`, `target_path`, `win_path` and `lose_path`, `text`, and `t5_embedding_path`, which flux_fill reads
-instead of encoding the prompt. `image` and `mask`, `file_name` and the `*_file_name` columns of an imagefolder are read
-as aliases of the paths; in an imagefolder, `text` is the caption if there is no `prompt`. Other keys are kept as
-metadata. Relative paths start from the file's folder or from `data.image_root`.
+of further source images, for models that read several), `id`, `mask_path`, `reference_path`, `target_path`, `win_path`
+and `lose_path`, `text`, and `t5_embedding_path`, which flux_fill reads instead of encoding the prompt. `image` and
+`mask`, `file_name` and the `*_file_name` columns of an imagefolder are read as aliases of the paths; in an imagefolder,
+`text` is the caption if there is no `prompt`. Other keys are kept as metadata. Relative paths start from the file's
+folder or from `data.image_root`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _MORE = "more_images"
 
 class ManifestData(ImageSection):
     """A JSON list, JSONL or CSV file of `{"prompt", "image_path"?, "more_images"?, "mask_path"?, "target_path"?,
-    "reference_path"?, "win_path"? and "lose_path"?, ...}`, or a folder with metadata.jsonl or metadata.csv (imagefolder); without
-    image_path for text to image, without mask_path to edit the whole image."""
+    "reference_path"?, "win_path"? and "lose_path"?, ...}`, or a folder with metadata.jsonl or metadata.csv
+    (imagefolder); without image_path for text to image, without mask_path to edit the whole image."""
 
     format: Literal["manifest"] = "manifest"
     target: Literal["auto", "file", "source", "none"] = "auto"

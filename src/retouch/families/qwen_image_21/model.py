@@ -137,6 +137,8 @@ class QwenImage21(FamilyModel):
         if len({len(row) for row in sources}) > 1:
             counts = [len(row) for row in sources]
             raise ValueError(f"examples have {counts} source images; a batch needs as many in each")
+        for source in (source for row in sources for source in row):
+            self.require_size((source.height, source.width))
         text = self.texts()
         if sources[0] and text.stored is not None:
             raise ValueError(
@@ -206,7 +208,6 @@ class QwenImage21(FamilyModel):
 
     def _latents(self, source: Image) -> Tensor:
         """[1, C, h, w], kept for the next time."""
-        self.require_size((source.height, source.width))
         return self.autoencoder.encode_once(image_pixels(source, self.device)[None])
 
 

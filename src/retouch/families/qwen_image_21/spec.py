@@ -105,8 +105,8 @@ class QwenImage21Model(ModelSection):
         for name, given in (("embeddings", self.embeddings), ("free_text_encoders", self.free_text_encoders)):
             if given and with_images:
                 raise ValueError(
-                    f"{key}.{name}: given {given!r}, but {with_images[0]}.format can name source images, which the text "
-                    f"encoder of {self.family} reads with the prompt; leave {name} out, or set "
+                    f"{key}.{name}: given {given!r}, but {with_images[0]}.format can name source images, which the "
+                    f"text encoder of {self.family} reads with the prompt; leave {name} out, or set "
                     f"{with_images[0]}.format=prompts"
                 )
 

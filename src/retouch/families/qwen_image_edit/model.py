@@ -2,10 +2,11 @@
 
 The source is an input twice: to the text encoder, in front of the prompt, and as clean latents whose tokens follow the
 noisy ones. `edit` gives both the same pixels; `edit_plus` (2509, 2511) reads several images, numbers them and gives the
-text encoder small ones. The released pipelines scale every image to a megapixel; here sizes are those of the examples. Everything equals
-diffusers' pipelines on the same text states, noise and sizes (tests/families/test_qwen_image_edit.py). The states
-themselves differ because the pipelines do not pass the positions of the images to the text encoder (diffusers issue
-14194: `mm_token_type_ids`); here the text encoder gets the whole output of the processor.
+text encoder small ones. The released pipelines scale every image to a megapixel; here sizes are those of the examples.
+Everything equals diffusers' pipelines on the same text states, noise and sizes
+(tests/families/test_qwen_image_edit.py). The states themselves differ because the pipelines do not pass the positions
+of the images to the text encoder (diffusers issue 14194: `mm_token_type_ids`); here the text encoder gets the whole
+output of the processor.
 
 Legend: B samples, C latent channels, h w latent sides.
 """
@@ -97,7 +98,9 @@ class QwenImageEdit(QwenModel):
         text = self.texts()
         sources = [self._sources(example) for example in examples]
         if len({len(row) for row in sources}) > 1:
-            raise ValueError(f"examples have {[len(row) for row in sources]} source images; a batch needs as many in each")
+            raise ValueError(
+                f"examples have {[len(row) for row in sources]} source images; a batch needs as many in each"
+            )
         images = [[self.shown(source) for source in row] for row in sources]
         tensors = {
             **text.encode([Shown.of(e.prompt, row) for e, row in zip(examples, images, strict=True)]),
