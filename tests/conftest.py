@@ -46,7 +46,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 SIZE = (32, 64)
 
-TEXT_LENGTH = {"flux_fill": 24, "qwen_image": 96, "qwen_image_edit": 96}
+TEXT_LENGTH = {"flux_fill": 24, "qwen_image": 96, "qwen_image_edit": 96, "qwen_image_21": 96}
 """Tokens of a prompt where the default would be padding, and take most of a test's time."""
 
 

@@ -69,5 +69,6 @@ def test_a_guidance_of_null_is_the_models() -> None:
         "flux_fill": 30.0,
         "qwen_image": 4.0,
         "qwen_image_edit": 4.0,
+        "qwen_image_21": 1.0,
         "sd_inpaint": 7.5,
     }

@@ -92,10 +92,12 @@ def signs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for number, entry in enumerate(entries)
     ]
     (folder / "described.json").write_text(json.dumps(described), encoding="utf-8")
+    (folder / "prompts.txt").write_text("\n".join(entry["prompt"] for entry in entries), encoding="utf-8")
     return {
         "self_bench": folder,
         "manifest": folder / "manifest.json",
         "described": folder / "described.json",
+        "prompts": folder / "prompts.txt",
     }
 
 
@@ -109,6 +111,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     overrides = [f"model.path={tiny_model(published['model']['family'])}", "model.dtype=fp32", f"logging.dir={out}"]
     if length := TEXT_LENGTH.get(published["model"]["family"]):
         overrides += [f"model.max_sequence_length={length}"]
+    if "variant" in published["model"] and tiny_model(published["model"]["family"]) == "tiny":
+        overrides += ["model.variant=edit"]  # of the tiny base
     if published["model"]["train"]["kind"] == "ip_adapter":
         overrides += ["model.train.image_encoder=tiny"]
     if "initial_adapter" in published["model"]["train"]:
@@ -134,7 +138,9 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     judged = "complex_edit" in published["rewards"]  # by `picky`, to whom any two images differ
     if published["model"]["family"] not in WITH_BASE and algorithm["name"] != "sft" and not judged:
         # random weights write nothing: all readings tie, and no step is taken
-        overrides += ["rewards={style: {image_encoder: tiny, gate: 0, detect: false}}"]
+        has_references = published["data"]["format"] != "prompts"
+        score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
+        overrides += [f"rewards={{{score}}}"]
     overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "rollout.batch_size_per_device=4"]
     if sections["evaluation.data"]:

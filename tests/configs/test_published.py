@@ -37,12 +37,25 @@ from .conftest import CONFIGS, RUNS, name_of, shrink
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
 
-PARAMETERS = {"flux_fill": 11.9e9, "sd_inpaint": 0.8595e9, "qwen_image": 20.4e9, "qwen_image_edit": 20.4e9}
+PARAMETERS = {
+    "flux_fill": 11.9e9,
+    "sd_inpaint": 0.8595e9,
+    "qwen_image": 20.4e9,
+    "qwen_image_edit": 20.4e9,
+    "qwen_image_21": 7.12e9,
+}
 """Of the released networks."""
 
-LORA_MODULES = {"flux_fill": 19 * 12 + 38 * 3, "sd_inpaint": 16 * 8, "qwen_image": 60 * 12, "qwen_image_edit": 60 * 12}
+LORA_MODULES = {
+    "flux_fill": 19 * 12 + 38 * 3,
+    "sd_inpaint": 16 * 8,
+    "qwen_image": 60 * 12,
+    "qwen_image_edit": 60 * 12,
+    "qwen_image_21": 32 * 7,
+}
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
-SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks."""
+SD1.5: self- and cross-attention of 16 blocks. Qwen-Image: attention and feed-forward of both streams in 60 blocks.
+Qwen-Image-2.1: attention and feed-forward of 32 blocks."""
 
 ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
@@ -57,7 +70,10 @@ HUB = {
     "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
     "qwen_image": "Qwen/Qwen-Image",
     "qwen_image_edit": "Qwen/Qwen-Image-Edit",
+    "qwen_image_edit_2511": "Qwen/Qwen-Image-Edit-2511",
+    "qwen_image_21": "Qwen/Qwen-Image-2.1",
 }
+"""By the name of the file without its algorithm, else by family."""
 
 
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
@@ -93,7 +109,7 @@ def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytes
     assert run.model.path == "somebody/model"
     assert run.data.path in ("a/folder", "a/manifest.json")
     monkeypatch.delenv("MODEL_PATH")
-    assert load_run(path).model.path == HUB[run.model.family]
+    assert load_run(path).model.path == HUB.get(path.stem.rpartition("_")[0], HUB[run.model.family])
     variable = "DATA_JSON_PATH" if "_manifest_" in path.stem else "DATA_PATH"
     monkeypatch.delenv(variable)
     with pytest.raises(ConfigError, match=rf"\$\{{{variable}\}} is not set in the environment"):
@@ -264,6 +280,8 @@ def made_trainable(config: Any) -> Made:
     key = f"{config.family} {train.model_dump_json()}"
     if key not in MADE:
         config = config.model_copy(update={"path": tiny_model(config.family), "train": train})
+        if config.family == "qwen_image_edit":
+            config = config.model_copy(update={"variant": "edit"})  # of the tiny base
         MADE[key] = made(config, replace(load_model(config).spec, reference_width=SIGLIP_WIDTH))
     return MADE[key]
 
