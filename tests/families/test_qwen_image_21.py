@@ -16,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 
+from retouch.config import ConfigError
 from retouch.config.run import RunConfig
 from retouch.doctor.model import find_model
 from retouch.families.loading import ModelFilesError, load_model
@@ -27,6 +28,7 @@ from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import latent_shape, noise_for, sample
 from retouch.types import Condition, Example
+from retouch.use.precompute import usable
 from tests.families.conftest import random_example
 
 LENGTH = 96
@@ -100,8 +102,10 @@ def generated(model: QwenImage21, examples: Sequence[Example], guidance: float, 
 # --- against the pipeline ---
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("sources", "guidance"), [(0, 1.0), (0, 4.0), (1, 1.0), (2, 1.0), (2, 4.0)])
+@pytest.mark.parametrize(
+    ("sources", "guidance", "size"),
+    [(0, 1.0, SIZES[0]), (0, 4.0, SIZES[1]), (1, 1.0, SIZES[0]), (2, 1.0, SIZES[1]), (2, 4.0, SIZES[0])],
+)
 def test_an_image_is_the_pipelines(
     pipeline: Any, model: QwenImage21, own_sizes: None, sources: int, guidance: float, size: tuple[int, int]
 ) -> None:
@@ -281,6 +285,9 @@ def test_a_run_file_says_what_cannot_work() -> None:
             run_of(given)
     prompts = {"format": "prompts", "path": "unread", "resolution": 512}
     assert run_of({"free_text_encoders": True}, data=prompts).model.free_text_encoders
+    usable(run_of({}, data=prompts))
+    with pytest.raises(ConfigError, match="has a text encoder that reads the picture with the prompt"):
+        usable(run_of({}))
     with pytest.raises(
         ValueError, match=r"as one forward for each length of its prompts.* set rollout\.batch_size_per"
     ):

@@ -15,6 +15,8 @@ from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from retouch.algorithms.vlm_grpo.run import VlmRun
+from retouch.algorithms.vlm_grpo.scoring import sources_of
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack
 from retouch.families.loading import ModelFilesError, load_model
@@ -408,3 +410,15 @@ def test_a_hub_id_is_that_of_the_variant() -> None:
     for year_month in ("2509", "2511"):
         path = f"Qwen/Qwen-Image-Edit-{year_month}"
         assert QwenImageEditModel(variant="edit_plus", path=path).path == path
+
+
+# --- GRPO of the text encoder ---
+
+
+def test_the_policy_reads_all_source_images(models: Any) -> None:
+    """At the size of the text encoder; the first is the one whose latents come first."""
+    example = replace(edit_at(0, (32, 64)), more_images=(picture(5, 32, 64),))
+    run: Any = SimpleNamespace(diffusion_model=models["edit_plus"])
+    assert [image.size for image in VlmRun.shown(run, example)] == [(64, 32)] * 2
+    assert sources_of(example) == (example.source, *example.more_images)
+    assert sources_of(replace(example, source=None)) == ()

@@ -53,7 +53,7 @@ class ItemFiles:
     reference_mask_path: Path | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     difficulty: float = 0.0
-    more_paths: tuple[Path, ...] = ()
+    more_paths: tuple[Path | PackedImage, ...] = ()
 
 
 @dataclass(frozen=True)

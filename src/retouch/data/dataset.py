@@ -23,6 +23,7 @@ from retouch.imaging import (
     Box,
     ImageProblem,
     MaskCrop,
+    PackedImage,
     fit_size,
     halves,
     into_strip,
@@ -232,7 +233,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     ), reading
 
 
-def _more_image(path: Path, config: DataSection) -> Image.Image:
+def _more_image(path: Path | PackedImage, config: DataSection) -> Image.Image:
     """A further source image at the size of the data set, fitted as `data.fit` says."""
     image, (height, width) = to_rgb(open_image(path)), config.size
     return resize(image, *fit_size(image.size, (width, height), config.image_options.fit, None))

@@ -14,7 +14,7 @@ from retouch.adapters.formats import describe_unused
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
-from retouch.config.needs import needed_pictures
+from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
@@ -195,32 +195,12 @@ def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
                 f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
                 "them"
             )
-    require_more_images(config, name, data)
+    require_more_images(config, name, data.items)
     first = data.items[0]
     if first.source_path is not None and first.mask_path is None and not config.model.spec.edits:
         raise ConfigError(
             f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
             "a mask_path, leave their pictures out, or set model.family=qwen_image_edit"
-        )
-
-
-def require_more_images(config: RunConfig, name: str, data: Dataset) -> None:
-    """Refuse further source images that the model does not read, or not as many in each example.
-
-    Args:
-        name: of the section, for messages.
-    """
-    first, *rest = ((item.id, len(item.more_paths)) for item in data.items)
-    other = next(((item, count) for item, count in rest if count != first[1]), None)
-    if other is not None:
-        raise ConfigError(
-            f"{name}: example {first[0]} has {first[1]} more_images and example {other[0]} has {other[1]}, which do "
-            "not fit into one batch; give all examples as many, or make a file for each number"
-        )
-    if first[1] and not config.model.takes_more_images:
-        raise ConfigError(
-            f"{name}: example {first[0]} has more_images, but {config.model.family} reads one source image; leave "
-            "more_images out, or set model.family=qwen_image_edit with model.variant=edit_plus"
         )
 
 

@@ -24,7 +24,7 @@ from retouch.algorithms.vlm_grpo.images import freeze
 from retouch.algorithms.vlm_grpo.responses import Responses, chat_messages, prepare_processor, tokenize, tokenizer_of
 from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import needed_pictures
+from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Launched
@@ -36,7 +36,7 @@ from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
-from retouch.training.build import can_begin, require_more_images
+from retouch.training.build import can_begin
 from retouch.types import Example
 
 
@@ -146,9 +146,8 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
             f"data: example {with_source[0]} has a source image, but under vlm_grpo {config.model.family} generates "
             "from text alone; leave source images out, or set model.family=qwen_image_edit"
         )
-    for name, given in (("data", data), ("evaluation.data", held_out)):
-        if given is not None:
-            require_more_images(config, name, given)
+    for name, items in named.items():
+        require_more_images(config, name, items)
     require_texts_of(config, named)
     run_dir = RunDir(config, main=main)
     can_begin(config, run_dir)
