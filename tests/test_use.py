@@ -187,7 +187,7 @@ def test_further_source_images_beside_the_one_to_edit(
 ) -> None:
     """Of a model that reads several; their sizes are those of the run."""
     path = Path(str(photo[1]))
-    plus = config(model={"family": "qwen_image_edit", "path": "somewhere", "variant": "edit_plus"})
+    plus = config(model={"family": "qwen_image_edit", "path": "x", "variant": "edit_plus", "vision_pixels": 2048})
     edit = config(model={"family": "qwen_image_edit", "path": "tiny", "dtype": "fp32"})
     with Image.open(path) as opened:
         request = SampleRequest(image=path, prompt="Put it there.", more_images=(path, opened.convert("RGB")))

@@ -183,7 +183,7 @@ def test_times_are_the_released_schedulers(model: QwenImage21, steps: int, size:
     released.scheduler = scheduler
     tokens = size[0] * size[1] // 256
     mu = pipeline_qwenimage21.calculate_shift(tokens, 256, 8192, 0.5, 0.9)
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=mu)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist(), mu=mu)
     torch.testing.assert_close(released.schedule(steps, size).times, scheduler.sigmas, atol=1e-6, rtol=0)
 
 

@@ -66,7 +66,7 @@ def pipelines() -> dict[str, Any]:
         torch.manual_seed(3)
         made[variant] = attentive(QwenImageEdit.tiny(variant))
     network = made["edit_plus"].transformer
-    config = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    config: dict[str, Any] = {name: value for name, value in network.config.items() if not name.startswith("_")}
     newer: Any = QwenImageTransformer2DModel(**config | {"zero_cond_t": True})
     newer.load_state_dict(network.state_dict())
     parts = {**made["edit_plus"].components, "transformer": newer.eval()}

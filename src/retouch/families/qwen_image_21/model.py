@@ -41,6 +41,7 @@ from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcesso
 from retouch.families.text import TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
+from retouch.hub import require_hub
 from retouch.imaging import stack_above
 from retouch.types import Condition, Example
 
@@ -80,7 +81,7 @@ class QwenImage21(FamilyModel):
 
     @classmethod
     def load_network(cls, config: QwenImage21Model, path: str, dtype: torch.dtype) -> nn.Module:
-        _require_plain_schedule(QwenImage21Pipeline.load_config(path))
+        _require_plain_schedule(_index_of(path))
         return super().load_network(config, path, dtype)
 
     @classmethod
@@ -227,6 +228,17 @@ def _text(prompt: str, sources: Sequence[Image]) -> str | Seen:
 def _encoders(states: PromptStates, device: torch.device | str, config: QwenImage21Model) -> TextEncoders:
     made: dict[str, Any] = {"text": states, "text_kinds": PromptKinds(states)}
     return TextEncoders(made, device, config.offload_text_encoders)
+
+
+def _index_of(path: str) -> Mapping[str, Any]:
+    """model_index.json of a folder or hub id."""
+    require_hub("model.path", path)
+    try:
+        index: Any = QwenImage21Pipeline.load_config(path)
+    except OSError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+        raise ModelFilesError(f"model.path: cannot read model_index.json of {path}: {reason}; copy it anew") from None
+    return index
 
 
 def _require_plain_schedule(index: Mapping[str, Any]) -> None:
