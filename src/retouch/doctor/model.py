@@ -71,12 +71,14 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
             problems.append(str(error))
         else:
             weights |= {name: shapes} if shapes else {}
-    tokenizers = {name: name.replace("text_encoder", "tokenizer") for name in networks if name.startswith("text_")}
-    if model.spec.tokenizer_in_processor:
-        tokenizers = dict.fromkeys(tokenizers, "processor")
-    problems += [problem for name in tokenizers.values() for problem in _tokenizer(folder, name)]
+    texts = [name for name in networks if name.startswith("text_")]
+    if not model.spec.tokenizer_in_processor:
+        problems += [p for name in texts for p in _tokenizer(folder, name.replace("text_encoder", "tokenizer"))]
     if model.spec.has_processor:
-        problems += _processor(folder / "processor")
+        found = _processor(folder / "processor")
+        if not found and texts and model.spec.tokenizer_in_processor:
+            found = [*_tokenizer(folder, "processor")]
+        problems += found
     problems += [] if (folder / "scheduler/scheduler_config.json").is_file() else ["no scheduler/scheduler_config.json"]
     return Found(folder, weights, problems, embedded=embedded)
 
