@@ -28,7 +28,7 @@ from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import latent_shape, noise_for, sample
 from retouch.types import Condition, Example
-from retouch.use.precompute import usable
+from retouch.use.precompute import precompute, usable
 from tests.families.conftest import random_example
 
 LENGTH = 96
@@ -313,6 +313,23 @@ def test_a_saved_folder_is_complete_and_loads(pipeline: Any, model: QwenImage21,
     index.write_text(index.read_text().replace('"sample_sigmas": null', '"sample_sigmas": [1.0, 0.5]'))
     with pytest.raises(ModelFilesError, match="a few-step variant"):
         load_model(config)
+
+
+def test_stored_prompts_replace_the_text_encoder(pipeline: Any, model: QwenImage21, tmp_path: Path) -> None:
+    pipeline.save_pretrained(tmp_path / "model")
+    one = example(1)
+    (tmp_path / "prompts.txt").write_text(one.prompt, encoding="utf-8")
+    section = {"path": str(tmp_path / "model"), "dtype": "fp32", "max_sequence_length": LENGTH}
+    run = run_of(section, data={"format": "prompts", "path": str(tmp_path / "prompts.txt"), "resolution": 32})
+    assert precompute(run, tmp_path / "stored")["prompts"] == 2  # the empty one, too
+    config = QwenImage21Model(**section, embeddings=str(tmp_path / "stored"))  # type: ignore[arg-type]
+    loaded = load_model(config)
+    stored, encoded = loaded.encode([one], 2.0), model.encode([one], 2.0)
+    assert stored.tensors.keys() == encoded.tensors.keys()
+    for name, tensor in encoded.tensors.items():
+        torch.testing.assert_close(stored.tensors[name], tensor)
+    with pytest.raises(ValueError, match=r"but the examples have source images.*; set model\.embeddings=null"):
+        loaded.encode([example(1, 1)], 1.0)
 
 
 def test_parameters_of_the_released_networks() -> None:
