@@ -8,6 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
+from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
 
 Problems = Callable[..., list[str]]
@@ -79,7 +80,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ),
         ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
-        ("model.family=sdxl", "model.family: given 'sdxl'; known: flux_fill, qwen_image, qwen_image_edit, sd_inpaint"),
+        ("model.family=sdxl", f"model.family: given 'sdxl'; known: {', '.join(sorted(FAMILIES))}"),
         ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft, vlm_grpo"),
     ],
 )

@@ -29,14 +29,14 @@ def test_a_picture_is_encoded_once_under_every_guidance_and_prompt(
         return real(pixels, *rest, **options)
 
     monkeypatch.setattr(made.vae, "encode", watch)
-    whole = {"qwen_image": "source_latents", "qwen_image_edit": "picture_0"}  # their source, whatever the mask
+    whole = {"qwen_image": "source_latents", "qwen_image_21": "picture_0"}  # their source, whatever the mask
     name = whole.get(family, "masked_latents")
     first, second = random_example(1, 32, 64), random_example(2, 32, 64)
     seen = [made.encode([first], scale).tensors[name] for scale in (4.0, 1.0)]
     seen.append(made.encode([replace(first, prompt="")], 1.0).tensors[name])
     assert len(encoded) == 1
     assert all(torch.equal(latents, seen[0]) for latents in seen)
-    [direct] = made.encode_images(encoded[0].squeeze(2) if family in whole else encoded[0])
+    [direct] = made.encode_images(encoded[0].squeeze(2)[:, :3] if family in whole else encoded[0])
     assert torch.equal(seen[0][0], direct)
     both = made.encode([second, first], 4.0).tensors[name]  # alone, whatever it stands beside
     assert len(encoded) == 3  # of which one was `direct`

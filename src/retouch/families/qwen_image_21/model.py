@@ -1,7 +1,7 @@
 """Qwen-Image-2.1: a flow model for text to image, edits and inpainting, on diffusers' own network.
 
 One sequence holds the text, the latents of source images where the prompt has slots for them, and the noisy latents at
-its end; it is causal, but each image sees all of itself. Inpainting blends latents as well
+its end; it is causal, but the tokens of an image attend to all of that image. Inpainting blends latents as well
 (`retouch.families.blending`). Everything equals diffusers' pipeline on the same weights and sizes
 (tests/families/test_qwen_image_21.py), with these differences: images keep the size of the examples, decoded images are
 RGB on white (the autoencoder has an alpha channel), and keys and values of the prompt are computed again at every step.

@@ -106,7 +106,7 @@ class PromptStates:
         return nn.functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, self.length + slots - len(rows)))
 
     def _inputs(self, prompt: str | Seen) -> tuple[dict[str, Tensor], int]:
-        """What the model takes, of one row without padding, and the number of tokens of the system message."""
+        """Inputs of the model for one prompt, without padding, and the number of tokens of the system message."""
         seen = Seen(prompt, (), ()) if isinstance(prompt, str) else prompt
         text, images = chat(seen.prompt, len(seen.images)), list(seen.images)
         # the sides are multiples of a token's: another size would have another number of slots than the network fills
