@@ -53,6 +53,7 @@ TEXT_LENGTH = {
     "sd3": 24,
     "qwen_image": 96,
     "qwen_image_edit": 96,
+    "qwen_image_21": 96,
     "z_image": 64,
     "flux2_klein": 64,
 }

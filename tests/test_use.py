@@ -17,14 +17,15 @@ import yaml
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
-from retouch.config import RunConfig, load_run
+from retouch.config import ConfigError, RunConfig, load_run
 from retouch.data.base import ItemFiles
+from retouch.data.dataset import read_item
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop
 from retouch.training.evaluation import Evaluation
 from retouch.use.comparison import comparison_table, gains
-from retouch.use.items import SampleRequest, mask_crop
+from retouch.use.items import SampleRequest, items_to_sample, mask_crop
 from retouch.use.loaded import Loaded
 from retouch.use.sampling import free_paths
 from retouch.use.trained import Trained
@@ -179,6 +180,24 @@ def test_editing_models_see_the_whole_image_unless_asked(config: Callable[..., R
     assert mask_crop(fill, replace(request, fit="crop")) is None
     assert mask_crop(fill, replace(request, crop="none")) is None
     assert mask_crop(edit, replace(request, crop="mask", context=0.5)) == MaskCrop(0.5, enlarge=True)
+
+
+def test_further_source_images_beside_the_one_to_edit(
+    config: Callable[..., RunConfig], photo: tuple[object, ...]
+) -> None:
+    """Of a model that reads several; their sizes are those of the run."""
+    path = Path(str(photo[1]))
+    plus = config(model={"family": "qwen_image_edit", "path": "x", "variant": "edit_plus", "vision_pixels": 2048})
+    edit = config(model={"family": "qwen_image_edit", "path": "tiny", "dtype": "fp32"})
+    with Image.open(path) as opened:
+        request = SampleRequest(image=path, prompt="Put it there.", more_images=(path, opened.convert("RGB")))
+    section, [item] = items_to_sample(plus, request)
+    first, second = read_item(item, section)[0].more_images
+    assert first.size == section.size[::-1] and np.array_equal(np.asarray(first), np.asarray(second))
+    with pytest.raises(ConfigError, match="--more-image: example 0 has more_images, but qwen_image_edit reads one"):
+        items_to_sample(edit, request)
+    with pytest.raises(ConfigError, match="--more-image: given with --data"):
+        items_to_sample(plus, replace(request, data=path, image=None, prompt=None))
 
 
 def test_names_are_kept_and_files_as_well(finished: Finished, photo: tuple[object, ...], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,7 @@ class Run:
         box: tuple[int, int, int, int] | None = None,
         crop: str = "auto",
         context: float = 0.25,
+        more_images: Sequence[ImageInput] = (),
     ) -> list[Image.Image]:
         """Repaint an image inside its mask, as `retouch sample` does -> `count` images with the size of `image`.
 
@@ -130,6 +131,7 @@ class Run:
             box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
             crop: "auto", "mask" or "none": whether the model receives a box around the mask or the whole image.
             context: margin of that box on each side, as a share of the mask box's longer side.
+            more_images: source images beside `image`, for a model that reads several.
 
         Raises:
             ConfigError: a missing mask, text or reference.
@@ -151,6 +153,7 @@ class Run:
             box=box,
             crop=crop,
             context=context,
+            more_images=tuple(given for other in more_images if (given := _given(other)) is not None),
         )
         trained = self._trained()
         chosen = items_to_sample(trained.config, request)

@@ -43,6 +43,8 @@ class Example:
         size: (height, width) in pixels to generate at where there is no source.
         strip: RGB, as wide as the source: in-context reference above it, which only the model receives.
         embedding_path: a file with the text encoders' output for the prompt; only the FLUX.1 families read it.
+        more_images: RGB source images beside `source`, of its size, which the model reads and no reward, mask or grid
+            refers to.
     """
 
     id: int
@@ -57,6 +59,7 @@ class Example:
     size: tuple[int, int] | None = None
     strip: Image | None = None
     embedding_path: Path | None = None
+    more_images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)

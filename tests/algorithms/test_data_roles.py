@@ -163,3 +163,26 @@ def test_what_does_not_fit_into_one_batch_is_refused(
         fit_one_batch(
             run, "data", Dataset(run.data, [ItemFiles(i, "p", **pictures) for i, pictures in enumerate(alike)])
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "counts", "message"),
+    [
+        (
+            {"variant": "edit_plus"},
+            [1, 1, 2],
+            "data: example 0 has 1 more_images and example 2 has 2, which do not fit",
+        ),
+        ({}, [1, 1], "data: example 0 has more_images, but qwen_image_edit reads one source image; leave more_images"),
+    ],
+)
+def test_further_source_images_that_the_model_cannot_read_are_refused(
+    options: dict[str, str], counts: list[int], message: str, config: Config
+) -> None:
+    given = {"family": "qwen_image_edit", "path": "somewhere", **options}
+    run = config().model_copy(update={"model": TypeAdapter(Model).validate_python(given)})
+    items = [ItemFiles(i, "p", Path("s"), more_paths=(Path("m"),) * n) for i, n in enumerate(counts)]
+    with pytest.raises(ConfigError, match=message):
+        fit_one_batch(run, "data", Dataset(run.data, items))
+    plus = config().model_copy(update={"model": TypeAdapter(Model).validate_python({**given, "variant": "edit_plus"})})
+    fit_one_batch(plus, "data", Dataset(run.data, items[:2]))

@@ -73,6 +73,7 @@ def test_a_guidance_of_null_is_the_models() -> None:
         "qwen_image": 4.0,
         "qwen_image_edit": 4.0,
         "sd3": 4.5,
+        "qwen_image_21": 1.0,
         "sd_inpaint": 7.5,
         "z_image": 5.0,
         "sdxl_inpaint": 7.5,

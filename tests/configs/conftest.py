@@ -113,6 +113,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         overrides += [f"model.max_sequence_length={length}"]
     if "transformer" in published["model"]:
         overrides += ["model.transformer=null"]  # tests/test_other_transformer.py has one
+    if "variant" in published["model"] and tiny_model(published["model"]["family"]) == "tiny":
+        overrides += ["model.variant=edit"]  # of the tiny base
     if published["model"]["train"]["kind"] == "ip_adapter":
         overrides += ["model.train.image_encoder=tiny"]
     if "initial_adapter" in published["model"]["train"]:

@@ -41,6 +41,7 @@ FLUX = ("flux_fill", "flux_dev", "flux_kontext")
 
 PARAMETERS = {
     **dict.fromkeys(FLUX, 11.9e9),
+    "qwen_image_21": 7.12e9,
     "sd_inpaint": 0.8595e9,
     "qwen_image": 20.4e9,
     "qwen_image_edit": 20.4e9,
@@ -53,6 +54,7 @@ PARAMETERS = {
 
 LORA_MODULES = {
     **dict.fromkeys(FLUX, 19 * 12 + 38 * 3),
+    "qwen_image_21": 32 * 7,
     "sd_inpaint": 16 * 8,
     "qwen_image": 60 * 12,
     "qwen_image_edit": 60 * 12,
@@ -64,8 +66,8 @@ LORA_MODULES = {
 """Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
 SD1.5 and SDXL: self- and cross-attention of 16 and 70 blocks. SD3.5: attention of both streams in 24 blocks, of which
 the last returns no text. Qwen-Image: attention and feed-forward of both streams in 60 blocks. Z-Image: attention and
-feed-forward of 30 layers and 4 refiners. klein: attention and feed-forward of both streams in 5 double blocks, input
-and output of 20 single ones."""
+feed-forward of 30 layers and 4 refiners. Qwen-Image-2.1: of 32 blocks. klein: attention and feed-forward of both
+streams in 5 double blocks, input and output of 20 single ones."""
 
 ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
@@ -86,7 +88,10 @@ HUB = {
     "qwen_image_edit": "Qwen/Qwen-Image-Edit",
     "z_image": "Tongyi-MAI/Z-Image",
     "flux2_klein": "black-forest-labs/FLUX.2-klein-base-4B",
+    "qwen_image_edit_2511": "Qwen/Qwen-Image-Edit-2511",
+    "qwen_image_21": "Qwen/Qwen-Image-2.1",
 }
+"""By the name of the file without its algorithm, else by family."""
 
 
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
@@ -122,7 +127,7 @@ def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytes
     assert run.model.path == "somebody/model"
     assert run.data.path in ("a/folder", "a/manifest.json")
     monkeypatch.delenv("MODEL_PATH")
-    assert load_run(path).model.path == HUB[run.model.family]
+    assert load_run(path).model.path == HUB.get(path.stem.rpartition("_")[0], HUB[run.model.family])
     variable = "DATA_JSON_PATH" if "_manifest_" in path.stem else "DATA_PATH"
     monkeypatch.delenv(variable)
     with pytest.raises(ConfigError, match=rf"\$\{{{variable}\}} is not set in the environment"):
@@ -293,6 +298,8 @@ def made_trainable(config: Any) -> Made:
     key = f"{config.family} {train.model_dump_json()}"
     if key not in MADE:
         config = config.model_copy(update={"path": tiny_model(config.family), "transformer": None, "train": train})
+        if config.family == "qwen_image_edit":
+            config = config.model_copy(update={"variant": "edit"})  # of the tiny base
         MADE[key] = made(config, replace(load_model(config).spec, reference_width=SIGLIP_WIDTH))
     return MADE[key]
 

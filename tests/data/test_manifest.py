@@ -75,6 +75,33 @@ def test_every_picture_finds_its_place(folder: Path) -> None:
     assert (example.id, dict(example.metadata)) == (70, {"text": "HI", "source": {"page": 3}})
 
 
+def test_further_source_images_have_the_size_of_the_run(folder: Path) -> None:
+    """In order, and cut in the middle as `data.fit` says, while the one that is edited is cut around its mask."""
+    picture((96, 32), blue=4).save(folder / "wide.png")
+    entry = {**ENTRY, "more_images": ["b.png", "wide.png"]}
+    (example,) = load_dataset(manifest(folder, [entry], resolution=32))
+    assert pixels(example.source) == pixels(picture(blue=1).crop((8, 0, 40, 32)))
+    first, second = example.more_images
+    assert pixels(first) == pixels(picture(blue=2).crop((8, 0, 40, 32)))
+    assert pixels(second) == pixels(picture((96, 32), blue=4).crop((32, 0, 64, 32)))
+    assert dict(example.metadata) == {}
+    (stretched,) = load_dataset(manifest(folder, [entry], resolution=32, fit="stretch"))
+    assert [image.size for image in stretched.more_images] == [(32, 32)] * 2
+    (one,) = items(manifest(folder, "prompt,image_path,more_images\na sign,a.png,b.png\n", "data.csv"))
+    assert one.more_paths == (folder / "b.png",)
+
+
+def test_further_source_images_are_a_part_of_what_an_item_is(folder: Path) -> None:
+    given = [ENTRY, {**ENTRY, "more_images": []}, {**ENTRY, "more_images": ["b.png", "a.png"]}]
+    given += [{**ENTRY, "more_images": ["a.png", "b.png"]}, {**ENTRY, "more_images": ["nowhere.png"]}]
+    plain, empty, both, swapped, missing = (items(manifest(folder, [{**entry, "id": 1}]))[0] for entry in given)
+    assert item_key(plain) == item_key(empty)
+    assert len({item_key(item) for item in (plain, both, swapped)}) == 3
+    config = manifest(folder, [])
+    assert check_item(both, config) is None
+    assert str(check_item(missing, config)) == f"item 1: {folder}/nowhere.png: no such file"
+
+
 TARGET = {**ENTRY, "target_path": "b.png"}
 
 
@@ -201,6 +228,11 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ({}, "entry 1: prompt missing or empty; each entry needs one"),
         ({**ENTRY, "win_path": 3}, "entry 1: win_path is 3; it must be a string"),
         ({**ENTRY, "mask_path": ["m.png"]}, "entry 1: mask_path is ['m.png']; it must be a string"),
+        ({**ENTRY, "more_images": [3]}, "entry 1: more_images is [3]; it must be a list of paths"),
+        (
+            {"prompt": "a sign", "more_images": ["a.png"]},
+            "entry 1: more_images without image_path; name the image that is edited as image_path",
+        ),
         ({**ENTRY, "image_path": 3}, "entry 1: image_path is 3; it must be a string"),
         ({**ENTRY, "prompt": ["a"]}, "entry 1: prompt is ['a']; it must be a string"),
         ({**ENTRY, "reference_path": {"a": 1}}, "entry 1: reference_path is {'a': 1}; it must be a string"),

@@ -21,6 +21,7 @@ from retouch.families.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.command_line import retouch
+from tests.tiny_models import tiny_model
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -276,3 +277,25 @@ def test_two_ranks_on_a_quantized_base_train_as_one_process_does(run_yaml: Path)
         assert torch.equal(tensor, ranks[1][name]), name
     for name, expected in load_file(two / "checkpoints/step-000003/weights" / FILE).items():
         torch.testing.assert_close(alone[name], expected, atol=1e-5, rtol=0, msg=name)
+
+
+def test_ranks_need_not_run_equally_many_forwards(tmp_path: Path) -> None:
+    """Qwen-Image-2.1 runs a batch as one forward for each length of its prompts, and a rank draws its prompts."""
+    run, prompts = tmp_path / "run.yaml", tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(f"Sign {i}." + " Blue." * max(0, i - 4) for i in range(8)), encoding="utf-8")
+    section = {"family": "qwen_image_21", "path": tiny_model("qwen_image_21"), "dtype": "fp32"}
+    small: dict[str, Any] = {
+        "model": {**section, "max_sequence_length": 64, "train": {"kind": "lora", "rank": 4}},
+        "data": {"format": "prompts", "path": str(prompts), "resolution": 32},
+        "rollout": {"group_size": 2, "global_groups_per_batch": 8, "batch_size_per_device": 8, "num_steps": 2},
+        "algorithm": {"name": "nft"},
+        "rewards": {"jpeg_size": {}},
+        "optimizer": {"batch_size_per_device": 4, "gradient_accumulation": 1},
+        "training": {"max_steps": 3, "mixed_precision": "no"},
+        "evaluation": {"num_examples": 2, "grid_examples": 1, "num_steps": 2},
+        "logging": {"dir": str(tmp_path / "runs"), "sinks": []},
+    }
+    run.write_text(yaml.safe_dump({"name": "q21", **small}), encoding="utf-8")
+    two = on_two(run)
+    first, second = (load_file(two / f"rank-{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -45,7 +45,11 @@ PARTS = [
     for family, section in FAMILIES.items()
     for part in [
         *section.spec.networks,
-        *(n.replace("text_encoder", "tokenizer") for n in section.spec.networks if "text" in n),
+        *(
+            n.replace("text_encoder", "tokenizer")
+            for n in section.spec.networks
+            if "text" in n and not section.spec.tokenizer_in_processor
+        ),
         "scheduler",
         *(["processor"] if section.spec.has_processor else []),
     ]

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from retouch.algorithms.vlm_grpo.run import VlmRun
+from retouch.algorithms.vlm_grpo.scoring import sources_of
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack
 from retouch.families.loading import ModelFilesError, load_model
@@ -41,6 +44,9 @@ from tests.tiny_models import attentive
 
 LENGTH = 96
 VARIANTS: tuple[EditVariant, ...] = ("edit", "edit_plus")
+KINDS = (*VARIANTS, "2511")
+"""The variants, and edit_plus as 2511 is: it modulates the tokens of source images at time 0."""
+
 SIZES = [(32, 64), (48, 24)]
 
 
@@ -59,13 +65,19 @@ def pipelines() -> dict[str, Any]:
     for variant in VARIANTS:
         torch.manual_seed(3)
         made[variant] = attentive(QwenImageEdit.tiny(variant))
+    network = made["edit_plus"].transformer
+    config: dict[str, Any] = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    newer: Any = QwenImageTransformer2DModel(**config | {"zero_cond_t": True})
+    newer.load_state_dict(network.state_dict())
+    parts = {**made["edit_plus"].components, "transformer": newer.eval()}
+    made["2511"] = QwenImageEditPlusPipeline(**parts)
     return made
 
 
 @pytest.fixture(scope="module")
 def models(pipelines: dict[str, Any]) -> dict[str, QwenImageEdit]:
     # 28 x 56 pixels are two tokens: a small picture for the text encoder of edit_plus, whose own would be 384 x 384
-    return {v: QwenImageEdit.from_pipeline(p, LENGTH, 2048 if v == "edit_plus" else None) for v, p in pipelines.items()}
+    return {v: QwenImageEdit.from_pipeline(p, LENGTH, None if v == "edit" else 2048) for v, p in pipelines.items()}
 
 
 @pytest.fixture
@@ -110,9 +122,9 @@ def drawn_by(pipeline: Any, sources: Sequence[Image.Image], condition: Condition
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_an_edited_picture_is_the_pipelines(
-    pipelines: Any, models: Any, own_sizes: None, variant: EditVariant, size: tuple[int, int], guidance: float
+    pipelines: Any, models: Any, own_sizes: None, variant: str, size: tuple[int, int], guidance: float
 ) -> None:
     """Three steps of guided flow on the pipeline's network; and every row of a batch is what it is alone."""
     pipeline, model = pipelines[variant], models[variant]
@@ -124,6 +136,37 @@ def test_an_edited_picture_is_the_pipelines(
         assert example.source is not None
         expected = drawn_by(pipeline, [example.source], condition.select([i]), guidance, seeds[i])
         torch.testing.assert_close(found[i : i + 1], torch.from_numpy(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["edit_plus", "2511"])
+def test_an_example_with_two_source_images_is_the_pipelines(
+    pipelines: Any, models: Any, own_sizes: None, variant: str
+) -> None:
+    """The first is the one that is edited; a batch of such examples is what they are alone."""
+    pipeline, model = pipelines[variant], models[variant]
+    examples = [replace(edit_at(i, (32, 64)), more_images=(picture(5 + i, 32, 64),)) for i in range(2)]
+    condition = model.encode(examples, 4.0)
+    assert [name for name in condition.tensors if name.startswith("picture")] == ["picture_0", "picture_1"]
+    final = sample(model, model.network, ode_plan(model.schedule(3, (32, 64))), condition, [5, 6]).final
+    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    for i, example in enumerate(examples):
+        assert example.source is not None
+        sources = [example.source, *example.more_images]
+        expected = torch.from_numpy(drawn_by(pipeline, sources, condition.select([i]), 4.0, 5 + i))
+        torch.testing.assert_close(found[i : i + 1], expected, atol=1e-4, rtol=0)
+    text = text_pairs(condition)[0]
+    [numbered] = unpadded(text[0][:1], text[1][:1])
+    [alone] = unpadded(*text_pairs(model.encode([replace(examples[0], more_images=())], 1.0))[0])
+    tokens = len(byte_qwen_tokenizer()("Picture 2: <|vision_start|><|image_pad|><|image_pad|><|vision_end|>").input_ids)
+    assert len(numbered) == len(alone) + tokens  # the text encoder reads both
+
+
+@torch.no_grad()
+def test_sources_at_time_0_are_what_2511_changes(models: Any) -> None:
+    x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.7]), edit_at(0, (32, 64))
+    condition = models["edit_plus"].encode([example], 1.0)
+    older, newer = (models[v].predict(models[v].network, x, t, condition) for v in ("edit_plus", "2511"))
+    assert float((newer - older).abs().max()) > 1e-3
 
 
 def test_two_pictures_of_different_sizes_are_edit_plus(pipelines: Any, models: Any, own_sizes: None) -> None:
@@ -145,7 +188,7 @@ def test_two_pictures_of_different_sizes_are_edit_plus(pipelines: Any, models: A
 
 def text_pairs(condition: Condition) -> list[tuple[torch.Tensor, torch.Tensor]]:
     c = condition.tensors
-    return [(c[name], c[f"{name}_mask"]) for name in ("text", "negative_text")]
+    return [(c[name], c[f"{name}_mask"]) for name in ("text", "negative_text") if name in c]
 
 
 # --- text with pictures ---
@@ -278,8 +321,8 @@ def test_edit_plus_shows_its_encoder_a_small_picture() -> None:
 # --- the contract of a family ---
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_do_not_see_each_other(models: Any, variant: EditVariant) -> None:
+@pytest.mark.parametrize("variant", KINDS)
+def test_rows_do_not_see_each_other(models: Any, variant: str) -> None:
     model, examples = models[variant], [edit_at(i, (32, 64)) for i in range(3)]
     x, t = torch.randn(3, 4, 8, 16), torch.tensor([0.9, 0.5, 0.1])
     together = model.predict(model.network, x, t, model.encode(examples, 4.0))
@@ -309,6 +352,13 @@ def test_errors_say_what_to_do(models: Any) -> None:
         model.encode([edit_at(0, (36, 64))], 4.0)
     with pytest.raises(ValueError, match="example 1 has no source image; qwen_image_edit changes one"):
         model.encode([Example(1, "Make it red.", size=(32, 64))], 4.0)
+    both = replace(edit_at(0, (32, 64)), more_images=(picture(1, 32, 64),))
+    with pytest.raises(
+        ValueError, match=r"example 0 has 2 source images, but variant=edit reads one; set model\.variant"
+    ):
+        model.encode([both], 4.0)
+    with pytest.raises(ValueError, match=r"examples have \[1, 2\] source images; a batch needs as many in each"):
+        models["edit_plus"].encode([edit_at(1, (32, 64)), both], 4.0)
     assert model.prompts is None  # which encode a prompt without its image
     text, latents = torch.randn(5, 32), model.encode_picture(picture(1, 32, 64))
     with pytest.raises(ValueError, match="qwen_image_edit needs images to edit; given 0 a row"):
@@ -326,18 +376,17 @@ def test_errors_say_what_to_do(models: Any) -> None:
 # --- loading ---
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_saved_folder_loads_to_the_same_model(
-    pipelines: Any, models: Any, variant: EditVariant, tmp_path: Path
-) -> None:
-    pipelines[variant].save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["edit", "2511"])
+def test_a_saved_folder_loads_to_the_same_model(pipelines: Any, models: Any, kind: str, tmp_path: Path) -> None:
+    pipelines[kind].save_pretrained(tmp_path)
+    variant: EditVariant = "edit" if kind == "edit" else "edit_plus"
     options: dict[str, Any] = {
         "path": str(tmp_path),
         "variant": variant,
         "max_sequence_length": LENGTH,
-        "vision_pixels": models[variant].config.vision_pixels,
+        "vision_pixels": models[kind].config.vision_pixels,
     }
-    model, loaded = models[variant], load_model(QwenImageEditModel(**options, dtype="fp32", train=TrainFull()))
+    model, loaded = models[kind], load_model(QwenImageEditModel(**options, dtype="fp32", train=TrainFull()))
     x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.7]), edit_at(1, (32, 64))
     expected = model.predict(model.network, x, t, model.encode([example], 4.0))
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
@@ -358,4 +407,18 @@ def test_a_hub_id_is_that_of_the_variant() -> None:
         ValueError, match=r"model.variant is 'edit'; set Qwen/Qwen-Image-Edit$|set Qwen/Qwen-Image-Edit "
     ):
         QwenImageEditModel(path="Qwen/Qwen-Image-Edit-2509")
-    assert QwenImageEditModel(variant="edit_plus", path="Qwen/Qwen-Image-Edit-2509").path.endswith("2509")
+    for year_month in ("2509", "2511"):
+        path = f"Qwen/Qwen-Image-Edit-{year_month}"
+        assert QwenImageEditModel(variant="edit_plus", path=path).path == path
+
+
+# --- GRPO of the text encoder ---
+
+
+def test_the_policy_reads_all_source_images(models: Any) -> None:
+    """At the size of the text encoder; the first is the one whose latents come first."""
+    example = replace(edit_at(0, (32, 64)), more_images=(picture(5, 32, 64),))
+    run: Any = SimpleNamespace(diffusion_model=models["edit_plus"])
+    assert [image.size for image in VlmRun.shown(run, example)] == [(64, 32)] * 2
+    assert sources_of(example) == (example.source, *example.more_images)
+    assert sources_of(replace(example, source=None)) == ()

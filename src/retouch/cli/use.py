@@ -41,6 +41,10 @@ def sample(
             help="One image, with --mask or --box (optional for editing families) and --text or --prompt.",
         ),
     ] = None,
+    more_image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Another source image beside --image, for a model that reads several; repeatable."),
+    ] = None,
     mask: Annotated[Path | None, typer.Option(help="Mask of --image, white = repaint.")] = None,
     box: Annotated[
         str | None,
@@ -98,6 +102,7 @@ def sample(
         invert_mask=invert_mask,
         crop=crop,
         context=context,
+        more_images=tuple(more_image or ()),
     )
     chosen = items_to_sample(trained.config, request)
     with writing(out):

@@ -134,7 +134,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         trained_steps=algorithm.trained_steps(run),
         forwards_per_image=forwards_per_image(run, per_epoch),
         state_bytes_per_weight=4 * (2 + len(snapshots(run))) + moment_bytes(run),
-        vision_tokens=run.model.vision_tokens(run.data.size),
+        vision_tokens=run.model.vision_tokens(run.data.size) if "source" in run.data.has_images else 0,
     )
 
 

@@ -36,6 +36,7 @@ class ItemFiles:
         reference_mask_path: mask of the item that the reference belongs to; one of the reference's size cuts it to
             its box.
         difficulty: sort key of a curriculum.
+        more_paths: source images beside the one that is edited, in order.
     """
 
     id: int
@@ -52,6 +53,7 @@ class ItemFiles:
     reference_mask_path: Path | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     difficulty: float = 0.0
+    more_paths: tuple[Path | PackedImage, ...] = ()
 
 
 @dataclass(frozen=True)

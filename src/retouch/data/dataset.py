@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import overload
 
 from PIL import Image
@@ -22,6 +23,7 @@ from retouch.imaging import (
     Box,
     ImageProblem,
     MaskCrop,
+    PackedImage,
     fit_size,
     halves,
     into_strip,
@@ -226,8 +228,15 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         size=config.size,
         strip=strip,
         embedding_path=item.embedding_path,
+        more_images=tuple(_more_image(path, config) for path in item.more_paths) if config.has_images else (),
         **images,
     ), reading
+
+
+def _more_image(path: Path | PackedImage, config: DataSection) -> Image.Image:
+    """A further source image at the size of the data set, fitted by `data.fit`."""
+    image, (height, width) = to_rgb(open_image(path)), config.size
+    return resize(image, *fit_size(image.size, (width, height), config.image_options.fit, None))
 
 
 def _set_roles(

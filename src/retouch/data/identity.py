@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 def files_of(item: ItemFiles) -> dict[str, Path | PackedImage]:
     """The files of an item, by field."""
-    named = ((field.name, getattr(item, field.name)) for field in fields(item))
-    return {name: file for name, file in named if isinstance(file, Path | PackedImage)}
+    named = {field.name: getattr(item, field.name) for field in fields(item)}
+    named |= {f"more_path_{i}": path for i, path in enumerate(item.more_paths)}
+    return {name: file for name, file in named.items() if isinstance(file, Path | PackedImage)}
 
 
 def item_key(item: ItemFiles) -> int:
@@ -71,7 +72,8 @@ def trained_on(evaluation: Dataset, *training: Dataset) -> list[ItemFiles]:
 
 
 def images_of(item: ItemFiles) -> list[Path | PackedImage]:
-    """The images that a model may memorise: not masks and references, which many items may share."""
+    """The images that a model may memorise: not masks, references and further source
+    images, which many items may share."""
     return [p for p in (item.source_path, item.target_path, item.win_path, item.lose_path) if p is not None]
 
 

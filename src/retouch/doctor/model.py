@@ -86,9 +86,14 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
             problems.append(str(error))
         else:
             weights |= {name: shapes} if shapes else {}
-    problems.extend(problem for name in networks if name.startswith("text_") for problem in _tokenizer(folder, name))
+    texts = [name for name in networks if name.startswith("text_")]
+    if not model.spec.tokenizer_in_processor:
+        problems.extend(p for name in texts for p in _tokenizer(folder, name.replace("text_encoder", "tokenizer")))
     if model.spec.has_processor:
-        problems.extend(_processor(folder / "processor"))
+        processor = _processor(folder / "processor")
+        if not processor and texts and model.spec.tokenizer_in_processor:
+            processor = [*_tokenizer(folder, "processor")]
+        problems.extend(processor)
     if not (folder / "scheduler/scheduler_config.json").is_file():
         problems.append("no scheduler/scheduler_config.json")
     return found
@@ -180,9 +185,8 @@ def _header(file: Path) -> Shapes:
     return shapes
 
 
-def _tokenizer(folder: Path, encoder: str) -> Iterator[str]:
-    """Problems of a text encoder's tokenizer."""
-    name = encoder.replace("text_encoder", "tokenizer")
+def _tokenizer(folder: Path, name: str) -> Iterator[str]:
+    """Problems of the tokenizer in folder/name/."""
     try:
         kind = str(_json(folder / name / "tokenizer_config.json").get("tokenizer_class", ""))
     except Damaged as error:

@@ -125,8 +125,9 @@ class Engine:
         if sharding != "none" and self.world_size == 1:
             logger.info("training.sharding=%s has no effect on one process", sharding)
             sharding = "none"
-        unused = DistributedDataParallelKwargs(find_unused_parameters=some_without_gradient)
-        accelerator.ddp_handler = unused  # pyright: ignore[reportAttributeAccessIssue]
+        # buffers are constants; DDP would send them at every forward, of which processes need not run equally many
+        options = DistributedDataParallelKwargs(find_unused_parameters=some_without_gradient, broadcast_buffers=False)
+        accelerator.ddp_handler = options  # pyright: ignore[reportAttributeAccessIssue]
         if sharding == "none":
             self._parallel = Replicated(network, accelerator, c)
         elif sharding == "fsdp2":

@@ -23,6 +23,7 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
         "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",
         "z_image": "retouch.families.z_image.spec:ZImageModel",
         "flux2_klein": "retouch.families.flux2_klein.spec:Flux2KleinModel",
+        "qwen_image_21": "retouch.families.qwen_image_21.spec:QwenImage21Model",
     },
 )
 """`model.family` -> its section of the run file, with the facts of the family as `spec`."""

@@ -71,6 +71,7 @@ class FamilySpec:
         networks: component -> class name of each network of the pipeline, the trained one first. Each text encoder has
             a tokenizer of the same number, and every pipeline has a scheduler.
         has_processor: whether the pipeline has a processor/ of images for its text encoder.
+        tokenizer_in_processor: whether the tokenizer is in processor/ too, and there is no tokenizer/.
         released: component -> config of the network at its released size, to count weights without files.
         hub_ids: released models, of these sizes.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
@@ -99,6 +100,7 @@ class FamilySpec:
     pipeline: str = ""
     networks: Mapping[str, str] = field(default_factory=dict[str, str])
     has_processor: bool = False
+    tokenizer_in_processor: bool = False
     released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     hub_ids: tuple[str, ...] = ()
     doubles_for_guidance: bool = False
@@ -348,6 +350,11 @@ class ModelSection(Section):
     def chat_task(self) -> Literal["draw", "edit", "edit_plus"] | None:
         """Chat of a text encoder that is a vision-language model; None for other text encoders."""
         return None
+
+    @property
+    def takes_more_images(self) -> bool:
+        """Whether it reads further source images of an example, beside the one that it changes."""
+        return False
 
     def vision_tokens(self, size: tuple[int, int]) -> int:
         """Tokens of a source image of (height, width) in the text encoder; 0 where it reads no images."""

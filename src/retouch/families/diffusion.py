@@ -209,9 +209,13 @@ class FamilyModel(ABC):
         config = self.scheduler.config
         if not config.get("use_dynamic_shifting", False):
             return config.get("shift", 1.0)
-        tokens = (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
+        tokens = self.image_tokens(size)
         first, last = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         return flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
+
+    def image_tokens(self, size: tuple[int, int]) -> int:
+        """Tokens that the network makes of an image of (height, width)."""
+        return (size[0] // self.spec.size_multiple) * (size[1] // self.spec.size_multiple)
 
     def require_size(self, size: tuple[int, int]) -> None:
         """Raise ValueError where the network cannot take images of (height, width)."""

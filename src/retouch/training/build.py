@@ -15,7 +15,7 @@ from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import ConfigError, Derived, RunConfig, derive
-from retouch.config.needs import needed_pictures
+from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
@@ -199,6 +199,7 @@ def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
                 f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
                 "them"
             )
+    require_more_images(config, name, data.items)
     first = data.items[0]
     if first.source_path is not None and first.mask_path is None and not config.model.spec.edits:
         raise ConfigError(

@@ -11,7 +11,7 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
-from retouch.config.needs import needed_pictures, takes_references
+from retouch.config.needs import needed_pictures, require_more_images, takes_references
 from retouch.data.base import DataError, DataSection, ItemFiles, ProtocolData
 from retouch.data.dataset import Dataset, check_item, load_dataset
 from retouch.data.discover import data_at
@@ -42,6 +42,7 @@ class SampleRequest:
 
     Attributes:
         mask: white = repaint; in a dataset every item has its own.
+        more_images: source images beside `image`, for a model that reads several.
         reference: style reference, instead of the items' own; for a run that trained a style adapter.
         size: (height, width) to sample at; None: the run's.
         fit: as `data.fit`, for images that are not cropped around the mask; None: the run's.
@@ -70,6 +71,7 @@ class SampleRequest:
     invert_mask: bool | None = None
     crop: str = "auto"
     context: float = 0.25
+    more_images: tuple[Path | Image.Image, ...] = ()
 
 
 def mask_crop(config: RunConfig, request: SampleRequest) -> MaskCrop | None:
@@ -96,8 +98,8 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
-        own = ("mask", "box", "text", "prompt")
-        if named := [name for name in own if getattr(request, name) is not None]:
+        own = {"mask": "mask", "box": "box", "text": "text", "prompt": "prompt", "more_images": "more-image"}
+        if named := [option for name, option in own.items() if getattr(request, name) not in (None, ())]:
             raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
         section = like(config, request.data).model_copy(update=update)
         items = examples_of(config, section, "--data", request.reference, scored=False).items
@@ -145,7 +147,10 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
             mask = packed(box_mask(request.box, size), "--box")
         except ImageProblem as error:
             raise ConfigError(f"--box: {error}") from None
-    return ItemFiles(0, prompt, source, mask, _file(request.reference, "reference"))
+    more = tuple(file for image in request.more_images if (file := _file(image, "more-image")) is not None)
+    item = ItemFiles(0, prompt, source, mask, _file(request.reference, "reference"), more_paths=more)
+    require_more_images(config, "--more-image", [item])
+    return item
 
 
 def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:
@@ -192,11 +197,14 @@ def examples_of(
     _takes_references(config, reference, scored=scored)
     needs = needed_pictures(config, training=False, scored=scored)
     if reference is None:
-        return load_dataset(section, purpose, needs)
+        found = load_dataset(section, purpose, needs)
+        require_more_images(config, purpose, found.items)
+        return found
     file = _file(reference, "reference")
     assert file is not None
     to_rgb(open_image(file))  # one message, not one for each item
     found = load_dataset(section, purpose, needs - {"reference"})
+    require_more_images(config, purpose, found.items)
     return Dataset(section, [replace(item, reference_path=file) for item in found.items])
 
 

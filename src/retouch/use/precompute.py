@@ -9,7 +9,7 @@ import torch
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import needed_pictures
+from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
 from retouch.families.diffusion import FamilyModel
@@ -48,7 +48,8 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
 
 def usable(config: RunConfig) -> None:
     """Raises: ConfigError: a run that may not set `model.embeddings`."""
-    if config.model.vision_tokens(config.data.size):
+    with_sources = any("source" in section.has_images for section in data_sections(config).values())
+    if config.model.vision_tokens(config.data.size) and with_sources:
         raise ConfigError(
             f"model.family: {config.model.family} has a text encoder that reads the image with the prompt; "
             "it cannot encode a prompt alone; train without model.embeddings"

@@ -24,7 +24,7 @@ from retouch.algorithms.vlm_grpo.images import freeze
 from retouch.algorithms.vlm_grpo.responses import Responses, chat_messages, prepare_processor, tokenize, tokenizer_of
 from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import needed_pictures
+from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Launched
@@ -109,7 +109,8 @@ class VlmRun:
         """The images of an example that the policy reads, at their final size."""
         if example.source is None or not hasattr(self.diffusion_model, "shown"):
             return []
-        return [self.diffusion_model.shown(example.source)]  # type: ignore[attr-defined]
+        sources = (example.source, *example.more_images)
+        return [self.diffusion_model.shown(source) for source in sources]  # type: ignore[attr-defined]
 
     def prompts(self, examples: Sequence[Example], texts: Sequence[str] | None = None) -> Responses:
         """Tokenized chats of examples with empty completions.
@@ -145,6 +146,8 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
             f"data: example {with_source[0]} has a source image, but under vlm_grpo {config.model.family} generates "
             "from text alone; leave source images out, or set model.family=qwen_image_edit"
         )
+    for name, items in named.items():
+        require_more_images(config, name, items)
     require_texts_of(config, named)
     run_dir = RunDir(config, main=main)
     can_begin(config, run_dir)

@@ -120,7 +120,7 @@ class CompletionScorer:
             negatives = self.negatives(policy, examples) if run.guidance_scale > 1 else [None] * len(examples)
         with clock.part("rollout"):
             requests = [
-                ImageRequest(text, seed, size_of(example), negative, (example.source,) if example.source else ())
+                ImageRequest(text, seed, size_of(example), negative, sources_of(example))
                 for example, text, seed, negative in zip(examples, states, noise_seeds, negatives, strict=True)
             ]
             rollout, offloaded = run.config.rollout, run.algorithm.offload_diffusion_model
@@ -174,7 +174,7 @@ class CompletionScorer:
         base = self.run.algorithm.encodes_negatives == "base"
         if not base:
             self._negatives.clear()
-        keys = ["" if example.source is None else picture_key(example.source) for example in examples]
+        keys = [" ".join(map(picture_key, sources_of(example))) for example in examples]
         missing = {key: e for key, e in zip(keys, examples, strict=True) if key not in self._negatives}
         if missing:
             prompts = self.run.prompts(list(missing.values()), [NEGATIVE] * len(missing))
@@ -207,6 +207,11 @@ def size_of(example: Example) -> tuple[int, int]:
         return example.source.height, example.source.width
     assert example.size is not None  # data sets give one to every example without a source
     return example.size
+
+
+def sources_of(example: Example) -> tuple[Image, ...]:
+    """The source images of an example, first the one that is edited."""
+    return () if example.source is None else (example.source, *example.more_images)
 
 
 def _items(completion: ScoredCompletion, ended: bool) -> list[RewardItem]:

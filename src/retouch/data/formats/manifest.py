@@ -1,11 +1,13 @@
 """A list of examples: a JSON list, JSONL with one object a line, or CSV; or a folder with metadata.jsonl or
 metadata.csv (Hugging Face imagefolder).
 
-Keys: `prompt`, and optionally `image_path` (what is repainted or edited; none for text to image), `id`, `mask_path`,
-`reference_path`, `target_path`, `win_path` and `lose_path`, `text`, and `t5_embedding_path`, which the FLUX.1 families
-read instead of encoding the prompt. `image` and `mask`, `file_name` and the `*_file_name` columns of an imagefolder are
-read as aliases of the paths; in an imagefolder, `text` is the caption if there is no `prompt`. Other keys are kept as
-metadata. Relative paths start from the file's folder or from `data.image_root`.
+Keys: `prompt`, and optionally `image_path` (what is repainted or edited; none for text to image), `more_images` (a list
+of further source images, for models that read several), `id`, `mask_path`, `reference_path`, `target_path`, `win_path`
+and `lose_path`, `text`, and `t5_embedding_path`, which the FLUX.1 families
+read instead of encoding the prompt. `image` and
+`mask`, `file_name` and the `*_file_name` columns of an imagefolder are read as aliases of the paths; in an imagefolder,
+`text` is the caption if there is no `prompt`. Other keys are kept as metadata. Relative paths start from the file's
+folder or from `data.image_root`.
 """
 
 from __future__ import annotations
@@ -32,10 +34,14 @@ _KEYS = {
 }
 
 
+_MORE = "more_images"
+"""Key of the source images beside the one that is edited."""
+
+
 class ManifestData(ImageSection):
-    """A JSON list, JSONL or CSV file of `{"prompt", "image_path"?, "mask_path"?, "target_path"?, "reference_path"?,
-    "win_path"? and "lose_path"?, ...}`, or a folder with metadata.jsonl or metadata.csv (imagefolder); without
-    image_path for text to image, without mask_path to edit the whole image."""
+    """A JSON list, JSONL or CSV file of `{"prompt", "image_path"?, "more_images"?, "mask_path"?, "target_path"?,
+    "reference_path"?, "win_path"? and "lose_path"?, ...}`, or a folder with metadata.jsonl or metadata.csv
+    (imagefolder); without image_path for text to image, without mask_path to edit the whole image."""
 
     format: Literal["manifest"] = "manifest"
     target: Literal["auto", "file", "source", "none"] = "auto"
@@ -107,7 +113,7 @@ def _item(given: Any, position: int, root: Path) -> ItemFiles:
     if wrong:
         raise DataError(f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
     paths = {role: root / entry[key] if entry.get(key) else None for role, key in used.items()}
-    known = {*used.values(), "prompt", prompt_key, "id"}
+    known = {*used.values(), "prompt", prompt_key, "id", _MORE}
     return ItemFiles(
         id=id_of(entry, position),
         prompt=entry[prompt_key],
@@ -119,7 +125,19 @@ def _item(given: Any, position: int, root: Path) -> ItemFiles:
         lose_path=paths["lose_path"],
         embedding_path=paths["t5_embedding_path"],
         metadata={key: value for key, value in entry.items() if key not in known},
+        more_paths=tuple(root / name for name in _more_images(entry, paths["image_path"])),
     )
+
+
+def _more_images(entry: Mapping[str, Any], image: Path | None) -> list[str]:
+    """Names of the source images beside the one that is edited; a cell of a CSV file holds one."""
+    given = entry.get(_MORE) or []
+    names: list[Any] = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise DataError(f"{_MORE} is {given!r}; it must be a list of paths")
+    if names and image is None:
+        raise DataError(f"{_MORE} without image_path; name the image that is edited as image_path")
+    return names
 
 
 def _first(entry: Mapping[str, Any], keys: Sequence[str]) -> str:

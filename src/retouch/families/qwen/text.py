@@ -9,7 +9,7 @@ Legend: L tokens of a row, D width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -189,12 +189,17 @@ class ChatStates:
             self.length,
             prompt,
         )
-        end = ids.shape[1] - tail
-        by_token = {name for name, value in inputs.items() if value.shape == ids.shape}
-        return {
-            name: torch.cat([value[:, : end - over], value[:, end:]], 1) if name in by_token else value
-            for name, value in inputs.items()
-        }
+        return without_tokens_before(inputs, tail, over)
+
+
+def without_tokens_before(inputs: Mapping[str, Tensor], tail: int, count: int) -> dict[str, Tensor]:
+    """Inputs of a text encoder for one row [1, L], without the `count` tokens before the last `tail`."""
+    ids = inputs["input_ids"]
+    end = ids.shape[1] - tail
+    return {
+        name: torch.cat([value[:, : end - count], value[:, end:]], 1) if value.shape == ids.shape else value
+        for name, value in inputs.items()
+    }
 
 
 @dataclass(frozen=True)

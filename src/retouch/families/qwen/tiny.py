@@ -59,14 +59,19 @@ def tiny_qwen_vl(width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
         "out_hidden_size": width,
         "fullatt_block_indexes": [0],
     }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special_tokens(tokenizer))
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def special_tokens(tokenizer: Any) -> dict[str, Any]:
+    """Options of a vision-language model: the ids of the tokens that mark images."""
     marks = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
     }
-    ids: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)).eval()
+    return {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
 
 
 def byte_qwen_tokenizer() -> Qwen2Tokenizer:

@@ -20,7 +20,7 @@ class QwenImageModel(QwenSection):
         needs=frozenset(),
         model="retouch.families.qwen_image.model:QwenImage",
         pipeline="QwenImagePipeline",
-        hub_ids=("Qwen/Qwen-Image",),
+        hub_ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
         adapter=AdapterFacts(
             network="QwenImageTransformer2DModel",
             host="retouch.families.qwen_image.host:QwenHost",

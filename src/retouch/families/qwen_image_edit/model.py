@@ -1,11 +1,12 @@
 """Qwen-Image-Edit and Edit-Plus: flow models that change an image by a prompt, on diffusers' own networks.
 
 The source is an input twice: to the text encoder, in front of the prompt, and as clean latents whose tokens follow the
-noisy ones. `edit` gives both the same pixels; `edit_plus` (2509) numbers its images and gives the text encoder a small
-one. The released pipelines scale every image to a megapixel; here sizes are those of the examples. Everything equals
-diffusers' pipelines on the same text states, noise and sizes (tests/families/test_qwen_image_edit.py). The states
-themselves differ because the pipelines do not pass the positions of the images to the text encoder (diffusers issue
-14194: `mm_token_type_ids`); here the text encoder gets the whole output of the processor.
+noisy ones. `edit` gives both the same pixels; `edit_plus` (2509, 2511) reads several images, numbers them and gives the
+text encoder small ones. The released pipelines scale every image to a megapixel; here sizes are those of the examples.
+Everything equals diffusers' pipelines on the same text states, noise and sizes
+(tests/families/test_qwen_image_edit.py). The states themselves differ because the pipelines do not pass the positions
+of the images to the text encoder (diffusers issue 14194: `mm_token_type_ids`); here the text encoder gets the whole
+output of the processor.
 
 Legend: B samples, C latent channels, h w latent sides.
 """
@@ -53,7 +54,7 @@ class QwenImageEdit(QwenModel):
             config.variant,
             config.max_sequence_length,
         )
-        return chat_encoders(chat, _prompt_and_image, device, config.offload_text_encoders, KEPT_TEXTS)
+        return chat_encoders(chat, _prompt_and_images, device, config.offload_text_encoders, KEPT_TEXTS)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128, vision_pixels: int | None = None) -> Self:
@@ -63,8 +64,8 @@ class QwenImageEdit(QwenModel):
         text = None
         if pipeline.text_encoder is not None:
             chat = ChatStates(pipeline.text_encoder, pipeline.tokenizer, pipeline.processor, variant, length)
-            text = chat_encoders(chat, _prompt_and_image, capacity=KEPT_TEXTS)
-        config = QwenImageEditModel(variant=variant, path=RELEASED[variant], vision_pixels=vision_pixels)
+            text = chat_encoders(chat, _prompt_and_images, capacity=KEPT_TEXTS)
+        config = QwenImageEditModel(variant=variant, path=RELEASED[variant][0], vision_pixels=vision_pixels)
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
 
     @staticmethod
@@ -87,46 +88,56 @@ class QwenImageEdit(QwenModel):
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
         """Sources, as latents and with the text, of examples of one size; a `guidance_scale` above 1 adds the negative
-        prompt with the same image, and `predict` then doubles the batch of the network. A mask is kept only for losses
+        prompt with the same images, and `predict` then doubles the batch of the network. A mask is kept only for losses
         that are restricted to it.
 
         Raises:
-            ValueError: an example without a source, or a size that the network does not take.
+            ValueError: an example without a source, several sources of one of which `edit` takes one, not as many
+                in each example, or a size that the network does not take.
         """
         text = self.texts()
-        sources = [_source(example) for example in examples]
-        images = [self.shown(source) for source in sources]
+        sources = [self._sources(example) for example in examples]
+        if len({len(row) for row in sources}) > 1:
+            raise ValueError(
+                f"examples have {[len(row) for row in sources]} source images; a batch needs as many in each"
+            )
+        images = [[self.shown(source) for source in row] for row in sources]
         tensors = {
-            **text.encode([Shown.of(e.prompt, image) for e, image in zip(examples, images, strict=True)]),
+            **text.encode([Shown.of(e.prompt, row) for e, row in zip(examples, images, strict=True)]),
             "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
-            **picture_tensors([[self.encode_picture(source)] for source in sources]),
+            **picture_tensors([[self.encode_picture(source) for source in row] for row in sources]),
         }
         if guidance_scale > 1:
-            negative = text.encode([Shown.of(NEGATIVE, image) for image in images])
+            negative = text.encode([Shown.of(NEGATIVE, row) for row in images])
             tensors |= {f"negative_{name}": t for name, t in negative.items()}
-        size = (sources[0].height, sources[0].width)
+        size = (sources[0][0].height, sources[0][0].width)
         return Condition(tensors, optional_masks(examples, self.spec, self.device), size)
+
+    def _sources(self, example: Example) -> list[Image]:
+        """The image that is edited, then the others that `edit_plus` reads."""
+        if example.source is None:
+            raise ValueError(f"example {example.id} has no source image; qwen_image_edit changes one")
+        if example.more_images and not self.config.takes_more_images:
+            raise ValueError(
+                f"example {example.id} has {1 + len(example.more_images)} source images, but variant=edit reads one; "
+                "set model.variant=edit_plus"
+            )
+        return [example.source, *example.more_images]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt and its image in the text encoder; equal if both are."""
+    """A prompt and its images in the text encoder; equal if all are."""
 
     prompt: str
-    digest: bytes
-    image: Image = field(compare=False, repr=False)
+    digests: tuple[bytes, ...]
+    images: tuple[Image, ...] = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, prompt: str, image: Image) -> Shown:
-        pixels = image.convert("RGB")
-        return cls(prompt, hashlib.sha256(repr(pixels.size).encode() + pixels.tobytes()).digest(), pixels)
+    def of(cls, prompt: str, images: Sequence[Image]) -> Shown:
+        pixels = tuple(image.convert("RGB") for image in images)
+        return cls(prompt, tuple(hashlib.sha256(repr(p.size).encode() + p.tobytes()).digest() for p in pixels), pixels)
 
 
-def _prompt_and_image(shown: Shown) -> tuple[str, list[Image]]:
-    return shown.prompt, [shown.image]
-
-
-def _source(example: Example) -> Image:
-    if example.source is None:
-        raise ValueError(f"example {example.id} has no source image; qwen_image_edit changes one")
-    return example.source
+def _prompt_and_images(shown: Shown) -> tuple[str, Sequence[Image]]:
+    return shown.prompt, shown.images

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 EditVariant = Literal["edit", "edit_plus"]
 
-RELEASED: dict[EditVariant, str] = {"edit": "Qwen/Qwen-Image-Edit", "edit_plus": "Qwen/Qwen-Image-Edit-2509"}
-"""Variant -> hub id."""
+RELEASED: dict[EditVariant, tuple[str, ...]] = {
+    "edit": ("Qwen/Qwen-Image-Edit",),
+    "edit_plus": ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2511"),
+}
+"""Variant -> hub ids."""
 
 CHAT_TOKENS = 11
 """Most tokens that the chat adds around an image and a prompt: `Picture 1: `, two marks, and the end of the turn."""
@@ -34,18 +37,19 @@ class QwenImageEditModel(QwenSection):
         model="retouch.families.qwen_image_edit.model:QwenImageEdit",
         pipeline="QwenImageEditPipeline",
         has_processor=True,
-        hub_ids=tuple(RELEASED.values()),
+        hub_ids=(*RELEASED["edit"], *RELEASED["edit_plus"]),
     )
 
     family: Literal["qwen_image_edit"] = "qwen_image_edit"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = RELEASED["edit"]
-    """A hub id or a folder in the diffusers layout; for edit_plus Qwen/Qwen-Image-Edit-2509."""
+    path: str = RELEASED["edit"][0]
+    """A hub id or a folder in the diffusers layout; for edit_plus Qwen/Qwen-Image-Edit-2511 or -2509."""
     free_text_encoders: bool = False
     """Must be false: the states of the text encoder depend on the image."""
     embeddings: Text | None = None
     """Must be null: the states of the text encoder depend on the image."""
     variant: EditVariant = "edit"
-    """"edit" is Qwen-Image-Edit; "edit_plus" is Edit-Plus (2509), whose text encoder reads an image of 384 x 384."""
+    """"edit" is Qwen-Image-Edit; "edit_plus" is Edit-Plus (2509, 2511), which reads several source images and shows
+    each at 384 x 384 to its text encoder."""
     max_sequence_length: Annotated[int, Field(ge=1, le=2048)] = 1024
     """Tokens that the image, the prompt and the end of the chat template are padded to. A longer prompt is cut, with a
     warning; the image never is."""
@@ -56,15 +60,20 @@ class QwenImageEditModel(QwenSection):
     @model_validator(mode="after")
     def _path_is_of_the_variant(self) -> Self:
         for variant, released in RELEASED.items():
-            if self.path == released and variant != self.variant:
+            if self.path in released and variant != self.variant:
                 raise ValueError(
-                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set {RELEASED[self.variant]}"
+                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set "
+                    f"{RELEASED[self.variant][-1]}"
                 )
         return self
 
     @property
     def pipeline(self) -> str:
         return "QwenImageEditPlusPipeline" if self.variant == "edit_plus" else self.spec.pipeline
+
+    @property
+    def takes_more_images(self) -> bool:
+        return self.variant == "edit_plus"
 
     @property
     def chat_task(self) -> EditVariant:
