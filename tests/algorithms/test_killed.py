@@ -17,7 +17,7 @@ from retouch.families import FAMILIES
 from tests.algorithms.test_resume import run_child
 from tests.conftest import small_run
 from tests.selection import cells
-from tests.tiny_models import tiny_model
+from tests.tiny_models import WITH_BASE, tiny_model
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "sft": {},
@@ -27,8 +27,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_file(folder: Path, signs: Path, family: str, algorithm: str) -> Path:
-    """Two steps of LoRA, a checkpoint after each."""
+TRAIN = {"lora": {"kind": "lora", "rank": 4}, "full": {"kind": "full"}}
+FILES = {"lora": FILE, "full": "diffusion_pytorch_model.safetensors"}
+
+CELLS = [
+    *product(FAMILIES, ALGORITHMS, ["lora"]),
+    *product([family for family in FAMILIES if family not in WITH_BASE], ["grpo"], ["full"]),
+]
+
+
+def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) -> Path:
+    """Two steps, a checkpoint after each."""
     overrides: dict[str, Any] = {}
     if algorithm == "sft":
         overrides = {"data__path": str(signs / "targets"), "data__target": "auto"}
@@ -39,7 +48,7 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str) -> Path:
     data = small_run(
         signs,
         folder / "runs",
-        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": {"kind": "lora", "rank": 4}},
+        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
         algorithm={"name": algorithm, **ALGORITHMS[algorithm]},
         rollout__guidance_scale=FAMILIES[family].spec.guidance_scale,
         rollout__num_steps=2,
@@ -56,9 +65,9 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("family", "algorithm"), cells(list(product(FAMILIES, ALGORITHMS)), strength=1))
-def test_a_killed_run_continues_bitwise(family: str, algorithm: str, signs: Path, tmp_path: Path) -> None:
-    path = run_file(tmp_path, signs, family, algorithm)
+@pytest.mark.parametrize(("family", "algorithm", "kind"), cells(CELLS, strength=1))
+def test_a_killed_run_continues_bitwise(family: str, algorithm: str, kind: str, signs: Path, tmp_path: Path) -> None:
+    path = run_file(tmp_path, signs, family, algorithm, kind)
     whole = run_child("nowhere", 0, [str(path), "name=whole"])
     assert whole.returncode == 0, whole.stderr
     folders = [tmp_path / "runs" / name / "checkpoints" for name in ("whole", "again")]
@@ -68,8 +77,8 @@ def test_a_killed_run_continues_bitwise(family: str, algorithm: str, signs: Path
     again = run_child("nowhere", 0, [str(path), "name=again"])
     assert again.returncode == 0, again.stderr
     for part in ("weights", "ema"):
-        mine, theirs = (load_file(folder / "step-000002" / part / FILE) for folder in folders)
-        assert mine.keys() == theirs.keys() and any(t.any() for name, t in mine.items() if "lora_B" in name)
+        mine, theirs = (load_file(folder / "step-000002" / part / FILES[kind]) for folder in folders)
+        assert mine.keys() == theirs.keys() and any(t.any() for name, t in mine.items() if kind == "full" or "lora_B" in name)
         assert all(torch.equal(mine[name], theirs[name]) for name in mine), part
     states = [torch.load(f / "step-000002/optimizer.pt", weights_only=True)["optimizer"]["state"] for f in folders]
     assert all(torch.equal(a[k], b[k]) for a, b in zip(*(s.values() for s in states), strict=True) for k in a)
