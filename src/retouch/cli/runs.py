@@ -98,7 +98,9 @@ def _memory(config: Any, world_size: int, launch: Any) -> dict[str, Any]:
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder of images, or a list of them.")] = Path(),
     out: Annotated[Path, typer.Option(help="Run file to write.")] = Path("run.yaml"),
-    family: Annotated[str, typer.Option(help="flux_fill | sd_inpaint | qwen_image_edit.")] = "flux_fill",
+    family: Annotated[
+        str, typer.Option(help="Model family that repaints or edits images, such as flux_fill or qwen_image_edit.")
+    ] = "flux_fill",
     algorithm: Annotated[str, typer.Option(help="sft | grpo | ppo | dpo | nft.")] = "grpo",
     model: Annotated[
         str | None,

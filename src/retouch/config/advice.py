@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from retouch.algorithms.base import RlConfig
 from retouch.config.derived import stochastic_steps
 from retouch.config.run import RunConfig
 
@@ -26,7 +27,7 @@ def _distilled(run: RunConfig) -> Iterator[str]:
             "use its LoRA with the distilled one"
         )
     if run.algorithm.supervised_steps(run):
-        key = "algorithm.name" if run.algorithm.name == "sft" else "algorithm.sft_steps"
+        key = "algorithm.sft_steps" if isinstance(run.algorithm, RlConfig) else "algorithm.name"
         yield (
             f"{key}: supervised flow matching on {path}, a distilled model, undoes its distillation: images of few "
             "steps become blurred; train the base model"

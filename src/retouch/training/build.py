@@ -14,6 +14,7 @@ from retouch.adapters.formats import describe_unused
 from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.algorithms.base import RlConfig
 from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
@@ -178,7 +179,7 @@ def needs_targets(config: RunConfig, data: Dataset) -> None:
     without = _ids_without_target(config, data)
     if without:
         section = "warmup_data" if config.warmup_data else "data"
-        remedy = "" if config.algorithm.name == "sft" else "set algorithm.sft_steps=0, or "
+        remedy = "set algorithm.sft_steps=0, or " if isinstance(config.algorithm, RlConfig) else ""
         raise ConfigError(
             f"{section}: example {without[0]} (and {len(without) - 1} more) has no target image, which supervised "
             f"steps need; {remedy}name data with targets under warmup_data"

@@ -132,7 +132,11 @@ def _run_file(run: _Run, out: Path) -> str:
     released = FAMILIES[family].model_fields["path"].default
     path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model
     size, fit, weights = ("[32, 64]", "stretch", "full weights") if tiny else ("512", "crop", "LoRA")
-    short_prompts = ["  max_sequence_length: 24    # of the tiny base"] if tiny and family == "flux_fill" else []
+    short_prompts = (
+        ["  max_sequence_length: 24    # of the tiny base"]
+        if tiny and "max_sequence_length" in FAMILIES[family].model_fields
+        else []
+    )
     return "\n".join(
         [
             f"# {run.algorithm} on {family}, written by `retouch init`: {_count(run.found)}.",
@@ -178,7 +182,7 @@ def _run_file(run: _Run, out: Path) -> str:
 
 def _rollout(run: _Run) -> list[str]:
     tiny, algorithm = run.tiny, run.algorithm
-    steps = 4 if tiny else 20 if run.family == "sd_inpaint" else 10
+    steps = 4 if tiny else 20 if FAMILIES[run.family].spec.prediction == "epsilon" else 10
     if algorithm == "sft":
         return ["algorithm: {name: sft}", f"rollout: {{num_steps: {steps}}}    # of evaluations"]
     groups, group = (min(32, run.examples), 1) if algorithm == "ppo" else (min(8, run.examples), 8)
