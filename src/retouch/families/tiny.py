@@ -56,11 +56,7 @@ def tiny_pipeline(family: str, seed: int = 0, *args: Any) -> Any:
 
 
 def autoencoder(latent_channels: int = CHANNELS, shift_factor: float | None = 0.0) -> AutoencoderKL:
-    """An autoencoder that downsamples by 4; 0.24 M parameters.
-
-    Convolutions start orthogonal, the second of each block small: at this size it learns three times faster than from
-    the default initialization, which loses colour in its normalizations.
-    """
+    """An autoencoder that downsamples by 4; 0.24 M parameters."""
     widths: Any = (16, 32, 32)
     down: Any = ("DownEncoderBlock2D",) * 3
     up: Any = ("UpDecoderBlock2D",) * 3
@@ -77,6 +73,13 @@ def autoencoder(latent_channels: int = CHANNELS, shift_factor: float | None = 0.
         scaling_factor=1.0,
         shift_factor=shift_factor,
     )
+    start_orthogonal(vae)
+    return vae
+
+
+def start_orthogonal(vae: nn.Module) -> None:
+    """Initialize the convolutions of an autoencoder orthogonal, the second of each block small: at this size it learns
+    three times faster than from the default initialization, which loses colour in its normalizations."""
     for name, module in vae.named_modules():
         if isinstance(module, nn.Conv2d):
             nn.init.orthogonal_(module.weight)
@@ -84,7 +87,6 @@ def autoencoder(latent_channels: int = CHANNELS, shift_factor: float | None = 0.
             nn.init.zeros_(module.bias)
             if name.endswith("conv2"):
                 module.weight.data.mul_(0.1)
-    return vae
 
 
 def t5() -> T5EncoderModel:

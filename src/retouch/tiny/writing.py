@@ -30,6 +30,7 @@ from retouch.core.schedule import Schedule as NoiseSchedule
 from retouch.core.schedule import shift_sigma
 from retouch.data.sampler import derive_seed
 from retouch.families.base import Model, TrainFull
+from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import family_class, load_model
 from retouch.families.sd3.spec import Sd3Model
@@ -58,6 +59,8 @@ LETTERS = 4
 ALPHABET = 26
 CAPTION_NOISE = 0.3
 """Share of wrong letters in the last captions."""
+CHAT_TOKENS = 64
+"""Tokens (bytes) of a prompt in the chat of a Qwen3, which reads it frozen, from random weights."""
 HIGHEST_WEIGHT = 64.0
 
 
@@ -88,6 +91,7 @@ MODELS: dict[str, Model] = {
     "flux_fill": FluxFillModel(dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull()),
     "sd_inpaint": SdInpaintModel(dtype="fp32", train=TrainFull()),
     "sd3": Sd3Model(dtype="fp32", max_sequence_length=TEXT_TOKENS, train=TrainFull()),
+    "flux2_klein": Flux2KleinModel(dtype="fp32", max_sequence_length=CHAT_TOKENS, train=TrainFull()),
 }
 """Family -> the model section of its base, without the path."""
 
@@ -103,6 +107,7 @@ SCHEDULES = {
         left_out=0.1,
     ),
     "sd3": Schedule(guidance_scale=1.0, letter_steps=600, denoiser_lr=4e-3, left_out=0.1),
+    "flux2_klein": Schedule(guidance_scale=1.0, letter_steps=600, denoiser_lr=4e-3, left_out=0.1),
 }
 """Family -> the schedule of its committed base."""
 
@@ -114,13 +119,16 @@ def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, fl
     started = monotonic()
     train_vae(pipeline.vae, signs, schedule.vae_steps, seed)
     after_vae = monotonic()
-    model = family_class(family).from_pipeline(pipeline)
+    lengths = [CHAT_TOKENS] if family == "flux2_klein" else []
+    model = family_class(family).from_pipeline(pipeline, *lengths)
     train_spelling(model.text, schedule.text_steps, schedule.text_batch, seed)
     after_text = monotonic()
     x0, conditions = encode_signs(model, signs, schedule.guidance_scale)
     right = [sign.word for sign in signs]
     heard = [misheard(sign.word, CAPTION_NOISE, derive_seed(seed, "caption", i)) for i, sign in enumerate(signs)]
     letters = replace(schedule, denoiser_steps=schedule.letter_steps, left_out=0.0)
+    if not encoder_networks(model.text):
+        model.text.cache_and_release(["", *(PROMPT.format(word) for word in dict.fromkeys([*right, *heard]))])
     train_denoiser(model, x0, conditions, right, letters, derive_seed(seed, "letters"))
     train_denoiser(model, x0, conditions, heard, schedule, derive_seed(seed, "scraped"))
     after_denoiser = monotonic()
@@ -153,8 +161,13 @@ def train_vae(vae: Any, signs: Sequence[Sign], steps: int, seed: int, batch: int
     train_autoencoder(vae, next_batch, Updates("autoencoder", vae.parameters(), steps, 2e-3, ramp=20), draw)
     with torch.no_grad():
         latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures[:512].split(128)])
-        shift = None if vae.config.shift_factor is None else float(latents.mean())
-        vae.register_to_config(shift_factor=shift, scaling_factor=1 / float(latents.std()))
+        if "shift_factor" in vae.config:
+            shift = None if vae.config.shift_factor is None else float(latents.mean())
+            vae.register_to_config(shift_factor=shift, scaling_factor=1 / float(latents.std()))
+        else:  # of FLUX.2: by the channels of 2 x 2 patches
+            patches = nn.functional.pixel_unshuffle(latents, 2)
+            vae.bn.running_mean.copy_(patches.mean((0, 2, 3)))
+            vae.bn.running_var.copy_(patches.var((0, 2, 3)))
         channels = vae.config.latent_channels
         vae.encoder.conv_out.weight[channels:] = 0
         vae.encoder.conv_out.bias[channels:] = -30  # log-variance: sampling the posterior gives its mode
@@ -162,11 +175,13 @@ def train_vae(vae: Any, signs: Sequence[Sign], steps: int, seed: int, batch: int
 
 def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> None:
     """Train encoders of tokens to hold each letter's identity and place, and encoders of whole prompts to hold all
-    letters, as linear probes read them."""
+    letters, as linear probes read them; chat models stay as they are."""
     words = draw_words(4096, "train", derive_seed(seed, "spelling"), LETTERS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "probes"))
-        readers = [Reader(encoder) for encoder in text.encoders.values()]
+        readers = [Reader(encoder) for encoder in text.encoders.values() if isinstance(encoder, TextEncoder)]
+    if not readers:
+        return
     modules = [*encoder_networks(text), *(r.probes for r in readers)]
     parameters = [p for module in modules for p in module.requires_grad_(True).parameters()]
     draw = torch.Generator().manual_seed(derive_seed(seed, "text"))
@@ -177,8 +192,9 @@ def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> Non
 
 
 def encoder_networks(text: TextEncoders) -> list[nn.Module]:
-    """Each network once: several outputs may be of one."""
-    return list(dict.fromkeys(encoder.model for encoder in text.encoders.values()))
+    """Networks that are trained with the denoiser, each once: several outputs may be of one. A vision-language or chat
+    model is not trained."""
+    return list(dict.fromkeys(e.model for e in text.encoders.values() if isinstance(e, TextEncoder)))
 
 
 class Reader:
@@ -214,7 +230,7 @@ def train_denoiser(
     """Train denoising of encoded signs given their captions, text encoders included; keeps the EMA weights.
 
     Args:
-        model: a family with `TextEncoders` that are `TextEncoder`.
+        model: a family whose text encoders are `TextEncoder`, or have been released with every caption in the cache.
     """
     prompts = [PROMPT.format(caption) for caption in captions]
     encoders = model.text.encoders
@@ -234,7 +250,8 @@ def train_denoiser(
             left_out = torch.rand(batch, generator=draw) < schedule.left_out
             texts = ["" if out else prompt for out, prompt in zip(left_out, texts, strict=True)]
         picked = conditions.select(rows)
-        text = model.arranged({name: encoder(texts) for name, encoder in encoders.items()})
+        trained_text = {name: encoder(texts) for name, encoder in encoders.items()}
+        text = model.arranged(trained_text or model.text.encode(texts))
         condition = replace(picked, tensors={**picked.tensors, **text})
         errors = denoising_error(model, model.network, times, x0[rows], noise, time, condition)
         updates.apply(denoising_loss(errors, velocity_weight(times, time))[0])

@@ -38,6 +38,7 @@ from retouch.families.loading import ModelFilesError
 from retouch.families.qwen3.text import ChatStates, drop_layers, load_qwen3
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
 from retouch.families.text import TextEncoders
+from retouch.families.tiny import start_orthogonal
 from retouch.families.vae import Autoencoder
 from retouch.types import Condition, Example
 
@@ -103,32 +104,33 @@ class Flux2Klein(FamilyModel):
 
     @staticmethod
     def tiny() -> Flux2KleinPipeline:
-        """2 double and 2 single blocks of width 64 on an autoencoder that downsamples by 4; prompts are bytes."""
+        """2 double and 4 single blocks of width 128 on an autoencoder that downsamples by 4; prompts are bytes."""
         width, down, up = 32, "DownEncoderBlock2D", "UpDecoderBlock2D"
         vae = AutoencoderKLFlux2(
             down_block_types=(down,) * 3,
             up_block_types=(up,) * 3,
             block_out_channels=(16, 32, 32),
             layers_per_block=1,
-            latent_channels=4,
+            latent_channels=8,
             norm_num_groups=4,
             sample_size=64,
             use_quant_conv=False,
             use_post_quant_conv=False,
             mid_block_add_attention=False,
         )
+        start_orthogonal(vae)
         assert vae.bn.running_mean is not None and vae.bn.running_var is not None
         vae.bn.running_mean.normal_(std=0.2)  # 0 and 1 would hide that latents are normalized
         vae.bn.running_var.uniform_(0.5, 2.0)
         transformer = Flux2Transformer2DModel(
-            in_channels=16,
+            in_channels=32,
             num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
+            num_single_layers=4,
+            attention_head_dim=32,
             num_attention_heads=4,
             joint_attention_dim=3 * width,
             timestep_guidance_channels=32,
-            axes_dims_rope=(4, 4, 4, 4),
+            axes_dims_rope=(8, 8, 8, 8),
             guidance_embeds=False,
         )
         return Flux2KleinPipeline(
