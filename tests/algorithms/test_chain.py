@@ -168,7 +168,7 @@ def test_a_run_cannot_change_its_reference_when_it_resumes(config: Config, scrip
     lora = {**LORA, "initial_adapter": str(supervised)}
     done, _ = train(config(model__train=lora, **options))
     last = str(done.dir.path / "checkpoints/step-000002")
-    with pytest.raises(CheckpointError, match=r"keeps the reference of algorithm\.kl_reference=initial, .* says base"):
+    with pytest.raises(CheckpointError, match=r"keeps the reference of algorithm\.kl_reference=initial, .* has base"):
         train(config(model__train=lora, algorithm__kl_reference="base", resume=last, **options))
 
 

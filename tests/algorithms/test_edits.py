@@ -181,7 +181,8 @@ def test_the_command_line_edits_without_a_mask(
             {"model__train": {"kind": "ip_adapter"}},
             (
                 "model.train.kind: given 'ip_adapter', but qwen_image_edit has no style adapter; set "
-                "model.train.kind=lora, or model.family to one of flux_fill, sd_inpaint, qwen_image"
+                "model.train.kind=lora, or model.family to one of flux_fill, flux_dev, flux_kontext, sd_inpaint, "
+                "qwen_image"
             ),
         ),
     ],

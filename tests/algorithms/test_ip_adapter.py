@@ -292,7 +292,7 @@ def test_sample_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) 
     assert same == {"test2_source.png"}  # the one whose own reference it is
     assert not np.array_equal(drawn["single"]["test1_source.png"], drawn["single other"]["test1_source.png"])
     refused = retouch("sample", "--run", finished, *one, "--out", tmp_path / "refused")
-    assert refused.code == 2 and "--image needs --reference: the run trained with style references" in refused.err
+    assert refused.code == 2 and "--image needs --reference: the run trained with references" in refused.err
 
 
 def test_eval_takes_a_reference(finished: Path, styled: Path, tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ def test_a_killed_run_continues_bitwise(family: str, algorithm: str, kind: str, 
     assert again.returncode == 0, again.stderr
     for part in ("weights", "ema"):
         mine, theirs = (load_file(folder / "step-000002" / part / FILES[kind]) for folder in folders)
-        assert mine.keys() == theirs.keys() and any(t.any() for name, t in mine.items() if kind == "full" or "lora_B" in name)
+        assert mine.keys() == theirs.keys() and any(
+            t.any() for name, t in mine.items() if kind == "full" or "lora_B" in name
+        )
         assert all(torch.equal(mine[name], theirs[name]) for name in mine), part
     states = [torch.load(f / "step-000002/optimizer.pt", weights_only=True)["optimizer"]["state"] for f in folders]
     assert all(torch.equal(a[k], b[k]) for a, b in zip(*(s.values() for s in states), strict=True) for k in a)

@@ -20,7 +20,9 @@ VLM = {"qwen_image", "qwen_image_edit"}
 
 
 def test_the_matrix_is_what_the_tests_train() -> None:
-    trained = {(family, name, "F" if kind == "full" else "L") for family, name, kind in test_cells.CELLS + test_killed.CELLS}
+    trained = {
+        (family, name, "F" if kind == "full" else "L") for family, name, kind in test_cells.CELLS + test_killed.CELLS
+    }
     trained |= {(family, name, "A") for family, name in test_ip_adapter.CELLS}
     trained |= {(family, "vlm_grpo", "T") for family in VLM}
     rows = re.findall(r"^\| [^|]+\(`(\w+)`\) \| [^|]+ \| (.+) \|$", PAGE, re.MULTILINE)

@@ -70,7 +70,7 @@ def test_predict_and_image_are_the_pipelines(
 ) -> None:
     """Every call of the transformer and the image, for two prompts of different lengths."""
     examples, seeds = [drawn_at(i, (height, width)) for i in range(2)], [11, 12]
-    noise, _ = noise_for((16, height // 8, width // 8), seeds)
+    noise, _ = noise_for((32, height // 8, width // 8), seeds)
     calls: list[tuple[Tensor, Tensor, Tensor]] = []
     hook = pipeline.transformer.register_forward_hook(
         lambda _, a, k, out: calls.append((k["hidden_states"], k["timestep"], out[0])), with_kwargs=True
@@ -223,7 +223,7 @@ def test_the_text_is_the_pipelines(pipeline: Any, model: Flux2Klein) -> None:
 
 def test_rows_do_not_see_each_other(model: Flux2Klein) -> None:
     examples = [replace(random_example(i, 64, 80), prompt=drawn_at(i, (0, 0)).prompt) for i in range(3)]
-    x, t = torch.randn(3, 16, 8, 10), torch.tensor([0.9, 0.5, 0.1])
+    x, t = torch.randn(3, 32, 8, 10), torch.tensor([0.9, 0.5, 0.1])
     together = model.predict(model.network, x, t, model.encode(examples, 4.0))
     for i in range(3):
         alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], 4.0))
@@ -235,8 +235,8 @@ def test_latents_are_normalized_patches(pipeline: Any, model: Flux2Klein) -> Non
     expected = pipeline._encode_vae_image(images, torch.Generator())
     found = model.encode_images(images)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    assert found.shape == (1, 16, 4, 6) and (model.spec.latent_channels, model.spec.downsampling) == (16, 8)
-    cells = pipeline._unpatchify_latents(pipeline._patchify_latents(torch.randn(1, 4, 8, 12)))
+    assert found.shape == (1, 32, 4, 6) and (model.spec.latent_channels, model.spec.downsampling) == (32, 8)
+    cells = pipeline._unpatchify_latents(pipeline._patchify_latents(torch.randn(1, 8, 8, 12)))
     mean, std = model.autoencoder.statistics()  # pyright: ignore[reportAttributeAccessIssue]
     latents = (pipeline._patchify_latents(cells) - mean) / std
     torch.testing.assert_close(model.decode(latents), model.vae.decode(cells).sample.clamp(-1, 1), atol=1e-5, rtol=0)
@@ -251,7 +251,7 @@ def test_errors_say_what_to_do(pipeline: Any, model: Flux2Klein) -> None:
         model.encode([random_example(0, 64, 80), drawn_at(1, (64, 80))], 4.0)
     with pytest.raises(ValueError, match="no mask"):
         model.encode([random_example(0, 64, 80), replace(random_example(1, 64, 80), mask=None)], 4.0)
-    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 16; use black-forest-labs/FLUX.2-klein-base"):
+    with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 32; use black-forest-labs/FLUX.2-klein-base"):
         wrong = tiny_pipeline("flux2_klein")
         wrong.transformer.register_to_config(in_channels=20)
         Flux2Klein.from_pipeline(wrong)
@@ -297,7 +297,7 @@ def test_the_pipeline_reads_a_trained_lora(model: Flux2Klein, tmp_path: Path) ->
                 weight.normal_(std=0.3)
     save_lora({n: p for n, p in trained.named_parameters() if p.requires_grad}, tmp_path, 4.0, 2)
     stock.load_lora_weights(tmp_path)
-    x, t, condition = torch.randn(1, 16, 8, 10), torch.tensor([0.7]), model.encode([drawn_at(0, (64, 80))], 1.0)
+    x, t, condition = torch.randn(1, 32, 8, 10), torch.tensor([0.7]), model.encode([drawn_at(0, (64, 80))], 1.0)
     with torch.no_grad():
         base, found, expected = (model.predict(n, x, t, condition) for n in (model.network, stock.transformer, trained))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -319,7 +319,7 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: Flux2Klein
     model = Flux2Klein.from_pipeline(deeper, LENGTH)
     options: dict[str, Any] = {"path": str(tmp_path), "max_sequence_length": LENGTH}
     loaded = load_model(Flux2KleinModel(**options, dtype="fp32", train=TrainFull()))
-    x, t, example = torch.randn(1, 16, 8, 10), torch.tensor([0.7]), random_example(1, 64, 80)
+    x, t, example = torch.randn(1, 32, 8, 10), torch.tensor([0.7]), random_example(1, 64, 80)
     expected = model.predict(model.network, x, t, model.encode([example], 4.0))
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
     assert loaded.spec == model.spec

@@ -286,7 +286,7 @@ def test_a_run_file_says_what_cannot_work() -> None:
     prompts = {"format": "prompts", "path": "unread", "resolution": 512}
     assert run_of({"free_text_encoders": True}, data=prompts).model.free_text_encoders
     usable(run_of({}, data=prompts))
-    with pytest.raises(ConfigError, match="has a text encoder that reads the picture with the prompt"):
+    with pytest.raises(ConfigError, match="has a text encoder that reads the image with the prompt"):
         usable(run_of({}))
     with pytest.raises(
         ValueError, match=r"as one forward for each length of its prompts.* set rollout\.batch_size_per"
