@@ -280,7 +280,7 @@ def test_every_target_adapts_a_layer() -> None:
     network = tiny_pipeline("flux2_klein").transformer
     add_lora(network, 2, 4.0, Flux2KleinModel.spec.lora_targets)
     adapted = {n.rsplit(".lora_A", 1)[0] for n, p in network.named_parameters() if ".lora_A" in n}
-    assert len(adapted) == 2 * 12 + 2 * 2
+    assert len(adapted) == 2 * 12 + 4 * 2
     assert "single_transformer_blocks.1.attn.to_out" in adapted and "transformer_blocks.1.attn.to_out.0" in adapted
     for target in Flux2KleinModel.spec.lora_targets:
         assert any(name.endswith(f".{target}") for name in adapted)
