@@ -36,7 +36,7 @@ def quantize_blocks(network: nn.Module, scheme: Quantization | None, device: tor
     """Store the matrices of the network's repeated blocks in 8 or 4 bits, in place; None changes nothing.
 
     Convolutions, norms and the layers before and after the blocks keep their precision: less than 1 % of the weights of
-    a transformer, 69 % of the U-Net of Stable Diffusion 1.5.
+    most transformers, 2 to 6 % of those with modulation outside the blocks, 69 % of the U-Net of Stable Diffusion 1.5.
 
     Args:
         device: where to quantize, one matrix at a time; the network stays where it is.

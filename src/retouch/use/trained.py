@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from retouch.algorithms.base import RlConfig
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.engine.saved import complete_checkpoints, read_state, verify_files
 from retouch.errors import CheckpointError
@@ -94,7 +93,7 @@ def _chosen(path: Path, config: RunConfig, raw: bool | None) -> Path:
 def _stage(folder: Path, config: RunConfig) -> str:
     """The last stage of a checkpoint's training: "warmed up", "after RL", or "trained"."""
     progress = read_state(folder)["progress"]
-    if not isinstance(config.algorithm, RlConfig) or progress["phase"] != "rl":
+    if progress["phase"] != "rl":
         return "trained"
     supervised = config.algorithm.supervised_steps(config)
     return "warmed up" if progress["step"] == supervised > 0 else "after RL"
