@@ -174,7 +174,8 @@ def test_weights_are_counted_as_the_run_has_them(family: str, train: dict[str, A
     assert counted.trained == sum(p.numel() for p in model.network.parameters() if p.requires_grad)
     assert counted.frozen == (0 if train["kind"] == "full" else before)
     assert counted.trained + counted.frozen + counted.adapter == every
-    assert sum(counted.others.values()) == sum(p.numel() for part in parts for p in part.parameters())
+    buffers = sum(b.numel() for b in model.network.buffers())
+    assert sum(counted.others.values()) == sum(p.numel() for part in parts for p in part.parameters()) + buffers
     assert counted.whole
     assert counted.waiting == ({"image_encoder"} if train["kind"] == "ip_adapter" else set())
     offloaded = counted_of(run_of(family, train))

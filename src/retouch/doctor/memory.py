@@ -86,6 +86,9 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
         return None
     shapes = shapes_of(networks.parts[name])
     others = {part: number(shapes_of(made)) for part, made in networks.parts.items() if part != name}
+    buffers = number({key: tuple(buffer.shape) for key, buffer in networks.parts[name].named_buffers()})
+    if buffers:  # of SD3: the table of positions
+        others[f"{name}, buffers"] = buffers
     stays = not (run.model.offload_text_encoders or run.model.free_text_encoders)
     waiting = {part for part in others if part.startswith("text_") and not stays}
     waiting |= {"vae"} & others.keys() if run.model.offload_vae else set()
