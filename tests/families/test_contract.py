@@ -194,8 +194,8 @@ def test_new_lora_is_the_base_and_every_target_is_there(family: str) -> None:
 def counted_lora(model: FamilyModel) -> int:
     """Weights of LoRA of rank 4 on the default targets."""
     targets = tuple(f".{target}" for target in model.spec.lora_targets)
-    adapted = [m.weight.shape for n, m in model.network.named_modules() if n.endswith(targets) and hasattr(m, "weight")]
-    return sum(4 * sum(shape[:2]) for shape in adapted)
+    modules: list[tuple[str, Any]] = list(model.network.named_modules())
+    return sum(4 * sum(m.weight.shape[:2]) for name, m in modules if name.endswith(targets) and hasattr(m, "weight"))
 
 
 @every_family
