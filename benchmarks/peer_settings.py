@@ -54,11 +54,10 @@ def peers() -> dict[str, dict[str, Any]]:
 def settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     """Of a run on as many devices as the peer has."""
     derived = derive(run, world_size)
-    scale = run.model.spec.guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
-    doubled = run.model.spec.doubles_for_guidance and scale > 1
+    scale = run.model.guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
     return {
         "resolution": run.data.size[0],
-        "nfe_per_image": sampling_forwards(run) * (2 if doubled else 1),
+        "nfe_per_image": sampling_forwards(run) * run.model.forwards_of_guidance(scale),
         "trained_steps": getattr(run.algorithm, "timesteps_per_image", derived.trained_steps),
         "images_per_epoch": derived.global_images_per_epoch,
         "optimizer_steps_per_epoch": derived.optimizer_steps_per_epoch,

@@ -71,6 +71,7 @@ class Schedule:
     Attributes:
         guidance_scale: of training and measuring.
         time_shift: shift of training times towards noise, where words are decided, in addition to the family's.
+        length: tokens of a prompt; None takes those of the tokenizers.
         left_out: share of the last captions that are empty, for classifier-free guidance.
     """
 
@@ -85,6 +86,7 @@ class Schedule:
     denoiser_lr: float = 8e-3
     time_shift: float = 1.0
     left_out: float = 0.0
+    length: int | None = None
 
 
 MODELS: dict[str, Model] = {
@@ -107,7 +109,7 @@ SCHEDULES = {
         left_out=0.1,
     ),
     "sd3": Schedule(guidance_scale=1.0, letter_steps=600, denoiser_lr=4e-3, left_out=0.1),
-    "flux2_klein": Schedule(guidance_scale=1.0, letter_steps=600, denoiser_lr=4e-3, left_out=0.1),
+    "flux2_klein": Schedule(guidance_scale=1.0, letter_steps=600, denoiser_lr=4e-3, left_out=0.1, length=CHAT_TOKENS),
 }
 """Family -> the schedule of its committed base."""
 
@@ -119,8 +121,8 @@ def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, fl
     started = monotonic()
     train_vae(pipeline.vae, signs, schedule.vae_steps, seed)
     after_vae = monotonic()
-    lengths = [CHAT_TOKENS] if family == "flux2_klein" else []
-    model = family_class(family).from_pipeline(pipeline, *lengths)
+    lengths = {} if schedule.length is None else {"length": schedule.length}
+    model = family_class(family).from_pipeline(pipeline, **lengths)
     train_spelling(model.text, schedule.text_steps, schedule.text_batch, seed)
     after_text = monotonic()
     x0, conditions = encode_signs(model, signs, schedule.guidance_scale)
