@@ -584,7 +584,7 @@ def test_readiness_of_every_server_or_of_one() -> None:
     with serving({"r": Brightness()}) as url, client_of(url, dead) as client:
         (problem,) = client.wait_ready(0.3)
         assert dead in problem
-        assert client.wait_ready(0.3, every_server=False) == []
+        assert client.wait_ready(30.0, every_server=False) == []
 
 
 @pytest.mark.parametrize(
