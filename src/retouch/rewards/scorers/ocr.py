@@ -97,10 +97,15 @@ class OcrScorer(PackageScorer[OcrReward]):
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         margin = self.options.crop_margin
-        texts = [_unreadable(item, margin) or text_to_read(item) for item in items]
+        texts = [unreadable(item, margin) or text_to_read(item) for item in items]
         readable = [i for i, text in enumerate(texts) if isinstance(text, str)]
         read = dict(zip(readable, self.read([crop_for(items[i], margin) for i in readable]), strict=True))
         return [text if isinstance(text, Failure) else self._compare(text, *read[i]) for i, text in enumerate(texts)]
+
+    @property
+    def engine(self) -> Any:
+        """The loaded `rapidocr.RapidOCR`; None with PaddleOCR."""
+        return self._engine
 
     def read(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and mean confidence of each RGB crop; ("", 0.0) where nothing is found."""
@@ -158,7 +163,8 @@ def unusable_mask(item: RewardItem) -> Failure | None:
     return None
 
 
-def _unreadable(item: RewardItem, margin: float) -> Failure | None:
+def unreadable(item: RewardItem, margin: float) -> Failure | None:
+    """A failure if the mask cannot be used, or its crop is too narrow to hold text."""
     wrong = unusable_mask(item)
     if wrong is not None:
         return wrong
