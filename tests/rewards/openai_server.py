@@ -170,7 +170,8 @@ def _problem(asked: dict[str, Any]) -> str | None:
     if asked.get("model") != "judge":
         return f"The model {asked.get('model')!r} does not exist"
     known = {
-        "model", "messages", "temperature", "seed", "max_tokens", "logprobs", "top_logprobs", "response_format"
+        "model", "messages", "temperature", "seed", "max_tokens", "logprobs", "top_logprobs", "response_format",
+        "repetition_penalty",  # of vLLM
     }  # fmt: skip
     if set(asked) - known:
         return f"Unrecognized request argument: {set(asked) - known}"
