@@ -43,7 +43,7 @@ class GlyphNetwork(nn.Module):
         channels = [(1, 16, 1), (16, 16, 2), (16, 32, 1), (32, 32, 2), (32, 64, 1), (64, 64, 2)]
         layers: list[nn.Module] = []
         for given, made, stride in channels:
-            layers += [nn.Conv2d(given, made, 3, stride, padding=1), nn.ReLU()]
+            layers += [nn.Conv2d(given, made, 3, stride, padding=1, bias=False), nn.BatchNorm2d(made), nn.ReLU()]
         self.features = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (SIDE // 8) ** 2, 64))
         self.asked = nn.Embedding(len(LETTERS), 64)
         self.broken = nn.Linear(64, 1)
@@ -55,7 +55,11 @@ class GlyphNetwork(nn.Module):
     def forward(self, pixels: Tensor, letters: Tensor) -> Tensor:
         """Logits [N] of P(broken, or another letter) from `letter_pixels` [N, 1, 32, 32] and indices [N] of
         `LETTERS`."""
-        return self.broken(torch.relu(self.features(pixels) + self.asked(letters)))[:, 0]
+        return self.judge(self.features(pixels), letters)
+
+    def judge(self, features: Tensor, letters: Tensor) -> Tensor:
+        """Logits [N] from features [N, 64]."""
+        return self.broken(torch.relu(features + self.asked(letters)))[:, 0]
 
 
 def structure_of(

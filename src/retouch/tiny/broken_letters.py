@@ -205,9 +205,14 @@ def _ink_of(draw: Generator, name: str, letter: str, defect: str | None, setting
         before = np.maximum(whole, 0 if defect == "merge" else apart)
         left, top, right, bottom = box
         change = np.abs(both - before)[top:bottom, left:right].sum() / whole.sum()
-        if change < (0.06 if defect in ("splice", "merge") else LEAST_CHANGE):
+        if change < least_change(defect):
             return None
     return _cropped(both, box)
+
+
+def least_change(defect: str) -> float:
+    """Share of the letter's area below which a change is none; halves of letters often have one shape."""
+    return 0.06 if defect in ("splice", "merge") else LEAST_CHANGE
 
 
 def _choice(draw: Generator, letters: Sequence[str]) -> str:
@@ -414,3 +419,44 @@ def _jpeg(pixels: Pixels, quality: int) -> Pixels:
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "JPEG", quality=quality)
     return np.asarray(Image.open(stream).convert("RGB"))
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word on one line.
+
+    Attributes:
+        pixels: [h, w, 3] uint8 RGB.
+        defect: of one of its letters; None for a whole word.
+    """
+
+    pixels: Pixels
+    text: str
+    defect: str | None
+    font: str
+
+
+def draw_word(fonts: Sequence[str], seed: int, defect: str | None, length: int = 5, height: int = 48) -> Word:
+    """A word of random letters, one of which has a defect of `STRUCTURAL`, in an image of `height` pixels."""
+    draw = np.random.default_rng(seed)
+    name = fonts[draw.integers(len(fonts))]
+    font, alphabet = face(name), alphabet_of(name)
+    text = "".join(_choice(draw, alphabet) for _ in range(length))
+    at = int(draw.integers(length))
+    ends = np.cumsum([font.getlength(c) + 0.06 * CAP for c in text])
+    line = np.zeros((_HEIGHT, round(float(ends[-1])) + 2 * _WIDTH), np.float32)
+    for i, letter in enumerate(text):
+        ink = _written(font, letter, _CENTRE)
+        while i == at and defect is not None:
+            other = _unlike(draw, name, letter)
+            changed = broken_ink(draw, ink, defect, lambda other=other: _written(font, other, _CENTRE))
+            if np.abs(changed - ink).sum() / ink.sum() >= least_change(defect):
+                ink = changed
+                break
+        left = _WIDTH + round(float(ends[i] - (font.getlength(letter) + 0.06 * CAP) / 2)) - _WIDTH // 2
+        line[:, left : left + _WIDTH] = np.maximum(line[:, left : left + _WIDTH], ink)
+    rows, columns = np.nonzero(line > 0.3)
+    margin = draw.uniform(0.15, 0.3, 4) * CAP
+    top, bottom = max(0, round(rows.min() - margin[0])), round(rows.max() + 1 + margin[1])
+    cut = line[top:bottom, round(columns.min() - margin[2]) : round(columns.max() + 1 + margin[3])]
+    return Word(shown(draw, cut, height), text, defect, name)

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
-from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, load_network
+from retouch.glyph_structure import LETTERS, WEIGHTS, GlyphNetwork, letter_pixels, load_network
 from retouch.tiny.broken_letters import (
     STRUCTURAL,
     TEST_FONTS,
@@ -41,6 +41,9 @@ CARD = "card.json"
 
 SHARES = {"erase": 0.2, "add": 0.25, "warp": 0.12, "splice": 0.15, "merge": 0.1, "other": 0.1, "nothing": 0.08}
 """Of the broken letters of the training."""
+
+UNNAMED = frozenset({"splice", "other", "nothing"})
+"""Defects that show no letter, or not the asked one."""
 
 ALONE = Setting(alone=True, heights=(32, 32), lowest=None)
 """Test letters: one in an image of 32 pixels, as a reader gets it too."""
@@ -100,14 +103,20 @@ def test_letters(count: int, seed: int) -> list[Letter]:
 
 
 def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetwork:
-    """A network trained from random weights; letters are shifted by up to 2 pixels and change polarity at random."""
+    """A network trained from random weights; letters are shifted by up to 2 pixels and change polarity at random.
+
+    A second head, which is not kept, names the letter that is shown: strokes that make letters are learned from it in
+    few steps, and from broken or whole alone in many.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
-        network = GlyphNetwork()
+        network, names = GlyphNetwork(), nn.Linear(64, len(LETTERS))
     pixels, asked, broken = tensors_of(letters)
+    named = torch.tensor([-100 if letter.defect in UNNAMED else letter.asked for letter in letters])
     draw = torch.Generator().manual_seed(derive_seed(seed, "order"))
     steps = training.epochs * (len(letters) // training.batch)
-    updates = Updates("glyph structure", network.parameters(), steps, training.lr, ramp=steps // 10)
+    parameters = [*network.parameters(), *names.parameters()]
+    updates = Updates("glyph structure", parameters, steps, training.lr, ramp=steps // 10)
     order = torch.empty(0, dtype=torch.long)
     for _ in updates:
         if len(order) < training.batch:
@@ -116,7 +125,9 @@ def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetw
         shift = torch.randint(-2, 3, (2,), generator=draw).tolist()
         polarity = torch.randint(0, 2, (len(rows), 1, 1, 1), generator=draw) * 2.0 - 1
         shown = shifted(pixels[rows], *shift) * polarity
-        updates.apply(functional.binary_cross_entropy_with_logits(network(shown, asked[rows]), broken[rows]))
+        features = network.features(shown)
+        wrong = functional.binary_cross_entropy_with_logits(network.judge(features, asked[rows]), broken[rows])
+        updates.apply(wrong + 0.3 * functional.cross_entropy(names(features.relu()), named[rows]))
     return network.eval().requires_grad_(False)
 
 
