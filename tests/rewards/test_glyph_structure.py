@@ -1,4 +1,4 @@
-"""The structure reward: whole letters above broken and other ones, whatever the batch; boxes; a gradient that is one."""
+"""The structure reward: whole letters above broken and other ones in any batch; boxes; a right gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from retouch.glyph_structure import LETTERS, letter_pixels, packaged, structure_of
 from retouch.rewards.protocol import RewardItem
@@ -24,18 +25,19 @@ def sign(word: str = "MOKA", text: str | None = None) -> RewardItem:
 
 
 def scored(items: list[RewardItem], **options: Any) -> list[Any]:
-    scorer = GlyphStructureReward(**{"boxes": "equal", "threads": 1, **options}).make()
+    one_thread = {"threads": 1} if options.get("boxes") == "recognised" else {}
+    scorer = GlyphStructureReward(**{"boxes": "equal", **one_thread, **options}).make()
     scorer.load("cpu")
     return scorer.score(items)
 
 
-@pytest.mark.parametrize("boxes", ["equal", "recognised"])
-def test_the_asked_word_scores_above_a_broken_and_another_one(boxes: str) -> None:
+@pytest.mark.parametrize("options", [{"boxes": "equal"}, {"boxes": "recognised", "detect": False}])
+def test_the_asked_word_scores_above_a_broken_and_another_one(options: dict[str, Any]) -> None:
     whole, other = sign(), sign(text="TUFI")
     pixels = whole.image.copy()
     ground = pixels[2, 2]
     pixels[::3] = ground  # a third of every stroke is gone
-    values = [o.value for o in scored([whole, replace(whole, image=pixels), other], boxes=boxes, detect=False)]
+    values = [o.value for o in scored([whole, replace(whole, image=pixels), other], **options)]
     assert values[0] > values[1] + 0.2 and values[0] > values[2] + 0.2
 
 
@@ -52,8 +54,8 @@ def test_a_letter_that_is_not_found_counts_as_broken_and_no_letter_is_a_failure(
     judged = [value for _, value in found.detail["letters"]]
     assert judged[-1] is None and found.value == pytest.approx(sum(judged[:-1]) / 5, abs=1e-3)
     blank = replace(sign(), image=np.full((64, 128, 3), 200, np.uint8))
-    for boxes in ("equal", "recognised"):
-        [outcome] = scored([blank], boxes=boxes, detect=False)
+    for options in ({"boxes": "equal"}, {"boxes": "recognised", "detect": False}):
+        [outcome] = scored([blank], **options)
         assert isinstance(outcome, Failure) and outcome.code == "bad_item" and "no box" in outcome.message
     [outcome] = scored([sign(text="你好")])
     assert isinstance(outcome, Failure) and "none of the letters" in outcome.message
@@ -90,6 +92,11 @@ def test_boxes_by_hand() -> None:
     assert aligned("SHOP", "SOP") == [0, None, 1, 2]
     assert aligned("SHOP", "xSHOPx") == [1, 2, 3, 4]
     assert equal_slices((3, 1, 13, 9), 4) == [(3, 1, 5, 9), (5, 1, 8, 9), (8, 1, 11, 9), (11, 1, 13, 9)]
+
+
+def test_options_of_the_recogniser_without_it() -> None:
+    with pytest.raises(ValidationError, match="recognises nothing"):
+        GlyphStructureReward(boxes="equal", detect=False)
 
 
 # --- the differentiable function ---

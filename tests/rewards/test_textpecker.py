@@ -53,7 +53,7 @@ def test_where_the_published_parser_fails(row: dict[str, Any]) -> None:
     published = (row["quality_5"], row["semantic"])
     if (expected := OURS[row["target"]]) is None:
         assert published == (0.0, 0.0)
-        with pytest.raises(ValueError, match="JSON|recognized_text"):
+        with pytest.raises(ValueError, match=r"JSON|recognized_text"):
             read_transcript(row["reply"])
         return
     transcript = read_transcript(row["reply"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,10 @@ def spans(middles: Sequence[float]) -> list[tuple[float, float]]:
     in; a single character has the whole line."""
     if len(middles) == 1:
         return [(0.0, 1.0)]
-    between = [(a + b) / 2 for a, b in zip(middles, middles[1:], strict=False)]
+    between = [(a + b) / 2 for a, b in pairwise(middles)]
     first, last = 2 * middles[0] - between[0], 2 * middles[-1] - between[-1]
     edges = [max(0.0, first), *between, min(1.0, last)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def aligned(asked: str, found: str) -> list[int | None]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from retouch.config.base import Unit
 from retouch.glyphs import ink_box
@@ -45,6 +46,13 @@ class GlyphStructureReward(RewardEntry):
     """With recognised boxes: find the lines in the crop first; false reads the crop as one line."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the recogniser; 0 uses all cores."""
+
+    @model_validator(mode="after")
+    def _reads_its_options(self) -> GlyphStructureReward:
+        for name in ("detect", "threads") if self.boxes == "equal" else ():
+            if (given := getattr(self, name)) != GlyphStructureReward.model_fields[name].default:
+                raise ValueError(f"{name}: given {given!r} with boxes 'equal', which recognises nothing; leave it out")
+        return self
 
     def make(self) -> GlyphStructureScorer:
         return GlyphStructureScorer(self)
@@ -143,4 +151,4 @@ def equal_slices(line: Box, count: int) -> list[Box]:
     """A box cut into `count` boxes of equal width, to the pixel."""
     left, top, right, bottom = line
     edges = [left + round(i * (right - left) / count) for i in range(count + 1)]
-    return [(a, top, b, bottom) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, top, b, bottom) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""TextPecker (arXiv 2602.20903): a VLM transcribes the image and marks broken characters `<#>` and broken words `<###>`.
+"""TextPecker (arXiv 2602.20903): a VLM transcribes the image; it marks broken characters `<#>`, and words `<###>`.
 
 quality = clip(1 - amplification · marks / characters, 0, 1), where the characters of the transcript include marks and
 brackets, as published; semantic = 1 - GNED, the best one-to-one matching of transcribed with asked words by normalised
@@ -69,7 +69,7 @@ class TextPeckerReward(JudgeEntry):
 
 
 class TextPeckerScorer(JudgeScorer[TextPeckerReward]):
-    """Weighted mean of quality and semantic score; its detail is the transcript, both scores and the number of marks."""
+    """Weighted mean of quality and semantic score; its detail: transcript, both scores, number of marks."""
 
     def load(self, device: str) -> None:
         """Ask a first question.
