@@ -147,18 +147,20 @@ def draw_letters(
     shares: dict[str, float],
     setting: Setting | None = None,
 ) -> list[Letter]:
-    """`count` letters, half of them broken; each depends on its number and the seed alone.
+    """`count` letters: pairs of a whole and a broken one. A pair depends on its number and the seed alone.
 
     Args:
         shares: of each defect among the broken letters.
     """
-    return [draw_letter(fonts, derive_seed("letter", seed, i), i % 2 == 1, shares, setting) for i in range(count)]
+    pairs = (draw_pair(fonts, derive_seed("letter", seed, i), shares, setting) for i in range(-(-count // 2)))
+    return [letter for pair in pairs for letter in pair][:count]
 
 
-def draw_letter(
-    fonts: Sequence[str], seed: int, broken: bool, shares: dict[str, float], setting: Setting | None = None
-) -> Letter:
-    """One letter in a random font, size and colour. A defect that changes too little is drawn again."""
+def draw_pair(
+    fonts: Sequence[str], seed: int, shares: dict[str, float], setting: Setting | None = None
+) -> tuple[Letter, Letter]:
+    """A letter, whole and broken, in one random font, size and colour, with the same blur and noise: only the defect
+    tells them apart."""
     draw = np.random.default_rng(seed)
     setting = setting or Setting()
     defects = list(shares)
@@ -166,10 +168,14 @@ def draw_letter(
     while True:
         name = fonts[draw.integers(len(fonts))]
         letter = _choice(draw, alphabet_of(name))
-        defect = defects[draw.choice(len(defects), p=weights / weights.sum())] if broken else None
-        found = _ink_of(draw, name, letter, defect, setting)
-        if found is not None:
-            return Letter(shown(draw, found, _height(draw, setting)), LETTERS.index(letter), defect, name)
+        defect = defects[draw.choice(len(defects), p=weights / weights.sum())]
+        found = _inks(draw, name, letter, defect, setting)
+        if found is None:
+            continue
+        height, look = _height(draw, setting), int(draw.integers(2**32))
+        asked = LETTERS.index(letter)
+        whole, broken = (shown(np.random.default_rng(look), ink, height) for ink in found)
+        return Letter(whole, asked, None, name), Letter(broken, asked, defect, name)
 
 
 def _height(draw: Generator, setting: Setting) -> int:
@@ -179,35 +185,34 @@ def _height(draw: Generator, setting: Setting) -> int:
     return int(draw.integers(low, high + 1))
 
 
-def _ink_of(draw: Generator, name: str, letter: str, defect: str | None, setting: Setting) -> Ink | None:
-    """Ink of a letter and its neighbours, cropped, [h, w] in [0, 1]; None if the defect cannot be seen."""
-    if defect == "nothing":
-        return _no_letter(draw)
-    font = face(name)
-    written = letter
-    if defect == "other":
-        written = _choice(draw, [c for c in alphabet_of(name) if not same_shape(c, letter)])
-    vary = variation(draw)
-    whole = vary(_written(font, written, _CENTRE))
+def _inks(draw: Generator, name: str, letter: str, defect: str, setting: Setting) -> tuple[Ink, Ink] | None:
+    """Ink of a letter with its neighbours, whole and broken, cropped, [h, w] in [0, 1]; None if the defect cannot be
+    seen in any of five attempts."""
+    font, vary = face(name), variation(draw)
+    whole = vary(_written(font, letter, _CENTRE))
     if whole.sum() < CAP:  # a light letter that was eroded away
         return None
-    if defect == "merge" or (not setting.alone and draw.random() < 0.5):
-        apart = vary(_neighbours(draw, font, name, written, overlap=defect == "merge"))
-    else:
-        apart = np.zeros_like(whole)
-    box = _box(draw, whole, font, written, setting)
-    if defect in (None, "other", "merge"):
-        after = whole
-    else:
-        after = broken_ink(draw, whole, defect, lambda: vary(_written(font, _unlike(draw, name, letter), _CENTRE)))
-    both = np.maximum(after, apart)
-    if defect in STRUCTURAL or defect == "merge":
-        before = np.maximum(whole, 0 if defect == "merge" else apart)
-        left, top, right, bottom = box
-        change = np.abs(both - before)[top:bottom, left:right].sum() / whole.sum()
-        if change < least_change(defect):
-            return None
-    return _cropped(both, box)
+    apart = np.zeros_like(whole)
+    if not setting.alone and draw.random() < 0.5:
+        apart = vary(_neighbours(draw, font, name, letter))
+    box = _box(draw, whole, setting)
+    before = _cropped(np.maximum(whole, apart), box)
+    if defect == "nothing":
+        return before, _no_letter(draw)
+    if defect == "other":
+        other = vary(_written(font, _unlike(draw, name, letter), _CENTRE))
+        return (before, _cropped(np.maximum(other, apart), _box(draw, other, setting))) if other.sum() >= CAP else None
+    for _ in range(5):
+        if defect == "merge":
+            both = np.maximum(whole, vary(_neighbours(draw, font, name, letter, overlap=True)))
+            change = np.abs(_cropped(both - np.maximum(whole, apart), box))
+        else:
+            after = broken_ink(draw, whole, defect, lambda: vary(_written(font, _unlike(draw, name, letter), _CENTRE)))
+            both = np.maximum(after, apart)
+            change = np.abs(_cropped(both, box) - before)
+        if change.sum() >= least_change(defect) * whole.sum():
+            return before, _cropped(both, box)
+    return None
 
 
 def least_change(defect: str) -> float:
@@ -234,7 +239,7 @@ def _written(font: ImageFont.FreeTypeFont, text: str, centre: float) -> Ink:
     return np.asarray(page, np.float32) / 255
 
 
-def _neighbours(draw: Generator, font: ImageFont.FreeTypeFont, name: str, letter: str, overlap: bool) -> Ink:
+def _neighbours(draw: Generator, font: ImageFont.FreeTypeFont, name: str, letter: str, overlap: bool = False) -> Ink:
     """The letters on both sides; with `overlap` one of them is pushed over the letter by .35 to .55 of a width."""
     width, tracking = font.getlength(letter), draw.uniform(-0.02, 0.25) * CAP
     pushed = ("left", "right")[draw.integers(2)] if overlap else None
@@ -331,9 +336,7 @@ def _at(ink: Ink, x: Ink, y: Ink) -> Ink:
     return (upper * (1 - v) + (ink[j + 1, i] * (1 - u) + ink[j + 1, i + 1] * u) * v).astype(np.float32)
 
 
-def _box(
-    draw: Generator, ink: Ink, font: ImageFont.FreeTypeFont, letter: str, setting: Setting
-) -> tuple[int, int, int, int]:
+def _box(draw: Generator, ink: Ink, setting: Setting) -> tuple[int, int, int, int]:
     """A box around a letter as recognisers and equal slices give them: as high as its line or its ink, and somewhat too
     narrow or too wide."""
     rows, columns = np.nonzero(ink > 0.3)

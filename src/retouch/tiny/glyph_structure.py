@@ -60,8 +60,13 @@ class Training:
     test_letters: int = 1000
 
 
-def build_structure(out: Path, seed: int, training: Training | None = None) -> dict[str, Any]:
+def build_structure(
+    out: Path, seed: int, training: Training | None = None, fonts: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Train, write `out`: fp16 weights and the card, and measure on letters of other fonts.
+
+    Args:
+        fonts: of the training letters; None takes all of `TRAIN_FONTS`.
 
     Returns:
         The card, and `seconds`.
@@ -74,7 +79,8 @@ def build_structure(out: Path, seed: int, training: Training | None = None) -> d
     training = training or Training()
     test = test_letters(training.test_letters, seed)  # first: a missing font is reported at once
     started = monotonic()
-    letters = draw_letters(training.letters, names_of(TRAIN_FONTS), derive_seed(seed, "train"), SHARES)
+    fonts = fonts or names_of(TRAIN_FONTS)
+    letters = draw_letters(training.letters, fonts, derive_seed(seed, "train"), SHARES)
     drawn = monotonic()
     network = train(letters, training, seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +92,7 @@ def build_structure(out: Path, seed: int, training: Training | None = None) -> d
         "seed": seed,
         "training": asdict(training),
         "defects": SHARES,
-        "fonts": {"train": names_of(TRAIN_FONTS), "test": names_of(TEST_FONTS)},
+        "fonts": {"train": list(fonts), "test": names_of(TEST_FONTS)},
         "auc": {
             "letters of test fonts": aucs(test, broken_probabilities(network, test)),
             "crops of words in test fonts": aucs(in_words, broken_probabilities(network, in_words)),
@@ -103,7 +109,8 @@ def test_letters(count: int, seed: int) -> list[Letter]:
 
 
 def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetwork:
-    """A network trained from random weights; letters are shifted by up to 2 pixels and change polarity at random.
+    """A network trained from random weights on batches of pairs (`draw_letters`), which are shifted by up to 2 pixels
+    and change polarity at random.
 
     A second head, which is not kept, names the letter that is shown: strokes that make letters are learned from it in
     few steps, and from broken or whole alone in many.
@@ -113,19 +120,22 @@ def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetw
         network, names = GlyphNetwork(), nn.Linear(64, len(LETTERS))
     pixels, asked, broken = tensors_of(letters)
     named = torch.tensor([-100 if letter.defect in UNNAMED else letter.asked for letter in letters])
+    pixels = pixels.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)
     draw = torch.Generator().manual_seed(derive_seed(seed, "order"))
     steps = training.epochs * (len(letters) // training.batch)
     parameters = [*network.parameters(), *names.parameters()]
     updates = Updates("glyph structure", parameters, steps, training.lr, ramp=steps // 10)
     order = torch.empty(0, dtype=torch.long)
     for _ in updates:
-        if len(order) < training.batch:
-            order = torch.randperm(len(letters), generator=draw)
-        rows, order = order[: training.batch], order[training.batch :]
+        if len(order) < training.batch // 2:
+            order = torch.randperm(len(letters) // 2, generator=draw)
+        pairs, order = order[: training.batch // 2], order[training.batch // 2 :]
+        rows = torch.cat([2 * pairs, 2 * pairs + 1])
         shift = torch.randint(-2, 3, (2,), generator=draw).tolist()
-        polarity = torch.randint(0, 2, (len(rows), 1, 1, 1), generator=draw) * 2.0 - 1
-        shown = shifted(pixels[rows], *shift) * polarity
-        features = network.features(shown)
+        polarity = torch.randint(0, 2, (len(pairs), 1, 1, 1), generator=draw).repeat(2, 1, 1, 1) * 2.0 - 1
+        with torch.autocast("cpu", torch.bfloat16):  # half the time where the CPU has bf16
+            features = network.features(shifted(pixels[rows], *shift) * polarity).float()
         wrong = functional.binary_cross_entropy_with_logits(network.judge(features, asked[rows]), broken[rows])
         updates.apply(wrong + 0.3 * functional.cross_entropy(names(features.relu()), named[rows]))
     return network.eval().requires_grad_(False)
