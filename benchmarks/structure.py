@@ -72,8 +72,33 @@ def main() -> None:
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    print(tables(found))
 
+
+def tables(found: Report) -> str:
+    """The two tables of the rewards page, as markdown."""
+    letters, words = found["letters"], found["words"]["auc"]
+    lines = [
+        "| broken from whole by | AUC | erased | added | warped | spliced | read as asked | found | words |",
+        "|---" * 9 + "|",
+    ]
+    for name, areas in letters["auc"].items():
+        shown = [areas["all"], *(areas[d] for d in STRUCTURAL), letters["auc_read_as_asked"][name]]
+        cells = [f"{value:.3f}" for value in shown] + [f"{letters['found_at_5_percent'][name]:.0%}"]
+        lines.append(f"| {' | '.join([name, *cells, f'{words[WORD_SCORES[name]]:.3f}'])} |")
+    rows = found["attacks"]["rows"]
+    measures = [key for key in rows[0] if key != "attack"]
+    attacks = [f"| attacked | {' | '.join(measures)} |", "|---" * (len(measures) + 1) + "|"]
+    attacks += [f"| {row['attack']} | {' | '.join(f'{row[m]:.2f}' for m in measures)} |" for row in rows]
+    return "\n".join([*lines, "", *attacks])
+
+
+WORD_SCORES = {
+    "glyph_structure": "glyph_structure, worst_quarter",
+    "1 - OCR confidence": "1 - OCR confidence",
+    "1 - NED": "1 - NED",
+}
+"""Score of letters -> score of words."""
 
 # --- broken or whole ---
 
@@ -212,7 +237,7 @@ def _evolved(objective: Objective, steps: int, image: NDArray[np.float32], seed:
 
 
 def by_evolution(
-    image: NDArray[np.float32], objective: Objective, steps: int, seed: int, pairs: int = 12, cells: int = 4
+    image: NDArray[np.float32], objective: Objective, steps: int, seed: int, pairs: int = 6, cells: int = 4
 ) -> NDArray[np.float32]:
     """Natural evolution strategies with antithetic pairs on noise of `cells` x `cells` pixels; the best image seen."""
     draw = np.random.default_rng(seed)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from retouch.errors import FontsMissing
 from retouch.glyph_structure import FOLDER, LETTERS, WEIGHTS, load_network, packaged
 from retouch.tiny import broken_letters as drawing
-from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_letters, draw_pair
+from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
 from retouch.tiny.glyph_structure import (
     CARD,
     SHARES,
