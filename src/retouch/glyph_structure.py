@@ -1,7 +1,7 @@
 """How whole a letter is and how like the asked one: a small network on crops of letters, differentiable in the pixels.
 
 OCR reads a letter with a missing or an additional stroke as if it were whole, with high confidence. This network was
-trained on rendered letters with such defects (`retouch tiny build glyph_structure`) and knows which letter is asked.
+trained on rendered letters with such defects (`retouch tiny build glyph_structure`) and receives the asked letter.
 Its weights, 0.3 MB in fp16, come with the package.
 
 Legend: B images, N letters, H and W in pixels.
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "tiny" / "bases" / "glyph_structure"
 WEIGHTS = "model.safetensors"
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-"""Letters that the network knows; the index in it is the network's input."""
+"""Letters that the network can judge; the index in it is the network's input."""
 
 SIDE = 32
 """Pixels of the network's square input."""
@@ -103,7 +103,7 @@ def letter_pixels(crop: Tensor) -> Tensor:
 
 
 def index_of(letter: str) -> int | None:
-    """Index of a character in `LETTERS`; None if the network does not know it."""
+    """Index of a character in `LETTERS`; None if the network cannot judge it."""
     found = LETTERS.find(letter) if len(letter) == 1 else -1
     return None if found < 0 else found
 

@@ -1,8 +1,8 @@
 """Letters in many fonts, whole and broken: what `glyph_structure` learns from and is measured on.
 
 A letter is rendered at `CAP` pixels of capital height and varied (width, slant, rotation, weight, outline); then the
-defect is drawn; then it is scaled, coloured, blurred, and noise and JPEG are added, whether it is whole or broken.
-A defect drawn later would be recognised by its sharper edges.
+defect is rendered; then it is scaled, coloured, blurred, and noise and JPEG are added, whether it is whole or broken.
+A defect added later would be recognised by its sharper edges.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEST_FONTS: dict[str, tuple[str, ...]] = {
 """Fonts of which no training letter has a family. PIL's own is the default font of Pillow."""
 
 CAPITALS_ONLY = frozenset({"AmaticSC", "AmaticSCBold"})
-"""Fonts that draw capitals in the place of lower-case letters."""
+"""Fonts that render capitals in the place of lower-case letters."""
 
 DEFECTS = ("erase", "add", "warp", "splice", "merge", "other", "nothing")
 """erase and add: a stroke; warp: bent; splice: the lower half of another letter; merge: the next letter pushed over it;
@@ -67,8 +67,8 @@ SAME_SHAPE = ("Il1|", "O0o", "Cc", "Kk", "Pp", "Ss", "Uu", "Vv", "Ww", "Xx", "Zz
 LEAST_CHANGE = 0.01
 """Share of the letter's area below which a changed letter is whole."""
 
-CAP = 48  # pixels of capital height while a letter is drawn
-_WIDTH, _HEIGHT, _BASE = 176, 112, 76  # of the drawing; the baseline
+CAP = 48  # pixels of capital height while a letter is rendered
+_WIDTH, _HEIGHT, _BASE = 176, 112, 76  # of the page; the baseline
 _CENTRE = _WIDTH / 2
 
 Ink = NDArray[np.float32]
@@ -136,7 +136,7 @@ def names_of(fonts: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def alphabet_of(font: str) -> str:
-    """Letters that a font draws as themselves."""
+    """Letters that a font renders as themselves."""
     return "".join(c for c in LETTERS if not c.islower()) if font in CAPITALS_ONLY else LETTERS
 
 
@@ -159,8 +159,8 @@ def draw_letters(
 def draw_pair(
     fonts: Sequence[str], seed: int, shares: dict[str, float], setting: Setting | None = None
 ) -> tuple[Letter, Letter]:
-    """A letter, whole and broken, in one random font, size and colour, with the same blur and noise: only the defect
-    tells them apart."""
+    """A letter, whole and broken, in one random font, size and colour, with the same blur and noise: they differ
+    in the defect alone."""
     draw = np.random.default_rng(seed)
     setting = setting or Setting()
     defects = list(shares)
@@ -284,7 +284,7 @@ def broken_ink(draw: Generator, ink: Ink, defect: str, other: Callable[[], Ink])
     """A letter with one of the `STRUCTURAL` defects.
 
     Args:
-        other: draws another letter in the same way.
+        other: renders another letter in the same way.
     """
     rows, columns = np.nonzero(ink > 0.5)
     top, bottom = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 1)

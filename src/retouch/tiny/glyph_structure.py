@@ -1,7 +1,7 @@
 """Train the network of `retouch.glyph_structure` on rendered letters, on a CPU in minutes.
 
 Half of the letters are broken; the loss is binary cross-entropy. The card beside the weights has the seed, the fonts,
-and how well broken letters are told from whole ones in fonts of which no training letter has a family.
+and how well the network separates broken letters from whole ones, in fonts of which no training letter has a family.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 CARD = "card.json"
 
 SHARES = {"erase": 0.2, "add": 0.25, "warp": 0.12, "splice": 0.15, "merge": 0.1, "other": 0.1, "nothing": 0.08}
-"""Of the broken letters of the training."""
+"""Share of each defect among the broken letters of the training."""
 
 UNNAMED = frozenset({"splice", "other", "nothing"})
 """Defects that show no letter, or not the asked one."""
