@@ -53,8 +53,8 @@ class TextPeckerReward(JudgeEntry):
     semantic_weight: Unit = 0.5
     """Weight of the semantic score; the quality has the rest."""
     repetition_penalty: Annotated[float, Field(ge=1)] = 1.2
-    """Penalty on repeated tokens in the model's decoding, as published; 1 is not sent. It works against texts that repeat words, and not every
-    endpoint has it."""
+    """Penalty on repeated tokens in the model's decoding, as published; 1 is not sent. It works against texts that
+    repeat words, and not every endpoint has it."""
     max_tokens: PositiveInt = 2048
     """Maximum length of a reply in tokens; a longer one is a failure."""
 
