@@ -37,7 +37,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.glyph_structure import GlyphStructureReward, equal_slices
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 from retouch.tiny.broken_letters import STRUCTURAL, TEST_FONTS, Letter, Word, draw_word, names_of
-from retouch.tiny.glyph_structure import auc, aucs, broken_probabilities, test_letters
+from retouch.tiny.glyph_structure import auc, aucs, broken_probabilities, held_out_letters
 from retouch.types import Score
 
 Values = NDArray[np.float64]
@@ -63,7 +63,7 @@ def main() -> None:
     found: Report = {
         "machine": environment()["packages"],
         "inputs": {"weights": digest((FOLDER / WEIGHTS).read_bytes())},
-        "letters": of_letters(reader, test_letters(arguments.letters, seed=1)),
+        "letters": of_letters(reader, held_out_letters(arguments.letters, seed=1)),
         "words": of_words(reader, arguments.words),
         "attacks": {"text": TEXT, "size": SIZE, "steps": arguments.steps, "rows": attacked},
     }

@@ -23,7 +23,7 @@ from retouch.tiny.glyph_structure import (
     aucs,
     broken_probabilities,
     build_structure,
-    test_letters,
+    held_out_letters,
 )
 
 FONTS = ["FredokaOne", "Caladea"]
@@ -106,7 +106,7 @@ def test_areas_by_hand() -> None:
 
 
 def test_the_recipe_writes_the_same_network_again(tmp_path: Path) -> None:
-    training = Training(letters=32, epochs=2, batch=16, test_letters=16)
+    training = Training(letters=16, epochs=2, batch=8, test_letters=8)
     for name in "ab":
         found = build_structure(tmp_path / name, 5, training, FONTS)
     assert {*found["auc"]["letters of test fonts"]} >= {"all"} and found["fonts"]["train"] == FONTS
@@ -120,14 +120,14 @@ def test_the_recipe_writes_the_same_network_again(tmp_path: Path) -> None:
 
 def test_the_packaged_network_tells_broken_letters_of_unseen_fonts() -> None:
     """160 letters; the card has 1000."""
-    letters = test_letters(160, seed=7)
+    letters = held_out_letters(160, seed=7)
     assert {LETTERS[letter.asked] for letter in letters} > set("AEIOU")
     assert aucs(letters, broken_probabilities(packaged(), letters))["all"] > 0.85
 
 
 @pytest.mark.full
 def test_the_card_has_what_the_packaged_network_does() -> None:
-    letters = test_letters(CARD_OF_PACKAGE["training"]["test_letters"], CARD_OF_PACKAGE["seed"])
+    letters = held_out_letters(CARD_OF_PACKAGE["training"]["test_letters"], CARD_OF_PACKAGE["seed"])
     found = aucs(letters, broken_probabilities(packaged(), letters))
     for name, value in CARD_OF_PACKAGE["auc"]["letters of test fonts"].items():
         assert found[name] == pytest.approx(value, abs=0.01)  # another FreeType renders other pixels

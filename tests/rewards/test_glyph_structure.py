@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from retouch.glyph_structure import LETTERS, letter_pixels, packaged, structure_of
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.character_boxes import aligned, spans
-from retouch.rewards.scorers.glyph_structure import GlyphStructureReward, equal_slices
+from retouch.rewards.scorers.glyph_structure import GlyphStructureReward, GlyphStructureScorer, equal_slices
 from retouch.tiny.broken_letters import draw_word
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Score
@@ -25,10 +26,15 @@ def sign(word: str = "MOKA", text: str | None = None) -> RewardItem:
 
 
 def scored(items: list[RewardItem], **options: Any) -> list[Any]:
-    one_thread = {"threads": 1} if options.get("boxes") == "recognised" else {}
-    scorer = GlyphStructureReward(**{"boxes": "equal", **one_thread, **options}).make()
+    return loaded(tuple(sorted(options.items()))).score(items)
+
+
+@cache
+def loaded(options: tuple[tuple[str, Any], ...]) -> GlyphStructureScorer:
+    given = {"boxes": "equal", **dict(options)}
+    scorer = GlyphStructureReward(**given, **({"threads": 1} if given["boxes"] == "recognised" else {})).make()
     scorer.load("cpu")
-    return scorer.score(items)
+    return scorer
 
 
 @pytest.mark.parametrize("options", [{"boxes": "equal"}, {"boxes": "recognised", "detect": False}])
@@ -74,6 +80,7 @@ def test_the_worst_quarter_is_that_of_the_letters() -> None:
     assert worst.value == pytest.approx(min(values), abs=1e-3)
 
 
+@pytest.mark.full
 def test_lines_are_found_and_their_characters_in_order() -> None:
     first, second = (draw_word(["FredokaOne"], seed, None, height=64).pixels for seed in (2, 5))
     texts = [draw_word(["FredokaOne"], seed, None, height=64).text for seed in (2, 5)]
@@ -86,7 +93,7 @@ def test_lines_are_found_and_their_characters_in_order() -> None:
 
 
 def test_boxes_by_hand() -> None:
-    assert spans([0.2, 0.4, 0.8]) == pytest.approx([(0.1, 0.3), (0.3, 0.6), (0.6, 1.0)])
+    assert np.allclose(spans([0.2, 0.4, 0.8]), [(0.1, 0.3), (0.3, 0.6), (0.6, 1.0)])
     assert spans([0.3]) == [(0.0, 1.0)]
     assert aligned("SHOP", "shqp") == [0, 1, 2, 3]
     assert aligned("SHOP", "SOP") == [0, None, 1, 2]
@@ -117,7 +124,7 @@ def test_the_gradient_equals_finite_differences() -> None:
     [gradient] = torch.autograd.grad(value(images), images)
     for _ in range(4):
         direction = torch.randn(images.shape, generator=draw, dtype=torch.float64)
-        step = 1e-6
+        step = 1e-8  # small enough that no rectifier changes its side
         with torch.no_grad():
             slope = (value(images + step * direction) - value(images - step * direction)) / (2 * step)
         assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-4)
@@ -130,7 +137,7 @@ def test_the_value_depends_on_the_pixels_of_its_box_alone() -> None:
     inside = torch.zeros(images.shape, dtype=torch.bool)
     inside[1, :, 2:18, 4:14] = True
     assert gradient[~inside].abs().max() == 0 and gradient[inside].abs().max() > 0
-    assert 0 < float(whole) < 1
+    assert 0 < float(whole.detach()) < 1
 
 
 def test_normalisation_by_hand() -> None:

@@ -54,7 +54,7 @@ class Training:
     """How the network of the package is trained."""
 
     letters: int = 20_000
-    epochs: int = 14
+    epochs: int = 12
     batch: int = 128
     lr: float = 3e-3
     test_letters: int = 1000
@@ -77,14 +77,15 @@ def build_structure(
     """
     require_empty(out)
     training = training or Training()
-    test = test_letters(training.test_letters, seed)  # first: a missing font is reported at once
+    test = held_out_letters(training.test_letters, seed)  # first: a missing font is reported at once
     started = monotonic()
     fonts = fonts or names_of(TRAIN_FONTS)
     letters = draw_letters(training.letters, fonts, derive_seed(seed, "train"), SHARES)
     drawn = monotonic()
     network = train(letters, training, seed)
     out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.half() for name, tensor in network.state_dict().items()}, out / WEIGHTS)
+    halves = {name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}
+    save_file(halves, out / WEIGHTS)
     network = load_network(out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
     card = {
@@ -102,7 +103,7 @@ def build_structure(
     return card | {"seconds": {"drawing": round(drawn - started, 1), "in all": round(monotonic() - started, 1)}}
 
 
-def test_letters(count: int, seed: int) -> list[Letter]:
+def held_out_letters(count: int, seed: int) -> list[Letter]:
     """Letters alone in an image, in fonts that the training never shows; half have one of the `STRUCTURAL` defects."""
     shares = dict.fromkeys(STRUCTURAL, 1 / len(STRUCTURAL))
     return draw_letters(count, names_of(TEST_FONTS), derive_seed(seed, "test"), shares, ALONE)
@@ -125,7 +126,7 @@ def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetw
     draw = torch.Generator().manual_seed(derive_seed(seed, "order"))
     steps = training.epochs * (len(letters) // training.batch)
     parameters = [*network.parameters(), *names.parameters()]
-    updates = Updates("glyph structure", parameters, steps, training.lr, ramp=steps // 10)
+    updates = Updates("glyph structure", parameters, steps, training.lr, ramp=max(1, steps // 10))
     order = torch.empty(0, dtype=torch.long)
     for _ in updates:
         if len(order) < training.batch // 2:
