@@ -60,7 +60,7 @@ COMPOSITIONS: dict[str, dict[str, dict[str, Any]]] = {
 """What `a` and `b` are besides their weights."""
 
 FEW = {("nft", "weighted")}
-"""What every default run has of it: each loss once (PPO's step is that of GRPO), and three compositions."""
+"""What every default run has of it; `make test-all` has the other losses and compositions."""
 
 COMBINED = [
     pytest.param(

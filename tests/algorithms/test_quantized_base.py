@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.families.test_quantized import SCHEMES
+from tests.selection import default
 
 from .runs import Config, brightness, of_kind, train, weights
 
