@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
+from retouch import plain_json
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import base_url
 
@@ -52,7 +53,7 @@ def read_endpoints(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        entries = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))["endpoints"]
+        entries = cast("dict[str, Any]", plain_json.loads(path.read_text(encoding="utf-8")))["endpoints"]
         return [{**one, "url": str(one["url"]), "rewards": [str(name) for name in one["rewards"]]} for one in entries]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None
