@@ -71,6 +71,8 @@ def open_image(path: Path | PackedImage) -> Image.Image:
     Raises:
         ImageProblem: missing, not an image, truncated, or floating-point values.
     """
+    if isinstance(path, Path) and path.exists() and not path.is_file():  # opening a pipe waits for its other end
+        raise ImageProblem(f"{path}: not a file")
     try:
         with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
             shown = as_shown(image)

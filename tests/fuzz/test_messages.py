@@ -41,7 +41,7 @@ REQUEST = {
     ],
 }
 FORM = (
-    b'--x\r\ncontent-disposition: form-data; name="request"\r\ncontent-type: application/json\r\n\r\n'
+    b'--x\r\ncontent-disposition: form-data; name="manifest"\r\ncontent-type: application/json\r\n\r\n'
     + json.dumps(REQUEST | {"items": [{"id": 1, "prompt": "a", "image": "p"}]}).encode()
     + b'\r\n--x\r\ncontent-disposition: form-data; name="p"\r\ncontent-type: image/png\r\n\r\n'
     + _png()
