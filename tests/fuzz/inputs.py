@@ -28,13 +28,8 @@ MOST_BYTES = 1 << 30
 tried: Counter[str] = Counter()
 """Cases by target, for the table at the end of `make trust`."""
 
-fuzzed = settings(
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=not CASES,
-    database=None,
-    **({"max_examples": CASES} if CASES else {}),
-)
+_bounds = settings(deadline=None, suppress_health_check=tuple(HealthCheck), derandomize=not CASES, database=None)
+fuzzed = settings(_bounds, max_examples=CASES) if CASES else _bounds
 
 
 class Hang(BaseException):
