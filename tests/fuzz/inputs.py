@@ -28,7 +28,12 @@ MOST_BYTES = 1 << 30
 tried: Counter[str] = Counter()
 """Cases by target, for the table at the end of `make trust`."""
 
-_bounds = settings(deadline=None, suppress_health_check=tuple(HealthCheck), derandomize=not CASES, database=None)
+_bounds = settings(
+    deadline=None,
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture),
+    derandomize=not CASES,
+    database=None,
+)
 fuzzed = settings(_bounds, max_examples=CASES) if CASES else _bounds
 
 

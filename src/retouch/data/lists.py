@@ -66,7 +66,7 @@ _ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
 
 
 def _unusable(value: Any) -> str | None:
-    """What is wrong with the strings in a value; None: nothing."""
+    """The problem of the strings in a value; None if there is none."""
     text = json.dumps(value, ensure_ascii=False)
     if "\\u0000" in text:
         return "holds a null character"
