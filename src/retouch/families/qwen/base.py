@@ -134,7 +134,7 @@ class QwenModel(FamilyModel):
 
 
 BUCKET = 32
-"""Text is cut to a multiple of this many tokens: few lengths, so that rows of one bucket get the same numbers whatever
+"""Text is cut to a multiple of this many tokens: few lengths, rows of one bucket then get the same numbers whatever
 they are batched with, and a compiled network is compiled for few shapes."""
 
 
