@@ -43,62 +43,70 @@ from retouch.types import Score
 Values = NDArray[np.float64]
 Report = dict[str, Any]
 
+PARTS = ("letters", "words", "attacks")
+
 TEXT = "SALE"
 SIZE = (48, 128)  # height, width of an attacked image
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--letters", type=int, default=1000)
     parser.add_argument("--words", type=int, default=400)
     parser.add_argument("--steps", type=int, default=200, help="of an attack")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the attacked noise")
-    parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--out", type=Path, help="JSON to write, or to add parts to")
     parser.add_argument("--picture", type=Path, help="PNG of the attacked images of the first seed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     reader = OcrReward(detect=False, threads=1).make()
     reader.load("cpu")
-    attacked, images = attacks(reader, arguments.steps, arguments.seeds)
-    found: Report = {
-        "machine": environment()["packages"],
-        "inputs": {"weights": digest((FOLDER / WEIGHTS).read_bytes())},
-        "letters": of_letters(reader, held_out_letters(arguments.letters, seed=1)),
-        "words": of_words(reader, arguments.words),
-        "attacks": {"text": TEXT, "size": SIZE, "steps": arguments.steps, "rows": attacked},
-    }
-    if arguments.picture:
-        picture(images, arguments.picture)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(tables(found))
+    weights = digest((FOLDER / WEIGHTS).read_bytes())
+    found: Report = {}
+    if arguments.out and arguments.out.exists():
+        found = json.loads(arguments.out.read_text(encoding="utf-8"))
+    if found.get("inputs") != {"weights": weights}:  # parts of another network are not kept
+        found = {"machine": environment()["packages"], "inputs": {"weights": weights}}
+    for part in arguments.parts:
+        if part == "letters":
+            found[part] = of_letters(reader, held_out_letters(arguments.letters, seed=1))
+        elif part == "words":
+            found[part] = of_words(reader, arguments.words)
+        else:
+            rows, images = attacks(reader, arguments.steps, arguments.seeds)
+            found[part] = {"text": TEXT, "size": SIZE, "steps": arguments.steps, "seeds": arguments.seeds, "rows": rows}
+            if arguments.picture:
+                picture(images, arguments.picture)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print("\n\n".join(tables(found)))
 
 
-def tables(found: Report) -> str:
-    """The two tables of the rewards page, as markdown."""
-    letters, words = found["letters"], found["words"]["auc"]
-    lines = [
-        "| broken from whole by | AUC | erased | added | warped | spliced | read as asked | found | words |",
-        "|---" * 9 + "|",
-    ]
-    for name, areas in letters["auc"].items():
-        shown = [areas["all"], *(areas[d] for d in STRUCTURAL), letters["auc_read_as_asked"][name]]
-        cells = [f"{value:.3f}" for value in shown] + [f"{letters['found_at_5_percent'][name]:.0%}"]
-        lines.append(f"| {' | '.join([name, *cells, f'{words[WORD_SCORES[name]]:.3f}'])} |")
-    rows = found["attacks"]["rows"]
-    measures = [key for key in rows[0] if key != "attack"]
-    attacks = [f"| attacked | {' | '.join(measures)} |", "|---" * (len(measures) + 1) + "|"]
-    attacks += [f"| {row['attack']} | {' | '.join(f'{row[m]:.2f}' for m in measures)} |" for row in rows]
-    return "\n".join([*lines, "", *attacks])
+def tables(found: Report) -> list[str]:
+    """The tables of the rewards page, as markdown, of the parts that were measured."""
+    made: list[str] = []
+    if "letters" in found:
+        letters = found["letters"]
+        lines = ["| broken from whole by | AUC | erased | added | warped | spliced | read as asked | found |"]
+        lines.append("|---" * 8 + "|")
+        for name, areas in letters["auc"].items():
+            shown = [areas["all"], *(areas[d] for d in STRUCTURAL), letters["auc_read_as_asked"][name]]
+            cells = [f"{value:.3f}" for value in shown] + [f"{letters['found_at_5_percent'][name]:.0%}"]
+            lines.append(f"| {' | '.join([name, *cells])} |")
+        made.append("\n".join(lines))
+    if "words" in found:
+        cells = [f"| {name} | {area:.3f} |" for name, area in found["words"]["auc"].items()]
+        made.append("\n".join(["| a word with a broken letter by | AUC |", "|---|---|", *cells]))
+    if "attacks" in found:
+        rows = found["attacks"]["rows"]
+        measures = [key for key in rows[0] if key != "attack"]
+        lines = [f"| attacked | {' | '.join(measures)} |", "|---" * (len(measures) + 1) + "|"]
+        lines += [f"| {row['attack']} | {' | '.join(f'{row[m]:.2f}' for m in measures)} |" for row in rows]
+        made.append("\n".join(lines))
+    return made
 
-
-WORD_SCORES = {
-    "glyph_structure": "glyph_structure, worst_quarter",
-    "1 - OCR confidence": "1 - OCR confidence",
-    "1 - NED": "1 - NED",
-}
-"""Score of letters -> score of words."""
 
 # --- broken or whole ---
 

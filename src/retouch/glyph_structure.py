@@ -1,4 +1,4 @@
-"""How whole a letter is and how like the asked one: a small network on crops of letters, differentiable in the pixels.
+"""How whole a letter is: a small network on crops of letters, differentiable in the pixels.
 
 OCR reads a letter with a missing or an additional stroke as if it were whole, with high confidence. This network was
 trained on rendered letters with such defects (`retouch tiny build glyph_structure`) and receives the asked letter.

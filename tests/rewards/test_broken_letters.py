@@ -105,6 +105,7 @@ def test_areas_by_hand() -> None:
     assert aucs(letters, np.array([0.1, 0.9, 0.5, 0.3])) == {"add": 0.5, "all": 0.75, "erase": 1.0}
 
 
+@pytest.mark.full
 def test_the_recipe_writes_the_same_network_again(tmp_path: Path) -> None:
     training = Training(letters=16, epochs=2, batch=8, test_letters=8)
     for name in "ab":

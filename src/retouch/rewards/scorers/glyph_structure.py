@@ -1,5 +1,4 @@
-"""How whole each letter of the target text is, and how like the asked one, by the network of
-`retouch.glyph_structure`.
+"""How whole each letter of the target text is, by the network of `retouch.glyph_structure`.
 
 OCR reads broken letters as if they were whole. This score is no reading: it looks at one letter at a time, in the box
 where the recogniser found it or in an equal slice of the line. Use it beside the ocr reward, or gated by it.
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GlyphStructureReward(RewardEntry):
-    """How whole the letters of the target text are and how like the asked ones, in [0, 1]: 1 - mean P(broken)."""
+    """How whole the letters of the target text are, in [0, 1]: 1 - mean P(broken)."""
 
     cpu_only = "the network is small and runs on the CPU; leave device out"
 
