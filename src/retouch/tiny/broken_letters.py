@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -71,7 +72,7 @@ CAP = 48  # pixels of capital height while a letter is rendered
 _WIDTH, _HEIGHT, _BASE = 176, 112, 76  # of the page; the baseline
 _CENTRE = _WIDTH / 2
 
-Ink = NDArray[np.float32]
+Ink = NDArray[Any]
 Pixels = NDArray[np.uint8]
 
 
@@ -144,7 +145,7 @@ def draw_letters(
     count: int,
     fonts: Sequence[str],
     seed: int,
-    shares: dict[str, float],
+    shares: Mapping[str, float],
     setting: Setting | None = None,
 ) -> list[Letter]:
     """`count` letters: pairs of a whole and a broken one. A pair depends on its number and the seed alone.
@@ -157,7 +158,7 @@ def draw_letters(
 
 
 def draw_pair(
-    fonts: Sequence[str], seed: int, shares: dict[str, float], setting: Setting | None = None
+    fonts: Sequence[str], seed: int, shares: Mapping[str, float], setting: Setting | None = None
 ) -> tuple[Letter, Letter]:
     """A letter, whole and broken, in one random font, size and colour, with the same blur and noise: they differ
     in the defect alone."""
@@ -166,7 +167,7 @@ def draw_pair(
     defects = list(shares)
     weights = np.array([shares[d] for d in defects])
     while True:
-        name = fonts[draw.integers(len(fonts))]
+        name = _choice(draw, fonts)
         letter = _choice(draw, alphabet_of(name))
         defect = defects[draw.choice(len(defects), p=weights / weights.sum())]
         found = _inks(draw, name, letter, defect, setting)
@@ -221,7 +222,7 @@ def least_change(defect: str) -> float:
 
 
 def _choice(draw: Generator, letters: Sequence[str]) -> str:
-    return letters[draw.integers(len(letters))]
+    return letters[int(draw.integers(len(letters)))]
 
 
 def same_shape(a: str, b: str) -> bool:
@@ -442,7 +443,7 @@ class Word:
 def draw_word(fonts: Sequence[str], seed: int, defect: str | None, length: int = 5, height: int = 48) -> Word:
     """A word of random letters, one of which has a defect of `STRUCTURAL`, in an image of `height` pixels."""
     draw = np.random.default_rng(seed)
-    name = fonts[draw.integers(len(fonts))]
+    name = _choice(draw, fonts)
     font, alphabet = face(name), alphabet_of(name)
     text = "".join(_choice(draw, alphabet) for _ in range(length))
     at = int(draw.integers(length))

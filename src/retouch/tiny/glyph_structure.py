@@ -105,7 +105,7 @@ def build_structure(
 
 def held_out_letters(count: int, seed: int) -> list[Letter]:
     """Letters alone in an image, in fonts that the training never shows; half have one of the `STRUCTURAL` defects."""
-    shares = dict.fromkeys(STRUCTURAL, 1 / len(STRUCTURAL))
+    shares: dict[str, float] = dict.fromkeys(STRUCTURAL, 1 / len(STRUCTURAL))
     return draw_letters(count, names_of(TEST_FONTS), derive_seed(seed, "test"), shares, ALONE)
 
 
@@ -122,7 +122,7 @@ def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetw
     pixels, asked, broken = tensors_of(letters)
     named = torch.tensor([-100 if letter.defect in UNNAMED else letter.asked for letter in letters])
     pixels = pixels.to(memory_format=torch.channels_last)
-    network.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     draw = torch.Generator().manual_seed(derive_seed(seed, "order"))
     steps = training.epochs * (len(letters) // training.batch)
     parameters = [*network.parameters(), *names.parameters()]

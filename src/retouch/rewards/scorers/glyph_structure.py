@@ -108,11 +108,12 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
     def _recognised(self, crop: Pixels, asked: str) -> list[Box | None]:
         assert self._reader is not None
         found = read_characters(self._reader.engine, crop, self.options.detect)
+        ink = ink_box(crop)
         places = iter(aligned("".join(asked.split()), "".join(character.text[:1] for character in found)))
         boxes: list[Box | None] = []
         for char in asked:
             place = None if char.isspace() else next(places)
-            boxes.append(None if place is None else found[place].box)
+            boxes.append(None if place is None or ink is None else _within(found[place].box, ink))
         return boxes
 
     def _equal(self, crop: Pixels, asked: str) -> list[Box | None]:
@@ -144,6 +145,13 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
             "not_judged": len(asked.replace(" ", "")) - len(known),
         }
         return Score(1 - sum(taken) / len(taken), detail)
+
+
+def _within(box: Box, ink: Box) -> Box:
+    """The part of a box in the rows of the ink; the whole box if that has none."""
+    left, top, right, bottom = box
+    low, high = max(top, ink[1]), min(bottom, ink[3])
+    return (left, low, right, high) if low < high else box
 
 
 def equal_slices(line: Box, count: int) -> list[Box]:
