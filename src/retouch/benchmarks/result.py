@@ -140,7 +140,7 @@ Items = Mapping[str, Mapping[str, list[ImageRow]]]
 def _flat(
     benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """Intervals of the measures of the only column, or of the difference of a pair, over drawn items."""
+    """Intervals of the measures of the only column, or of the difference of a pair, over resampled items."""
 
     def measured(drawn: NDArray[np.intp]) -> dict[str, float]:
         chosen = [keys[int(i)] for i in drawn]

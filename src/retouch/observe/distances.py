@@ -18,7 +18,7 @@ Features = NDArray[np.float64]
 """[N, D]"""
 
 FEWEST_FOR_FID = 2048
-"""Images of each set below which FID says little."""
+"""Images of each set below which FID is mostly bias."""
 
 _SIGMA = 10.0
 
