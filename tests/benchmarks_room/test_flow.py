@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import yaml
 from PIL import Image
 
+from retouch.benchmarks.outputs import Shard
 from retouch.observe.distances import fid, kid
 from retouch.use import benchmark, benchmark_images, benchmark_scores
 from tests.benchmarks_room import stub_readers
@@ -158,6 +160,20 @@ def test_images_of_another_program_are_scored_without_a_model(
         "--images", folder, "--out", out, "--json",
     )  # fmt: skip
     assert list(json.loads(beside.out)["differences"]) == ["theirs - base"]
+
+
+@pytest.mark.parametrize(("visible", "left"), [(None, "2"), ("4,5,6,7", "6"), ("", "")])
+def test_under_torchrun_the_rank_is_the_shard(visible: str | None, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process sees its own GPU and no launcher: they do not wait for each other."""
+    for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert benchmark.launcher_shard() == Shard(6, 8)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()
+    assert benchmark.launcher_shard() is None
 
 
 class Colour(torch.nn.Module):
