@@ -20,7 +20,7 @@ from retouch.config import load_run, parse_run
 from .pages import DOCS, PAGES, REPOSITORY, blocks, commands, retouch_arguments
 
 OTHER_YAML = {"extending.md", "benchmarks.md"}
-"""Pages whose YAML names components of a plug-in (tests/examples/test_plugin.py trains with it), or is of benchmarks."""
+"""Pages whose YAML names components of a plug-in (tests/examples/test_plugin.py trains with it) or of benchmarks."""
 
 BASE: dict[str, Any] = {
     "name": "example",

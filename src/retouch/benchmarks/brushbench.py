@@ -125,9 +125,9 @@ def blend(source: Pixels, image: Pixels, mask: Pixels) -> Pixels:
     kernel /= kernel.sum()
     blurred = np.pad((mask >= 128).astype(np.float64), _SIDE // 2, mode="reflect")
     height, width = mask.shape
-    blurred = sum(weight * blurred[i : i + height] for i, weight in enumerate(kernel))
-    blurred = sum(weight * blurred[:, i : i + width] for i, weight in enumerate(kernel))
-    blurred = np.round(255 * np.asarray(blurred))[..., None] / 255
+    blurred = np.sum([weight * blurred[i : i + height] for i, weight in enumerate(kernel)], axis=0)
+    blurred = np.sum([weight * blurred[:, i : i + width] for i, weight in enumerate(kernel)], axis=0)
+    blurred = np.round(255 * blurred)[..., None] / 255
     return (source * (1 - blurred) + image * blurred).astype(np.uint8)
 
 

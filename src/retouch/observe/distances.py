@@ -63,7 +63,7 @@ def interval(distance: Callable[[Features, Features], float], a: Features, b: Fe
 
 def _root(x: Features) -> Features:
     """R [min(N, D), D] with Rᵀ R = covariance."""
-    return np.linalg.qr((x - x.mean(0)) / np.sqrt(len(x) - 1), mode="r")
+    return np.asarray(np.linalg.qr((x - x.mean(0)) / np.sqrt(len(x) - 1), mode="r"))
 
 
 def _cubic(x: Features, y: Features) -> Features:
