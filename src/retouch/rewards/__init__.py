@@ -18,8 +18,10 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "completion_quality": "retouch.rewards.scorers.completion:CompletionQualityReward",
         "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditReward",
         "fn": "retouch.rewards.scorers.fn:FnReward",
+        "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",
         "hpsv2": "retouch.rewards.scorers.imscore:HpsV2Reward",
         "imagereward": "retouch.rewards.scorers.imscore:ImageRewardReward",
+        "imgedit": "retouch.rewards.scorers.imgedit:ImgEditReward",
         "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeReward",
         "mask_composite": "retouch.rewards.scorers.mask_composite:MaskCompositeReward",
         "mmmg": "retouch.rewards.scorers.mmmg:MmmgReward",
@@ -30,6 +32,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "seam": "retouch.rewards.scorers.seam:SeamReward",
         "style": "retouch.rewards.scorers.style:StyleReward",
         "think_format": "retouch.rewards.scorers.completion:ThinkFormatReward",
+        "viescore": "retouch.rewards.scorers.viescore:VieScoreReward",
         "vlm": "retouch.rewards.scorers.vlm:VlmReward",
     },
 )
