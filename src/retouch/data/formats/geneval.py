@@ -26,7 +26,7 @@ class GenEvalData(DataSection):
     def recognises(cls, path: Path) -> bool:
         path = path / LIST if path.is_dir() else path
         entries = entries_of(path) if path.suffix == ".jsonl" and path.is_file() else []
-        return bool(entries) and all(isinstance(entry, dict) and _KEYS <= entry.keys() for entry in entries)
+        return bool(entries) and all(isinstance(entry, dict) and entry.keys() >= _KEYS for entry in entries)
 
     def listing(self) -> Path:
         path = Path(self.path).expanduser()

@@ -281,7 +281,7 @@ def counted(found: Sequence[Detection], threshold: float) -> dict[str, list[Dete
     """The detections above the threshold by class, best first, at most `MOST_OBJECTS` of each; overlapping ones count
     all. Of two with equal scores, the later one comes first, as in a reversed stable sort."""
     objects: dict[str, list[Detection]] = {}
-    for one in sorted(reversed(found), key=lambda one: -one.score):
+    for one in sorted(found[::-1], key=lambda one: -one.score):
         group = objects.setdefault(one.label, [])
         if one.score > threshold and len(group) < MOST_OBJECTS:
             group.append(one)
