@@ -64,6 +64,7 @@ class GenEvalReward(RewardEntry):
     not; or the partial credit of Flow-GRPO. Needs `metadata.tag` and `metadata.include`. The networks of this process
     are not the published detector: their numbers are not GenEval's published ones."""
 
+    value_range = (-14.0, 1.0)  # "soft" with 16 objects where one is asked for
     licence = "MIT"
 
     scorer: Literal["geneval"] = "geneval"
@@ -281,7 +282,7 @@ def counted(found: Sequence[Detection], threshold: float) -> dict[str, list[Dete
     """The detections above the threshold by class, best first, at most `MOST_OBJECTS` of each; overlapping ones count
     all. Of two with equal scores, the later one comes first, as in a reversed stable sort."""
     objects: dict[str, list[Detection]] = {}
-    for one in sorted(found[::-1], key=lambda one: -one.score):
+    for _, one in sorted(enumerate(found), key=lambda pair: (pair[1].score, pair[0]), reverse=True):
         group = objects.setdefault(one.label, [])
         if one.score > threshold and len(group) < MOST_OBJECTS:
             group.append(one)
