@@ -15,6 +15,9 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     {
         "calligrapher_cross": "retouch.benchmarks.calligrapher:CalligrapherCross",
         "calligrapher_self": "retouch.benchmarks.calligrapher:CalligrapherSelf",
+        "gedit": "retouch.benchmarks.gedit:GEdit",
+        "geneval": "retouch.benchmarks.geneval:GenEval",
+        "imgedit": "retouch.benchmarks.imgedit:ImgEdit",
     },
 )
 """Name after `retouch eval --benchmark` -> its class."""

@@ -16,7 +16,7 @@ from PIL import Image
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.scorers.clip import ClipTowers
-from retouch.rewards.scorers.geneval import CLASSES, COLORS, Box, Detection
+from retouch.rewards.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
