@@ -79,7 +79,7 @@ def test_each_type_has_its_question(tmp_path: Path) -> None:
         [True, True]
     ] * 2
     detail = {"mean": 2.33, "instruction_adherence": 4, "editing_quality": 2, "detail_preservation": 1}
-    assert outcomes == [Score(pytest.approx(7 / 15), detail)] * 2
+    assert outcomes == [Score(7 / 3 / 5, detail)] * 2
 
 
 def test_an_answer_without_its_lines_fails_after_a_second_question(tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_the_questions_are_the_users_copy(text: str | None, problem: str, tmp_pa
         path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=problem):
         make_scorer("imgedit", {"model": "judge", "address": "http://127.0.0.1:9/v1", "prompts": str(path)})
-    with pytest.raises(ConfigError, match="prompts: not set; set it to your copy of Benchmark/Basic/prompts.json"):
+    with pytest.raises(ConfigError, match=r"prompts: not set; set it to your copy of Benchmark/Basic/prompts.json"):
         make_scorer("imgedit", {"model": "judge"})

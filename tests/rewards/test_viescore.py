@@ -106,7 +106,9 @@ def test_an_answer_without_scores_is_requested_again_once() -> None:
         assert [len(asked["messages"]) for asked in server.asked] == [1, 3, 1]
         server.says = lambda asked: '{"score": [5, 12]}'
         (outcome,) = score_checked(scorer, [edit()])
-    assert isinstance(outcome, Failure) and outcome.code == "scorer_error" and "integers from 0 to 10" in outcome.message
+    assert (
+        isinstance(outcome, Failure) and outcome.code == "scorer_error" and "integers from 0 to 10" in outcome.message
+    )
 
 
 def test_the_revision_names_question_and_settings() -> None:
