@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
     heuristic_ged,
+    read_checklist,
     read_graph,
     readability,
     shown,

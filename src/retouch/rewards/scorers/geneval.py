@@ -1,8 +1,8 @@
 """GenEval (arXiv 2310.11513): whether a detector finds the objects that a prompt names, in number, colour and place.
 
 The verdict is a pure function of detections. The detections come from a Mask2Former and a CLIP of transformers in this
-process, or with `detector_url` from another server, like the published detector of mmdet 2.x in its own container
-(`examples/geneval_mmdet`). They are different detectors: numbers of one must not be compared with those of the other.
+process, or with `detector_url` from another server, like the published detector of mmdet 2.x in its own environment
+(`examples/geneval_detector.py`). They are different detectors, and so are their numbers.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
                 self._served(Image.new("RGB", (64, 64), "#999"), THRESHOLD, {"bench": 1})
             except (_Unreachable, ValueError) as error:
                 raise ConfigError(
-                    f"reward 'geneval': detector_url: {error}; start the server (examples/geneval_mmdet), or leave "
-                    "detector_url out"
+                    f"reward 'geneval': detector_url: {error}; start the server (examples/geneval_detector.py), or "
+                    "leave detector_url out"
                 ) from None
             return
         from retouch.rewards.scorers.geneval_networks import Networks
