@@ -7,13 +7,16 @@ and zh, where the data have cn; here both languages are summarised, apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, means
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.gedit import TASKS, GEditData
+
+_PREFIXES = ("en_", "en_intersection_", "cn_", "cn_intersection_")
 
 _MEASURES = {"SC": "semantic_consistency", "PQ": "perceptual_quality", "O": "overall"}
 
@@ -75,26 +78,21 @@ class GEdit(Benchmark):
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """SC, PQ and O of each language and task, their means over the tasks, and these over the subset that all
         compared closed models answered."""
+        columns: dict[tuple[str, str, str], list[float]] = {}
+        for row in rows:
+            score = row.score("viescore")
+            if score is None:
+                continue
+            about = row.metadata
+            language = about["instruction_language"]
+            prefixes = [f"{language}_", *([f"{language}_intersection_"] if about["intersection_exist"] else [])]
+            for prefix, (measure, name) in product(prefixes, _MEASURES.items()):
+                columns.setdefault((prefix, measure, about["task_type"]), []).append(float(score.detail[name]))
         found: dict[str, float] = {}
-        for language in ("en", "cn"):
-            judged = [
-                (row.metadata, score.detail)
-                for row in rows
-                if row.metadata["instruction_language"] == language and (score := row.score("viescore"))
-            ]
-            for prefix, chosen in (
-                (f"{language}_", judged),
-                (f"{language}_intersection_", [one for one in judged if one[0]["intersection_exist"]]),
-            ):
-                by_task = {task: [detail for about, detail in chosen if about["task_type"] == task] for task in TASKS}
-                for measure, name in _MEASURES.items():
-                    means = {
-                        task: mean([float(detail[name]) for detail in given])
-                        for task, given in by_task.items()
-                        if given
-                    }
-                    if means:
-                        found[f"{prefix}{measure}"] = mean([*means.values()])
-                    if prefix == f"{language}_":
-                        found |= {f"{prefix}{measure}.{task}": value for task, value in means.items()}
+        for prefix, measure in product(_PREFIXES, _MEASURES):
+            of_tasks = means({task: columns.get((prefix, measure, task), []) for task in TASKS})
+            if of_tasks:
+                found[f"{prefix}{measure}"] = mean([*of_tasks.values()])
+            if "intersection" not in prefix:
+                found |= {f"{prefix}{measure}.{task}": value for task, value in of_tasks.items()}
         return found
