@@ -41,7 +41,7 @@ class Detector:
         self.name = Path(weights).name
         self.device = device
         self.model = self.apis.init_detector(config, weights, device=device)
-        self.classes: list[str] = [RENAMED[name] if name in RENAMED else name for name in self.model.CLASSES]
+        self.classes: list[str] = [RENAMED.get(name, name) for name in map(str, self.model.CLASSES)]
         self.clip, _, self.pixels = open_clip.create_model_and_transforms(
             "ViT-L-14", pretrained="openai", device=device
         )

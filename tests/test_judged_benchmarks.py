@@ -15,6 +15,7 @@ from PIL import Image
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.outputs import outputs_of
+from retouch.data.base import ItemFiles
 from retouch.rewards.scorers import judge_client as judge
 from retouch.types import Failure, Outcome, Score
 from retouch.use.benchmark import run_benchmark
@@ -84,8 +85,10 @@ def test_imgedit_equals_the_published_scripts(tmp_path: Path) -> None:
         row(key, "imgedit", given["items"][key], Score(mean / 5, {"mean": mean}))
         for key, mean in given["means"].items()
     ]
-    options = {"rewards": {"imgedit": {"model": "m", "prompts": str(write_questions(tmp_path / "q.json"))}}}
-    found = benchmark("imgedit", **options).summary([*rows, row(1, "imgedit", {"edit_type": "add"}, FAILED)])
+    entry = {"model": "m", "prompts": str(write_questions(tmp_path / "q.json"))}
+    found = benchmark("imgedit", rewards={"imgedit": entry}).summary(
+        [*rows, row(1, "imgedit", {"edit_type": "add"}, FAILED)]
+    )
     types = given["types"]
     assert {kind: found[kind] for kind in types} == types
     assert found["overall"] == pytest.approx(sum(types.values()) / 9)
@@ -110,7 +113,7 @@ def test_geneval_equals_the_published_summary() -> None:
 
 def write_outputs(given: Benchmark, folder: Path, level: int = 120) -> Path:
     """An image under every official name, of another size than the sources."""
-    for output in outputs_of(given, [item for item in given.data().items() if not hasattr(item, "problem")]):
+    for output in outputs_of(given, [item for item in given.data().items() if isinstance(item, ItemFiles)]):
         (folder / output.file).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((16, 16, 3), level, np.uint8)).save(folder / output.file)
     return folder

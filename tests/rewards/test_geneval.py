@@ -218,7 +218,7 @@ def test_networks_of_transformers_in_this_process(tmp_path: Path) -> None:
     cosines = [float(clip.of_images([cut])[0] @ (row / row.norm())) for row in classifier]
     assert networks.colors(image, "dog", [(one.box, mask)]) == [COLORS[int(np.argmax(cosines))]]
     # the scorer: the same detections, whatever the batch, with colours where they are asked for
-    scorer = make_scorer("geneval", {"detector": str(folder), "color_model": tiny_clip()})
+    scorer: Any = make_scorer("geneval", {"detector": str(folder), "color_model": tiny_clip()})
     scorer.load("cpu")
     label = one.label
     metadata = {"tag": "colors", "include": [{"class": label, "count": 1, "color": "red"}]}
