@@ -13,11 +13,15 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     "benchmark",
     "retouch.benchmarks",
     {
+        "brushbench": "retouch.benchmarks.brushbench:BrushBench",
         "calligrapher_cross": "retouch.benchmarks.calligrapher:CalligrapherCross",
         "calligrapher_self": "retouch.benchmarks.calligrapher:CalligrapherSelf",
+        "complex_edit": "retouch.benchmarks.complex_edit:ComplexEditBenchmark",
+        "editbench": "retouch.benchmarks.editbench:EditBench",
         "gedit": "retouch.benchmarks.gedit:GEdit",
         "geneval": "retouch.benchmarks.geneval:GenEval",
         "imgedit": "retouch.benchmarks.imgedit:ImgEdit",
+        "mmmg": "retouch.benchmarks.mmmg:MmmgBenchmark",
     },
 )
 """Name after `retouch eval --benchmark` -> its class."""

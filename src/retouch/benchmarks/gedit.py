@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, means
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, means, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.gedit import TASKS, GEditData
 
@@ -68,8 +68,7 @@ class GEdit(Benchmark):
         return "{task_type}/{instruction_language}/{key}".format(**item.metadata)
 
     def file_name(self, item: ItemFiles, index: int) -> str:
-        stem = f"fullset/{self.key(item)}"
-        return f"{stem}.png" if self.count == 1 else f"{stem}_{index}.png"
+        return numbered(f"fullset/{self.key(item)}.png", index)
 
     def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
         """The output at the size of the source, bicubic, as published."""

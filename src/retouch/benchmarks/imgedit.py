@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, numbered
 from retouch.config.base import Text
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.imgedit import ImgEditData
@@ -58,7 +58,7 @@ class ImgEdit(Benchmark):
         return self.sized(ImgEditData(path=self.path, images=self.images))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
-        return f"{self.key(item)}.png" if self.count == 1 else f"{self.key(item)}_{index}.png"
+        return numbered(f"{self.key(item)}.png", index)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """The mean of each type, rounded to 2 places as published; `overall` is the mean of these; `micro` is the mean

@@ -14,6 +14,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
     "retouch.rewards",
     {
         "aesthetic": "retouch.rewards.scorers.imscore:AestheticReward",
+        "aesthetic_v1": "retouch.rewards.scorers.aesthetic_v1:AestheticV1Reward",
         "clip": "retouch.rewards.scorers.clip:ClipReward",
         "completion_quality": "retouch.rewards.scorers.completion:CompletionQualityReward",
         "complex_edit": "retouch.rewards.scorers.complex_edit:ComplexEditReward",
@@ -23,6 +24,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "imagereward": "retouch.rewards.scorers.imscore:ImageRewardReward",
         "imgedit": "retouch.rewards.scorers.imgedit:ImgEditReward",
         "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeReward",
+        "kept_area": "retouch.rewards.scorers.kept_area:KeptAreaReward",
         "mask_composite": "retouch.rewards.scorers.mask_composite:MaskCompositeReward",
         "mmmg": "retouch.rewards.scorers.mmmg:MmmgReward",
         "ocr": "retouch.rewards.scorers.ocr:OcrReward",

@@ -26,7 +26,7 @@ from tests.rewards.test_geneval_verdict import RECORDED as GENEVAL
 from tests.rewards.test_imgedit import says as of_imgedit
 from tests.rewards.test_imgedit import write_questions
 
-DATA = Path(__file__).parent / "benchmarks_data"
+DATA = Path(__file__).parents[1] / "benchmarks_data"
 _ = example  # a fixture
 
 FAILED = Failure("scorer_error", "no answer")
@@ -170,3 +170,20 @@ def test_geneval_runs_on_the_published_layout(example: Any, tmp_path: Path) -> N
     assert (measures["images"], measures["prompts"]) == (pytest.approx(2 / 12), pytest.approx(2 / 12))
     assert result["published"]["compares"]
     assert "not by the detector of mmdet" in str(benchmark("geneval", tmp_path).departures())
+
+
+def test_mmmg_and_complex_edit_equal_the_published_scripts() -> None:
+    given = recorded("mmmg.json")
+    rows = [row(one["key"], "mmmg", one, Score(one["score"], {"fidelity": 1 - one["ged"]})) for one in given["cases"]]
+    found = benchmark("mmmg", rewards={"mmmg": {"model": "m"}}).summary(rows)
+    official = {**given["levels"], **given["disciplines"]}
+    assert {name: found[name] / 100 for name in official} == pytest.approx(
+        {name: told["score"] for name, told in official.items()}, abs=1e-9
+    )
+    given = recorded("complex_edit.json")
+    rows = []
+    for one in given["items"]:
+        detail = {name: value / 10 for name, value in one["expected"].items() if name != "overall"}
+        rows.append(row(one["key"], "complex_edit", {"complexity": 3}, Score(0.0, detail)))
+    found = benchmark("complex_edit", rewards={"complex_edit": {"model": "m"}}).summary(rows)
+    assert {name: found[name] for name in given["totals"]} == pytest.approx(given["totals"], abs=1e-9)
