@@ -119,6 +119,7 @@ def write_outputs(given: Benchmark, folder: Path, level: int = 120) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_gedit_runs_on_the_published_layout(server: OpenAIServer, tmp_path: Path) -> None:
     server.says = lambda asked: '{"score": [9, 4]}' if "naturalness" in text_of(asked) else '{"score": [5, 9]}'
     given = load_benchmark("gedit", write_gedit(tmp_path / "data"))
@@ -151,6 +152,7 @@ def test_imgedit_runs_on_the_published_layout(server: OpenAIServer, tmp_path: Pa
     assert result["published"]["compares"] and result["published"]["rows"]
 
 
+@pytest.mark.full
 def test_geneval_runs_on_the_published_layout(example: Any, tmp_path: Path) -> None:
     (tmp_path / "evaluation_metadata.jsonl").write_bytes((DATA / "geneval_metadata.jsonl").read_bytes())
 
