@@ -69,7 +69,7 @@ def result_of(
         "seed": benchmark.seed,
         "official": {
             "images_per_item": official.images_per_item,
-            "resolution": official.resolution,
+            "resolution": None if official.resolution is None else list(official.resolution),
             "settings": dict(official.settings),
         },
         "rewards": {name: dict(told) for name, told in rewards.items()},
