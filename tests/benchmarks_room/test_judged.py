@@ -189,3 +189,10 @@ def test_mmmg_and_complex_edit_equal_the_published_scripts() -> None:
         rows.append(row(one["key"], "complex_edit", {"complexity": 3}, Score(0.0, detail)))
     found = benchmark("complex_edit", rewards={"complex_edit": {"model": "m"}}).summary(rows)
     assert {name: found[name] for name in given["totals"]} == pytest.approx(given["totals"], abs=1e-9)
+
+
+def test_complex_edit_compares_in_the_published_wording_only() -> None:
+    entry = {"model": "m", "wording": "published", "prompts": "eval"}
+    assert benchmark("complex_edit", rewards={"complex_edit": entry}).departures() == []
+    own = benchmark("complex_edit", rewards={"complex_edit": {"model": "m"}}).departures()
+    assert own == ["the judge is asked this package's questions, not the published ones"]
