@@ -26,3 +26,9 @@ def style(items: Sequence[RewardItem]) -> list[Outcome]:
 def _score(item: RewardItem) -> Outcome:
     value = float(item.image.mean()) / 255
     return Score(value, {"ned": value, "exact": value > 0.5})
+
+
+def judged(items: Sequence[RewardItem]) -> list[Outcome]:
+    """Brightness as the three scores of Complex-Edit."""
+    names = ("instruction_following", "identity_preservation", "perceptual_quality")
+    return [Score(0.0, dict.fromkeys(names, float(item.image.mean()) / 255)) for item in items]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
+from retouch.benchmarks.outputs import Shard
+from retouch.observe.distances import fid, kid
 from retouch.use import benchmark, benchmark_images, benchmark_scores
 from tests.benchmarks_room import stub_readers
 from tests.command_line import Outcome, retouch
@@ -155,6 +160,57 @@ def test_images_of_another_program_are_scored_without_a_model(
         "--images", folder, "--out", out, "--json",
     )  # fmt: skip
     assert list(json.loads(beside.out)["differences"]) == ["theirs - base"]
+
+
+@pytest.mark.parametrize(("visible", "left"), [(None, "2"), ("4,5,6,7", "6"), ("", "")])
+def test_under_torchrun_the_rank_is_the_shard(visible: str | None, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process sees its own GPU and no launcher: they do not wait for each other."""
+    for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert benchmark.launcher_shard() == Shard(6, 8)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()
+    assert benchmark.launcher_shard() is None
+
+
+class Colour(torch.nn.Module):
+    """Mean colour as features of an image."""
+
+    def forward(self, x: torch.Tensor, return_features: bool = False) -> torch.Tensor:
+        assert return_features
+        return x.float().flatten(2).mean(2)
+
+
+def test_distances_of_the_outputs_to_real_images_are_in_the_result(
+    sharded: tuple[list[Outcome], Path], place: Path, tmp_path: Path
+) -> None:
+    torch.jit.script(Colour()).save(str(tmp_path / "colour.pt"))
+    keys = yaml.safe_load((place / "benchmark.yaml").read_text())
+    entry = {"extractor": "torchscript", "path": str(tmp_path / "colour.pt"), "draws": 5}
+    keys["distances"] = {"fid_colour": {**entry, "measure": "fid"}, "kid": {**entry, "measure": "kid", "draws": 0}}
+    (tmp_path / "benchmark.yaml").write_text(yaml.safe_dump(keys), encoding="utf-8")
+    samples = sharded[1] / "images" / "base"
+    outcome = retouch(
+        "eval", "--benchmark", tmp_path / "benchmark.yaml", "--images", samples, "--out", tmp_path / "out"
+    )
+    assert outcome.code == 0, outcome.err
+
+    def colours(paths: Iterable[Path]) -> Any:
+        return np.array([np.asarray(Image.open(path).convert("RGB")).mean((0, 1)) for path in sorted(paths)])
+
+    made, real = colours(samples.glob("*.png")), colours(Path(keys["path"]).glob("*_source.png"))
+    told = result_in(tmp_path / "out")["distances"]["base"]
+    assert told["fid_colour"]["value"] == pytest.approx(fid(made, real), rel=1e-4)
+    assert told["kid"]["value"] == pytest.approx(kid(made, real), rel=1e-4)
+    assert (told["kid"]["images"], told["kid"]["real_images"], told["kid"]["interval"]) == (8, 4, None)
+    assert told["kid"]["extractor"].startswith("colour.pt ")
+    assert "warning" in told["fid_colour"]
+    assert "warning" not in told["kid"]
+    assert "(too few images) by colour.pt" in outcome.out
+    assert "FID of fewer than 2048 images is mostly bias" in " ".join(outcome.err.split())
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class ComplexEditReward(JudgeEntry):
 
     def make(self) -> ComplexEditScorer:
         weights = (self.alignment_weight, self.quality_weight)
-        published = read_published(self.prompts) if self.prompts is not None else None
+        published = read_published(self.prompts or "") if self.wording == "published" else None
         texts = (published.alignment + published.template, published.quality) if published else None
         scorer = ComplexEditScorer(
             self,
