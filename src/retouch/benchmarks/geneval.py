@@ -10,7 +10,9 @@ from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.geneval import GenEvalData
 from retouch.rewards.scorers.geneval_verdict import TAGS
 
-_PAPER = "arXiv 2310.11513 and later reports"
+
+def _row(model: str, *numbers: float) -> PublishedRow:
+    return PublishedRow(model, dict(zip(("overall", *TAGS), numbers, strict=True)), "arXiv 2310.11513")
 
 
 class GenEval(Benchmark):
@@ -28,10 +30,10 @@ class GenEval(Benchmark):
         },
     )
     published: ClassVar[Sequence[PublishedRow]] = (
-        PublishedRow("SD 1.5", {"overall": 0.43}, _PAPER),
-        PublishedRow("SD 2.1", {"overall": 0.50}, _PAPER),
-        PublishedRow("SDXL", {"overall": 0.55}, _PAPER),
-        PublishedRow("IF-XL", {"overall": 0.61}, _PAPER),
+        _row("SD 1.5", 0.43, 0.97, 0.38, 0.35, 0.76, 0.04, 0.06),
+        _row("SD 2.1", 0.50, 0.98, 0.51, 0.44, 0.85, 0.07, 0.17),
+        _row("SDXL", 0.55, 0.98, 0.74, 0.39, 0.85, 0.15, 0.23),
+        _row("IF-XL", 0.61, 0.97, 0.74, 0.66, 0.81, 0.13, 0.35),
         PublishedRow("SD3.5-M", {"overall": 0.63}, "arXiv 2505.05470"),
         PublishedRow("SD3.5-M, Flow-GRPO", {"overall": 0.95}, "arXiv 2505.05470"),
     )
