@@ -22,9 +22,9 @@ pytestmark = pytest.mark.full
 READERS = "tests.benchmarks_room.stub_readers"
 
 
-def benchmark_file(path: Path, **keys: Any) -> Path:
-    path.write_text(yaml.safe_dump(keys), encoding="utf-8")
-    return path
+def benchmark_file(file: Path, /, **keys: Any) -> Path:
+    file.write_text(yaml.safe_dump(keys), encoding="utf-8")
+    return file
 
 
 def test_a_run_is_compared_with_its_base_and_with_other_runs(

@@ -150,7 +150,8 @@ def test_the_first_aesthetic_predictor_is_a_linear_layer_on_clip(tmp_path: Path)
     scorer = make_scorer("aesthetic_v1", {"head": str(tmp_path / "head.pth"), "path": tiny_clip()})
     scorer.load("cpu")
     found = [outcome.value for outcome in scorer.score([RewardItem(i, "", x) for i, x in enumerate((a, b))])]  # type: ignore[union-attr]
-    expected = layer(ClipTowers(tiny_clip(), "", "cpu").of_images([a, b])).flatten().tolist()
+    with torch.no_grad():
+        expected = layer(ClipTowers(tiny_clip(), "", "cpu").of_images([a, b])).flatten().tolist()
     assert found == pytest.approx(expected, abs=1e-6)
     torch.save(torch.nn.Linear(8, 1).state_dict(), tmp_path / "head.pth")
     with pytest.raises(ConfigError, match=r"has a weight \(1, 8\); expected \(1, 16\)"):

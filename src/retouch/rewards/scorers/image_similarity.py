@@ -77,15 +77,14 @@ class Encoder:
     def __init__(self, path: str, device: str) -> None:
         try:
             import torch
-            from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
+            from transformers import AutoConfig, AutoImageProcessor, AutoModel
         except ImportError as error:
             raise ConfigError(f'an image encoder needs {error.name}: pip install "retouch[train]"') from None
         require_hub("path", path)
         try:
             config: Any = AutoConfig.from_pretrained(path)
-            self._projected = config.model_type in ("clip", "clip_vision_model")
-            kind: Any = CLIPVisionModelWithProjection if self._projected else AutoModel
-            self._model: Any = kind.from_pretrained(path).eval().to(device)
+            self._is_clip = config.model_type == "clip"
+            self._model: Any = AutoModel.from_pretrained(path).eval().to(device)
             self._pixels: Any = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"path: given {path!r}: {str(error).splitlines()[0]}") from None
@@ -95,5 +94,6 @@ class Encoder:
     def __call__(self, images: Sequence[Pixels]) -> Tensor:
         with self._torch.inference_mode():
             inputs = self._pixels(images=list(images), return_tensors="pt").to(self._device)
-            output = self._model(**inputs)
-            return (output.image_embeds if self._projected else output.last_hidden_state[:, 0]).float()
+            if self._is_clip:
+                return self._model.visual_projection(self._model.vision_model(**inputs).pooler_output).float()
+            return self._model(**inputs).last_hidden_state[:, 0].float()
