@@ -16,7 +16,11 @@ from PIL import Image
 
 from retouch.data.formats.brushbench import SIDE
 from tests.data.protocols import mmmg_rows, write_complex_edit
-from tests.rewards.openai_server import OpenAIServer
+from tests.data.test_judged_formats import write_gedit, write_imgedit
+from tests.rewards.openai_server import OpenAIServer, text_of
+from tests.rewards.test_geneval import tiny_detector
+from tests.rewards.test_imgedit import says as imgedit_says
+from tests.rewards.test_imgedit import write_questions
 from tests.tiny_models import tiny_clip
 
 
@@ -83,6 +87,42 @@ def _mmmg(folder: Path) -> dict[str, Any]:
     return {"resolution": 64}
 
 
+def _viescore(asked: dict[str, Any]) -> str:
+    return '{"score": [8, 3], "reasoning": ""}' if "naturalness" in text_of(asked) else '{"score": [6, 9]}'
+
+
+@dataclass
+class VieScoreServer(OpenAIServer):
+    """Gives every edit SC 6 and PQ 3."""
+
+    says: Callable[[dict[str, Any]], str] | None = _viescore
+
+
+@dataclass
+class ImgEditServer(OpenAIServer):
+    """Gives every edit 4, 2 and 1."""
+
+    says: Callable[[dict[str, Any]], str] | None = imgedit_says
+
+
+def _gedit(folder: Path) -> dict[str, Any]:
+    write_gedit(folder, tasks=2)
+    return {"resolution": 64}
+
+
+def _imgedit(folder: Path) -> dict[str, Any]:
+    write_questions(write_imgedit(folder) / "prompts.json")
+    return {"resolution": 64, "limit": 3}
+
+
+def _geneval(folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (Path(__file__).parents[1] / "benchmarks_data/geneval_metadata.jsonl").read_bytes()
+    (folder / "evaluation_metadata.jsonl").write_bytes(lines)
+    networks = {"detector": str(tiny_detector(folder / "detector")), "color_model": tiny_clip()}
+    return {"resolution": 64, "images_per_item": 2, "limit": 2, "rewards": {"geneval": networks}}
+
+
 CASES: dict[str, Case] = {
     "brushbench": Case(_brushbench, frozenset({"psnr", "mse", "psnr_usual", "clip"})),
     "calligrapher_cross": Case(_calligrapher, frozenset({"ned", "exact", "style"})),
@@ -91,5 +131,8 @@ CASES: dict[str, Case] = {
         _complex_edit, frozenset({"instruction_following", "overall", "overall C1", "overall C8"}), "edit"
     ),
     "editbench": Case(_brushbench, frozenset({"psnr", "mse", "clip"})),
+    "gedit": Case(_gedit, frozenset({"en_O", "cn_SC", "en_O.color_alter"}), "edit", VieScoreServer),
+    "geneval": Case(_geneval, frozenset({"overall", "images", "prompts", "single_object"}), "text"),
+    "imgedit": Case(_imgedit, frozenset({"overall", "micro", "add"}), "edit", ImgEditServer),
     "mmmg": Case(_mmmg, frozenset({"mmmg_style", "fidelity", "preschool", "Biology"}), "text"),
 }

@@ -41,7 +41,8 @@ def test_given_keys_lie_over_the_benchmarks_own_rewards(tmp_path: Path, monkeypa
     assert (entry.samples, entry.temperature, entry.model) == (2, 1.0, "gpt-4o-2024-11-20")
     assert (entry.address, entry.paste_back) == ("http://127.0.0.1:9/v1", False)
     assert (found.rewards["clip"].paste_back, found.path) == (False, str(tmp_path))
-    assert found.departures() == ["only the first 3 items"]
+    questions = "the judge is asked this package's questions, not the published ones"
+    assert found.departures() == ["only the first 3 items", questions]
 
 
 def test_null_removes_a_reward_and_a_server_has_its_own_options(tmp_path: Path) -> None:

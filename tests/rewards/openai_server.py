@@ -39,6 +39,7 @@ class OpenAIServer:
         refuses: requests that get a refusal.
         breaks: request -> status to fail with; 0 answers.
         spoil: the fields of an answer by a schema -> its text.
+        says: request without a schema -> the text of its answer.
         models: names that it lists; it answers for the first.
     """
 
@@ -53,6 +54,7 @@ class OpenAIServer:
     refuses: Callable[[dict[str, Any]], bool] = lambda asked: False
     breaks: Callable[[dict[str, Any]], int] = lambda asked: 0
     spoil: Callable[[dict[str, Any]], str] = json.dumps
+    says: Callable[[dict[str, Any]], str] | None = None
     models: list[str] = field(default_factory=lambda: ["judge"])
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     refused: int = 0
@@ -129,6 +131,8 @@ class OpenAIServer:
             if "score" not in fields_of(asked):
                 message["content"] = self.spoil(self.fill(asked)) if not self.bad_first else '{"other": 1}'
             self.bad_first = max(0, self.bad_first - 1)
+        elif self.says is not None:
+            message["content"] = self.says(asked)
         if self.refuses(asked):
             message |= {"content": None, "refusal": "I cannot judge this."}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -195,8 +199,9 @@ def fields_of(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(asked: dict[str, Any]) -> str:
-    """The words of the first message of a request."""
-    return "\n".join(part["text"] for part in asked["messages"][0]["content"] if part["type"] == "text")
+    """The words of the first question of a request."""
+    question = next(message for message in asked["messages"] if message["role"] == "user")
+    return "\n".join(part["text"] for part in question["content"] if part["type"] == "text")
 
 
 def pictures(asked: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
@@ -211,7 +216,7 @@ def pictures(asked: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
     found: list[np.ndarray[Any, Any]] = []
     for url in urls:
         head, _, data = url.partition(",")
-        assert head == "data:image/png;base64"
+        assert head in ("data:image/png;base64", "data:image/jpeg;base64")
         with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
             found.append(np.asarray(image.convert("RGB")))
     return found

@@ -18,6 +18,9 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
         "calligrapher_self": "retouch.benchmarks.calligrapher:CalligrapherSelf",
         "complex_edit": "retouch.benchmarks.complex_edit:ComplexEditBenchmark",
         "editbench": "retouch.benchmarks.editbench:EditBench",
+        "gedit": "retouch.benchmarks.gedit:GEdit",
+        "geneval": "retouch.benchmarks.geneval:GenEval",
+        "imgedit": "retouch.benchmarks.imgedit:ImgEdit",
         "mmmg": "retouch.benchmarks.mmmg:MmmgBenchmark",
     },
 )

@@ -1,8 +1,8 @@
 """Complex-Edit (arXiv 2504.13143): instructions that put 1 to 8 atomic edits together, scored by a judge.
 
 The official means: instruction following, identity preservation and perceptual quality from 0 to 10, over images, and
-the mean of the three. The official judge answers every question 20 times and asks in parts; the questions here are
-those of the scorer `complex_edit`.
+the mean of the three. The official judge answers every question 20 times. The questions are those of the scorer
+`complex_edit`, unless `rewards.complex_edit` sets `wording: published`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class ComplexEditBenchmark(Benchmark):
     official: ClassVar[Official] = Official(
         settings={"judge": "gpt-4o-2024-11-20", "answers": 20, "temperature": 1.0},
     )
-    caveats: ClassVar[Sequence[str]] = ("the judge is asked this package's questions, not the published ones",)
 
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -70,3 +69,9 @@ class ComplexEditBenchmark(Benchmark):
             return {}
         parts = {f"{name}{suffix}": 10 * mean([float(detail[name]) for detail in details]) for name in _PARTS}
         return {**parts, f"overall{suffix}": mean(list(parts.values()))}
+
+    def departures(self) -> list[str]:
+        entry = self.rewards.get("complex_edit")
+        if getattr(entry, "wording", "own") == "published":
+            return super().departures()
+        return [*super().departures(), "the judge is asked this package's questions, not the published ones"]

@@ -14,9 +14,12 @@ FORMATS: Registry[type[DataSection]] = Registry(
         "brushbench": "retouch.data.formats.brushbench:BrushBenchData",
         "self_bench": "retouch.data.formats.calligrapher:SelfBenchData",
         "cross_bench": "retouch.data.formats.calligrapher:CrossBenchData",
+        "geneval": "retouch.data.formats.geneval:GenEvalData",
+        "imgedit": "retouch.data.formats.imgedit:ImgEditData",
         "prompts": "retouch.data.formats.prompts:PromptsData",
         "manifest": "retouch.data.formats.manifest:ManifestData",
         "complex_edit": "retouch.data.formats.complex_edit:ComplexEditData",
+        "gedit": "retouch.data.formats.gedit:GEditData",
         "mmmg": "retouch.data.formats.mmmg:MmmgData",
     },
 )
