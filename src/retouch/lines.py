@@ -93,7 +93,8 @@ def _corners(box: object, where: str) -> tuple[Point, ...]:
 
 def _polygon(points: object, where: str) -> tuple[Point, ...]:
     listed = cast("list[Any]", points if isinstance(points, list | tuple) else [])
-    pairs = all(isinstance(p, list | tuple) and len(cast("list[Any]", p)) == 2 and all(map(_is_number, p)) for p in listed)  # fmt: skip
+    pairs = all(isinstance(p, list | tuple) and len(cast("list[Any]", p)) == 2 for p in listed)
+    pairs = pairs and all(_is_number(n) for point in listed for n in point)
     if len(listed) < 3 or not pairs:
         raise ValueError(f"{where}: polygon is {points!r}; it must be a list of at least 3 points [x, y] in pixels")
     corners = tuple((float(x), float(y)) for x, y in listed)
@@ -119,6 +120,18 @@ def joined(texts: Iterable[str]) -> str:
         close = not whole or not text or (_is_unspaced(whole[-1]) and _is_unspaced(text[0]))
         whole += text if close else f" {text}"
     return whole
+
+
+def pieces(text: str) -> list[str]:
+    """The smallest parts of a text with single spaces that `joined` makes it of again."""
+    found: list[str] = []
+    for word in text.split():
+        start = 0
+        for end in range(1, len(word) + 1):
+            if end == len(word) or (_is_unspaced(word[end - 1]) and _is_unspaced(word[end])):
+                found.append(word[start:end])
+                start = end
+    return found
 
 
 def _is_unspaced(character: str) -> bool:

@@ -24,6 +24,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "mask_composite": "retouch.rewards.scorers.mask_composite:MaskCompositeReward",
         "mmmg": "retouch.rewards.scorers.mmmg:MmmgReward",
         "ocr": "retouch.rewards.scorers.ocr:OcrReward",
+        "ocr_lines": "retouch.rewards.scorers.ocr_lines:OcrLinesReward",
         "openai_judge": "retouch.rewards.scorers.openai_judge:OpenAIJudgeReward",
         "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
         "preservation": "retouch.rewards.scorers.preservation:PreservationReward",

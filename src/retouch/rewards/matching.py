@@ -6,8 +6,10 @@ matches, each line in at most one of them, is
 
     sum of weight(asked lines of the match) * similarity / (weight of all asked lines + weight of found lines left over)
 
-and the score is its maximum over all such sets. The weight of a line is its number of characters, or 1. The maximum of
-the ratio is found by Dinkelbach's iteration: the best set for a fixed ratio is a maximum of a sum.
+and the score is its maximum over all such sets. The weight of a line is its number of characters, or 1; with 1, the
+similarity of several asked lines to a text is the mean over the lines, the text divided between them in the best way,
+so that a short line counts as much as a long one there, too. The maximum of the ratio is found by Dinkelbach's
+iteration: the best set for a fixed ratio is a maximum of a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retouch.imaging import text_similarity
-from retouch.lines import joined
+from retouch.lines import joined, pieces
 
 Order = Literal["free", "kept"]
 Weight = Literal["characters", "lines"]
@@ -82,13 +84,15 @@ class _Lines:
     """The two lists, and the similarities of their joined neighbours."""
 
     def __init__(self, asked: tuple[str, ...], found: tuple[str, ...], weight: Weight) -> None:
-        self.asked, self.found = asked, found
+        self.asked, self.found, self.by_line = asked, found, weight == "lines"
         self.asked_weights = [len(text) if weight == "characters" else 1 for text in asked]
         self.found_weights = [len(text) if weight == "characters" else 1 for text in found]
         self.total = sum(self.asked_weights)
         self.similarity: Callable[[int, int, int, int], float] = cache(self._similarity)
 
     def _similarity(self, i: int, i_end: int, j: int, j_end: int) -> float:
+        if self.by_line and i_end - i > 1:
+            return divided_similarity(self.asked[i:i_end], self.found[j])
         return text_similarity(joined(self.asked[i:i_end]), joined(self.found[j:j_end]))
 
     def gain(self, i: int, i_end: int, j: int, j_end: int, ratio: float) -> float:
@@ -111,6 +115,23 @@ class _Lines:
 
     def match(self, i: int, i_end: int, j: int, j_end: int) -> LineMatch:
         return LineMatch((i, i_end), (j, j_end), self.similarity(i, i_end, j, j_end))
+
+
+def divided_similarity(asked: Sequence[str], text: str) -> float:
+    """Mean similarity of the lines to consecutive parts of a text, which is cut at its spaces, and between characters
+    of scripts without spaces, in the best way."""
+    words = pieces(text)
+    best = [0.0, *[-1.0] * len(words)]  # of the lines so far, by the number of words that they take
+    for line in asked:
+        best = [
+            max(
+                best[start] + text_similarity(line, joined(words[start:end]))
+                for start in range(end + 1)
+                if best[start] >= 0
+            )
+            for end in range(len(words) + 1)
+        ]
+    return best[-1] / len(asked)
 
 
 def _best_ratio(lines: _Lines, best: Callable[[float], list[LineMatch]]) -> Matching:

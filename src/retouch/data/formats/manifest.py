@@ -6,9 +6,9 @@ of further source images, for models that read several), `id`, `mask_path`, `ref
 and `lose_path`, `text`, and `t5_embedding_path`, which the FLUX.1 families
 read instead of encoding the prompt. `image` and
 `mask`, `file_name` and the `*_file_name` columns of an imagefolder are read as aliases of the paths; in an imagefolder,
-`text` is the caption if there is no `prompt`. Several texts of one image are a list under `text` or `texts`, or `lines`:
-a list of `{"text", "polygon"?}` or `{"text", "box"?}` in pixels of the image. Other keys are kept as metadata. Relative paths start from the file's
-folder or from `data.image_root`.
+`text` is the caption if there is no `prompt`. Several texts of one image are a list under `text` or `texts`, or a list
+of `{"text", "polygon"?}` or `{"text", "box"?}` under `lines`, in pixels of the image. Other keys are kept as metadata.
+Relative paths start from the file's folder or from `data.image_root`.
 """
 
 from __future__ import annotations

@@ -55,13 +55,12 @@ class PaddleReader:
     def find(self, crops: Sequence[Pixels]) -> list[list[tuple[str, float, tuple[tuple[float, float], ...]]]]:
         """Text, confidence and corners of every line of each RGB crop."""
         found = self._found(crops)
-        corners = [[tuple((float(x), float(y)) for x, y in p) for p in result["rec_polys"]] for result in found]
         return [
             [
-                (str(text), float(score), polygon)
-                for text, score, polygon in zip(r["rec_texts"], r["rec_scores"], own, strict=True)
+                (str(text), float(score), tuple((float(x), float(y)) for x, y in corners))
+                for text, score, corners in zip(r["rec_texts"], r["rec_scores"], r["rec_polys"], strict=True)
             ]
-            for r, own in zip(found, corners, strict=True)
+            for r in found
         ]
 
     def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[list[str], list[float]]]:
