@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import unicodedata
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ def packed(image: Image.Image, name: str) -> PackedImage:
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+
+
+def write_png(image: Image.Image, path: Path) -> None:
+    """Write an image at once: a reader, or a start after a kill, never finds a part of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    image.save(temporary, "PNG")
+    temporary.replace(path)
 
 
 def open_image(path: Path | PackedImage) -> Image.Image:

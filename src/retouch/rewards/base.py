@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 
 
+UNSCORED = (
+    "weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads", "images_per_forward",
+    "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens",
+    "budget_dollars", "price_in", "price_out",
+)  # fmt: skip
+"""Keys of an entry that do not change its scores."""
+
+
 class RewardEntry(Section):
     """One reward of the table; its key is the scorer's name unless `scorer` is set."""
 

@@ -279,6 +279,18 @@ class RewardTable:
         gates = {name: gate for name, gate in self.gates.items() if name in places}
         return PendingScores(futures, places, weights, gates, len(items))
 
+    def revisions(self) -> dict[str, str]:
+        """Reward -> revision of its scorer, once all are ready; of several servers that differ, all revisions."""
+        found: dict[str, str] = {}
+        for place, backend in self._backends.items():
+            for name in (name for name, p in self._places.items() if p == place):
+                if isinstance(backend, LocalRewards):
+                    found[name] = backend.scorers[name].spec.revision
+                elif isinstance(backend, RewardClient):
+                    backend.revisions.learn(backend.info())
+                    found[name] = backend.revisions.told(name)
+        return found
+
     def close(self) -> None:
         for backend in self._backends.values():
             backend.close()

@@ -22,7 +22,7 @@ from torch import Tensor
 from retouch.core.advantages import RewardRows
 from retouch.errors import FailureRateExceeded, RewardOutage
 from retouch.rewards.addresses import start_servers
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.types import Example, Failure, Outcome, Scores
 
@@ -66,19 +66,21 @@ def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
 
 def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[int]) -> list[RewardItem]:
     """Scorers' inputs for samples: the image, and everything of its example except the target."""
-    return [
-        RewardItem(
-            id=i,
-            prompt=example.prompt,
-            image=images[i].numpy(),
-            mask=None if example.mask is None else np.asarray(example.mask),
-            source=None if example.source is None else np.asarray(example.source),
-            reference=None if example.reference is None else np.asarray(example.reference),
-            group=group_ids[i],
-            metadata=dict(example.metadata),
-        )
-        for i, example in enumerate(examples)
-    ]
+    return [item_of(example, images[i].numpy(), i, group_ids[i]) for i, example in enumerate(examples)]
+
+
+def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardItem:
+    """Scorers' input for one image [H, W, 3] of an example."""
+    return RewardItem(
+        id=number,
+        prompt=example.prompt,
+        image=image,
+        mask=None if example.mask is None else np.asarray(example.mask),
+        source=None if example.source is None else np.asarray(example.source),
+        reference=None if example.reference is None else np.asarray(example.reference),
+        group=group,
+        metadata=dict(example.metadata),
+    )
 
 
 def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:

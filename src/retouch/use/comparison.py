@@ -103,7 +103,7 @@ def compare_runs(
     results: dict[str, Evaluation] = {}
     with _scoring(entries, configs[first].reward_client) as rewards:
         for name, config in configs.items():
-            base = {BASE: None} if not results and _one_base(list(configs.values())) else {}
+            base = {BASE: None} if not results and one_base(list(configs.values())) else {}
             weights = {**base, name: runs[name].newest}
             images = images or evaluation.images_per_example
             results |= _evaluated(config, weights, datasets[name], images, data, rewards)
@@ -201,7 +201,7 @@ def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> N
         )
 
 
-def _one_base(configs: Sequence[RunConfig]) -> bool:
+def one_base(configs: Sequence[RunConfig]) -> bool:
     """Whether all runs started from the same model."""
     models = [config.model.model_dump(exclude={"train"}) for config in configs]
     return all(model == models[0] for model in models)
@@ -212,7 +212,7 @@ def _scoring(entries: Mapping[str, Reward], client: RewardClientConfig) -> Itera
     """Rewards that are ready; scorers for which a run would start servers are in this process."""
     from retouch.rewards.table import RewardTable
 
-    rewards = RewardTable({name: _scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
+    rewards = RewardTable({name: scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
     rewards.start()
     try:
         rewards.settle()  # before a network is loaded
@@ -286,7 +286,7 @@ def _result(
     }
 
 
-def _scored_here(entry: RewardEntry) -> RewardEntry:
+def scored_here(entry: RewardEntry) -> RewardEntry:
     """The entry for this process: instead of on the run's own server, a scorer runs here, on this machine's GPU if it
     ran on one."""
     if entry.url not in (None, "auto"):
