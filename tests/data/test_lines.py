@@ -98,7 +98,9 @@ def test_the_text_for_people() -> None:
 # --- in lists ---
 
 
-def manifest(folder: Path, *entries: dict[str, Any], size: tuple[int, int] = (200, 100), **options: Any) -> ManifestData:
+def manifest(
+    folder: Path, *entries: dict[str, Any], size: tuple[int, int] = (200, 100), **options: Any
+) -> ManifestData:
     folder.mkdir(exist_ok=True)
     Image.new("RGB", size, "white").save(folder / "sign.png")
     (folder / "m.json").write_text(json.dumps([{"prompt": "a sign", "image_path": "sign.png"} | e for e in entries]))
@@ -117,7 +119,10 @@ def test_texts_of_an_entry(tmp_path: Path, key: str) -> None:
 
 def test_one_text_stays_a_text(tmp_path: Path) -> None:
     items = manifest(tmp_path, {"text": ["OPEN"]}, {"text": "OPEN", "style": "neon"}).items()
-    assert [i.metadata for i in items if isinstance(i, ItemFiles)] == [{"text": "OPEN"}, {"text": "OPEN", "style": "neon"}]
+    assert [i.metadata for i in items if isinstance(i, ItemFiles)] == [
+        {"text": "OPEN"},
+        {"text": "OPEN", "style": "neon"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +174,9 @@ def marked(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mask_lines", [True, False])
-@pytest.mark.parametrize(("fit", "resolution"), [("crop", 64), ("stretch", 64), ("crop", (48, 32)), ("stretch", (48, 96))])
+@pytest.mark.parametrize(
+    ("fit", "resolution"), [("crop", 64), ("stretch", 64), ("crop", (48, 32)), ("stretch", (48, 96))]
+)
 def test_places_move_with_the_pixels(tmp_path: Path, fit: str, resolution: Any, mask_lines: bool) -> None:
     """The rectangle that the image shows is the rectangle that the line names, at every size and fit."""
     options: dict[str, Any] = {"fit": fit, "resolution": resolution, "mask_lines": mask_lines}
