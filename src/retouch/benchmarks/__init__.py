@@ -13,8 +13,15 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     "benchmark",
     "retouch.benchmarks",
     {
+        "anytext": "retouch.benchmarks.anytext:AnyText",
+        "anytext_edit": "retouch.benchmarks.anytext:AnyTextEdit",
         "calligrapher_cross": "retouch.benchmarks.calligrapher:CalligrapherCross",
         "calligrapher_self": "retouch.benchmarks.calligrapher:CalligrapherSelf",
+        "cvtg": "retouch.benchmarks.cvtg:Cvtg",
+        "longtext": "retouch.benchmarks.longtext:LongText",
+        "ocr_prompts": "retouch.benchmarks.ocr_prompts:OcrPrompts",
+        "textedit": "retouch.benchmarks.textedit:TextEdit",
+        "textflux": "retouch.benchmarks.anytext:TextFlux",
     },
 )
 """Name after `retouch eval --benchmark` -> its class."""
