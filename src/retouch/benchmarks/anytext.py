@@ -128,8 +128,7 @@ class TextFlux(Benchmark):
     )
     caveats: ClassVar[Sequence[str]] = (
         _RECOGNISER,
-        "outputs are brought to the size of their source; the published script applies the polygons to an output of "
-        "any size",
+        "outputs are brought to the size of their source; the published script applies polygons to any size",
     )
     published: ClassVar[Sequence[PublishedRow]] = tuple(
         PublishedRow(model, {"seq_acc": accuracy, "ned": ned}, "TextFlux repository, ReCTS editing")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, cast
 
 from PIL import Image
@@ -168,6 +169,10 @@ class Benchmark(Section):
             found.append("sampled at {} x {} pixels instead of {} x {}".format(*(self.size or ()), *self.official_size))
         return found
 
+    def published_rows(self) -> Sequence[PublishedRow]:
+        """The published rows that belong to these settings."""
+        return self.published
+
     @property
     def count(self) -> int:
         """Images of each item."""
@@ -214,6 +219,13 @@ def _without_options(entry: Mapping[str, Any], given: Any) -> dict[str, Any]:
     """The keys of an entry that apply beside those given: a running server has options of its own."""
     served = isinstance(given, Mapping) and cast("Mapping[str, Any]", given).get("url") not in (None, "auto")
     return {name: value for name, value in entry.items() if not served or name in RewardEntry.model_fields}
+
+
+def numbered(file: str, index: int) -> str:
+    """The name of image `index` where the protocol has one image of an item: the first has that name, `x.png`, and
+    further ones are `x_1.png`, `x_2.png`."""
+    path = PurePosixPath(file)
+    return file if index == 0 else str(path.with_name(f"{path.stem}_{index}{path.suffix}"))
 
 
 def mean(values: Sequence[float]) -> float:

@@ -90,7 +90,8 @@ def result_of(
             "compares": not (reasons := _departures(benchmark, columns)),
             "reasons": reasons,
             "rows": [
-                {"model": row.model, "numbers": dict(row.numbers), "source": row.source} for row in kind.published
+                {"model": row.model, "numbers": dict(row.numbers), "source": row.source}
+                for row in benchmark.published_rows()
             ],
         },
     }

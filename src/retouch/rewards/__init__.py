@@ -14,6 +14,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
     "retouch.rewards",
     {
         "aesthetic": "retouch.rewards.scorers.imscore:AestheticReward",
+        "aesthetic_v1": "retouch.rewards.scorers.aesthetic_v1:AestheticV1Reward",
         "anytext": "retouch.rewards.scorers.anytext:AnyTextReward",
         "clip": "retouch.rewards.scorers.clip:ClipReward",
         "completion_quality": "retouch.rewards.scorers.completion:CompletionQualityReward",
@@ -24,6 +25,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "hpsv2": "retouch.rewards.scorers.imscore:HpsV2Reward",
         "imagereward": "retouch.rewards.scorers.imscore:ImageRewardReward",
         "jpeg_size": "retouch.rewards.scorers.jpeg_size:JpegSizeReward",
+        "kept_area": "retouch.rewards.scorers.kept_area:KeptAreaReward",
         "longtext": "retouch.rewards.scorers.longtext:LongTextReward",
         "mask_composite": "retouch.rewards.scorers.mask_composite:MaskCompositeReward",
         "mmmg": "retouch.rewards.scorers.mmmg:MmmgReward",

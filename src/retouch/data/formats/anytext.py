@@ -1,9 +1,9 @@
 """AnyText-benchmark (arXiv 2311.03054) and TextFlux's test set (arXiv 2505.17778): lines of text at given polygons.
 
 A JSON object with `data_list`: `img_name`, `caption`, and `annotations` of a `polygon` in pixels of 512 x 512 (of the
-image in TextFlux), its `text`, and `valid`. As published, the first 20 valid lines count, each cut to 20 characters, and
-`*` in a caption is a space. An image without a valid line is left out: it has no measure but the distance to the real
-images.
+image in TextFlux), its `text`, and `valid`. As published, the first 20 valid lines count, each cut to 20 characters,
+and `*` in a caption is a space. An image without a valid line is left out: it has no measure but the distance to the
+real images.
 """
 
 from __future__ import annotations
