@@ -9,10 +9,9 @@ reward, which the result names. FID is not computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.anytext import SIDE, AnyTextData, TextFluxData
 from retouch.rewards.scorers.anytext import LineReading, Table, compare
@@ -148,8 +147,7 @@ class TextFlux(Benchmark):
         return self.sized(TextFluxData(path=self.path, part=self.part, fit="stretch"))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
-        stem = Path(str(item.metadata["key"])).name
-        return f"{stem}.jpg" if self.count == 1 else f"{stem}_{index}.jpg"
+        return numbered(f"{item.metadata['key']}.jpg", index)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Exact lines and NED in percent, over all images."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.cvtg import CvtgData
 
@@ -43,7 +43,7 @@ class Cvtg(Benchmark):
         return self.sized(CvtgData(path=self.path, part=self.part))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
-        return f"{item.metadata['key']}.png" if self.count == 1 else f"{item.metadata['key']}_{index}.png"
+        return numbered(f"{item.metadata['key']}.png", index)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Word accuracy and NED over all words, and word accuracy by the number of texts."""

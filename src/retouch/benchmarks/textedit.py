@@ -7,12 +7,11 @@ reports 0 to 25, is another benchmark.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.textedit import TextEditData
 
@@ -58,8 +57,7 @@ class TextEdit(Benchmark):
         return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
-        name = Path(str(item.metadata["key"]))
-        return str(name) if self.count == 1 else str(name.with_stem(f"{name.stem}_{index}"))
+        return numbered(str(item.metadata["key"]), index)
 
     def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
         """The output as it is: the scorer brings it to the size of the source, as published."""
@@ -71,7 +69,7 @@ class TextEdit(Benchmark):
             f"{measure}_{group}": [] for group in ("real", "virtual") for measure in _MEASURES
         }
         for row in rows:
-            score = row.score("textedit")
-            for measure in _MEASURES if score is not None else ():
-                columns[f"{measure}_{row.metadata['group']}"].append(float(score.detail[measure]))
+            if score := row.score("textedit"):
+                for measure in _MEASURES:
+                    columns[f"{measure}_{row.metadata['group']}"].append(float(score.detail[measure]))
         return means(columns)
