@@ -113,10 +113,7 @@ def test_names_of_outputs(name: str, write: Any, keys: dict[str, Any], first: li
 
 def test_the_table_follows_the_path() -> None:
     def table(**keys: Any) -> Any:
-        return (
-            made("anytext", **keys).rewards["anytext"].own_options()
-            and made("anytext", **keys).rewards["anytext"].table
-        )  # type: ignore[attr-defined]
+        return made("anytext", **keys).rewards["anytext"].scorer_options()["table"]
 
     assert table(path="/data/laion_word") == "en" and table(path="/data/wukong_word") == "zh"
     assert table(path="/data/wukong_word", language="en") == "en"

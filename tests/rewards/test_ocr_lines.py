@@ -108,7 +108,7 @@ def test_lines_with_places_are_read_there() -> None:
     assert isinstance(outcome, Score) and outcome.value == pytest.approx(4 / 9)
     assert [crop.shape for crop in scorer.crops] == [(20, 40, 3), (10, 40, 3)]  # the tall one is turned
     assert (outcome.detail["missing"], outcome.detail["text"]) == (5, "OPEN / –")
-    assert scored([], lines, ["OPEN", ""], weight="lines").value == pytest.approx(1 / 2)
+    assert scored([], lines, ["OPEN", ""], line_weight="lines").value == pytest.approx(1 / 2)
     anywhere = scored([found("DAILY", 0, 0, 20, 10), found("OPEN", 0, 20, 20, 30)], lines, places=False)
     assert anywhere.value == 1.0
     outside = scored([], [{"text": "OPEN", "box": [300, 10, 350, 30]}], ["OPEN"])

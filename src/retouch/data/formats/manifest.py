@@ -60,7 +60,7 @@ class ManifestData(ImageSection):
     """Ground truth of supervised steps. "file": target_path of each entry. "source": the image itself. "auto":
     target_path if any entry names one, else the image of each entry with a mask. "none": no example has one."""
     mask_lines: bool = True
-    """The mask of an entry without one is the polygons of its `lines`. False: no mask, and the polygons only say where
+    """The mask of an entry without one is the polygons of its `lines`. False: no mask, and the polygons only mark where
     a text is read."""
     image_root: str | None = None
     """Folder that relative paths start from; null is the manifest's own."""

@@ -33,7 +33,7 @@ class OcrLinesReward(ReadingEntry):
     scorer: Literal["ocr_lines"] = "ocr_lines"
     order: Order = "free"
     """"free" takes the lines in any order; "kept" takes only matches that keep the order of the lines."""
-    weight: Weight = "characters"
+    line_weight: Weight = "characters"
     """Weight of a line: its "characters", or every one of the "lines" the same, for short labels that matter."""
     places: bool = True
     """Crop each line by its polygon or box, if the lines have one, and read it there. False finds the lines anywhere in
@@ -69,7 +69,7 @@ class OcrLinesScorer(ReadingScorer[OcrLinesReward]):
 
     def __init__(self, options: OcrLinesReward) -> None:
         o = options
-        settings = (o.order, o.weight, f"places={o.places} case={o.case_sensitive} punctuation={o.punctuation}")
+        settings = (o.order, o.line_weight, f"places={o.places} case={o.case_sensitive} punctuation={o.punctuation}")
         super().__init__(o, " ".join(("lines", *settings, f"margin={o.crop_margin}")))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -98,7 +98,7 @@ class OcrLinesScorer(ReadingScorer[OcrLinesReward]):
             return Failure("bad_item", "the place of a line lies outside the image, or is narrower than a pixel")
         found = [self._normal(text) for text, _ in self.read_lines(seen)]
         similarities = [text_similarity(a, b) for a, b in zip(wanted, found, strict=True)]
-        weights = [len(text) if self.options.weight == "characters" else 1 for text in wanted]
+        weights = [len(text) if self.options.line_weight == "characters" else 1 for text in wanted]
         value = sum(w * s for w, s in zip(weights, similarities, strict=True)) / sum(weights)
         return _Reading(value, similarities, found, [a for a, b in zip(wanted, found, strict=True) if not b])
 
@@ -112,7 +112,7 @@ class OcrLinesScorer(ReadingScorer[OcrLinesReward]):
             return Failure("bad_item", f"{len(lines)} lines found; more than {MOST_LINES} are not compared")
         rows = [[self._normal(line.text) for line in row] for row in rows_of(lines)]
         rows = [[text for text in row if text] for row in rows]
-        found, matching = best_matching(wanted, rows, self.options.order, self.options.weight)
+        found, matching = best_matching(wanted, rows, self.options.order, self.options.line_weight)
         return _matched(wanted, found, matching)
 
 
