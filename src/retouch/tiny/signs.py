@@ -338,5 +338,5 @@ def words_of(folder: Path) -> set[str]:
         entries: list[dict[str, Any]] = json.loads(manifest.read_text(encoding="utf-8"))
         return {str(line["text"]) for entry in entries for line in entry["lines"]}
     if not listing.is_file():
-        raise DataError(f"--exclude: {folder} has no self_bench.txt and no {MANIFEST}")
+        raise DataError(f"--exclude: {folder} has no self_bench.txt")
     return {line.partition("-")[2].strip() for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()}
