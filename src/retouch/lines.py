@@ -6,7 +6,6 @@ polygon is in pixels of the example, because the data set scales and crops both 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,6 +18,9 @@ Bounds = tuple[float, float, float, float]
 
 MOST_LINES = 64
 """Lines of one example; more are an error, because comparing them would stall a run."""
+
+_FARTHEST = 1_000_000
+"""Largest coordinate in pixels: beyond any image that can be read."""
 
 BETWEEN_LINES = " / "
 """Between the lines of one example in grids and reports."""
@@ -104,7 +106,7 @@ def _polygon(points: object, where: str) -> tuple[Point, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _FARTHEST
 
 
 def area(polygon: Sequence[Point]) -> float:
