@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from PIL import Image
 from pydantic import Field, PositiveInt, model_validator
@@ -85,6 +85,22 @@ class Official:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+class DistanceEntry(Section):
+    """A distance between all outputs and real images."""
+
+    measure: Literal["fid", "kid", "cmmd"]
+    """Distance. fid needs 2,048 images or more; cmmd and kid (both x 1000) are usable with fewer."""
+    extractor: Literal["encoder", "torchscript"] = "encoder"
+    """Network of the features: an image encoder of transformers (CLIP for the published CMMD, DINOv2), or a TorchScript
+    file that takes [1, 3, H, W] uint8, like the Inception of published FIDs (`inception-2015-12-05.pt`)."""
+    path: Text
+    """Hub id or folder of the encoder, or the TorchScript file."""
+    real: Text = "source"
+    """Real images: "source" or "target" of the items, or a folder."""
+    draws: Annotated[int, Field(ge=0)] = 100
+    """Bootstrap samples of the interval; 0 gives none. A sample of FID with 2,048 features takes seconds."""
+
+
 class Benchmark(Section):
     """One benchmark and its settings."""
 
@@ -106,6 +122,8 @@ class Benchmark(Section):
     """Use only the first `limit` items; the result is not the benchmark's."""
     rewards: dict[str, Reward] = Field(default={})
     """Rewards by name; keys given here replace those of the benchmark's own rewards, and null removes one."""
+    distances: dict[str, DistanceEntry] = Field(default={})
+    """Distances of sets of images by name; none by default."""
     reward_client: RewardClientConfig = RewardClientConfig()
     """How reward servers are called, as in a run file."""
 

@@ -99,7 +99,7 @@ class BrushBench(Benchmark):
         }
         for reward, (measure, factor) in _SCALES.items():
             columns[measure] = [factor * score.value for row in rows if (score := row.score(reward))]
-        columns["lpips_vgg"] = [1000 * score.value for row in rows if (score := row.score("lpips"))]
+        columns["lpips_vgg"] = [1000 * float(s.detail["lpips"]) for row in rows if (s := row.score("lpips"))]
         return means(columns)
 
     def departures(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Calligrapher's self and cross benchmarks (arXiv 2506.24123): text in the style of a reference.
 
 No evaluator is published. The measures are this package's: NED and exact match of the mask box as a reader reads it,
-and the cosine of its style to the reference by an encoder that the adapter was not trained on. The official run draws
+and the cosine of its style to the reference by an encoder that the adapter was not trained on. The official run uses
 random seeds; the names of outputs are this package's.
 """
 

@@ -1,4 +1,4 @@
-"""The outputs of a benchmark: the images it asks for, their official names, and their files. No torch."""
+"""The outputs of a benchmark: the images that it requires, their official names, and their files. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True)
 class Output:
-    """One image that a benchmark asks for.
+    """One image that a benchmark requires.
 
     Attributes:
         position: of its item in the list of items.
@@ -75,7 +75,7 @@ def outputs_of(benchmark: Benchmark, items: Sequence[ItemFiles]) -> list[Output]
     ]
     names = {output.own_file for output in found}
     if len(names) < len(found):
-        raise ConfigError(f"{benchmark.name}: two outputs have one file name; file_name must tell all of them apart")
+        raise ConfigError(f"{benchmark.name}: two outputs have one file name; file_name must give each its own")
     return found
 
 

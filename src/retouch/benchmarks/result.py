@@ -69,7 +69,7 @@ def result_of(
         "seed": benchmark.seed,
         "official": {
             "images_per_item": official.images_per_item,
-            "resolution": official.resolution,
+            "resolution": None if official.resolution is None else list(official.resolution),
             "settings": dict(official.settings),
         },
         "rewards": {name: dict(told) for name, told in rewards.items()},
@@ -140,7 +140,7 @@ Items = Mapping[str, Mapping[str, list[ImageRow]]]
 def _flat(
     benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """Intervals of the measures of the only column, or of the difference of a pair, over drawn items."""
+    """Intervals of the measures of the only column, or of the difference of a pair, over resampled items."""
 
     def measured(drawn: NDArray[np.intp]) -> dict[str, float]:
         chosen = [keys[int(i)] for i in drawn]
@@ -171,6 +171,7 @@ def benchmark_table(result: Mapping[str, Any]) -> str:
         head += title.rjust(width)
         columns[title] = [cell.rjust(width) for cell in cells]
     lines = [head, *(name.ljust(wide) + "".join(c[i] for c in columns.values()) for i, name in enumerate(names))]
+    lines += [_distance(name, of) for name, of in result.get("distances", {}).items()]
     lines += [_count(name, told) for name, told in result["weights"].items()]
     return "\n".join(line.rstrip() for line in [*lines, *_published(result, names)])
 
@@ -187,6 +188,15 @@ def _column(result: Mapping[str, Any], weights: str, names: Sequence[str]) -> li
 
 def _gains(of: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[str]:
     return ["{:+.4g} [{:+.4g}, {:+.4g}]".format(*of[name]) if name in of else "–" for name in names]
+
+
+def _distance(column: str, distances: Mapping[str, Mapping[str, Any]]) -> str:
+    parts: list[str] = []
+    for name, told in distances.items():
+        limits = "" if told["interval"] is None else " [{:.4g}, {:.4g}]".format(*told["interval"])
+        few = " (too few images)" if "warning" in told else ""
+        parts.append(f"{name} {told['value']:.4g}{limits}{few} by {told['extractor']}, {told['images']} images")
+    return f"{column}: {'; '.join(parts)}"
 
 
 def _count(name: str, told: Mapping[str, Any]) -> str:

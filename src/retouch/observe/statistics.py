@@ -26,16 +26,16 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
 def bootstrap_intervals(
     units: int, measure: Callable[[NDArray[np.intp]], Mapping[str, float]], draws: int = 1000
 ) -> dict[str, tuple[float, float]]:
-    """95 % intervals of measures of a sample: the 2.5 and 97.5 percentiles over samples of the same size that are drawn
+    """95 % intervals of measures of a sample: the 2.5 and 97.5 percentiles over samples of the same size, taken
     from it with replacement (Efron's percentile bootstrap), with a fixed seed.
 
     Args:
         units: number of independent units.
-        measure: from the indices of drawn units [units] to measures by name. One that it leaves out counts as
-            undefined for that draw.
+        measure: from the indices of sampled units [units] to measures by name. One that it leaves out counts as
+            undefined for that sample.
 
     Returns:
-        (low, high) by name, of the measures that most draws define; of fewer than two units, none.
+        (low, high) by name, of the measures that most samples define; of fewer than two units, none.
     """
     if units < 2:
         return {}

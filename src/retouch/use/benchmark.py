@@ -109,6 +109,10 @@ def run_benchmark(
             "digest": digest_of([item_digest(item) for item in data.items]),
         }
         result = result_of(benchmark, columns, provenance, scorers.provenance())
+    if benchmark.distances:
+        from retouch.use.benchmark_distances import distances_of
+
+        result["distances"] = distances_of(benchmark, outputs, places)
     _write(result, out / "result.json")
     _grid(outputs, places, columns).save(out / "grid.png")
     return result

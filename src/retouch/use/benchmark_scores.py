@@ -35,8 +35,8 @@ _UNDER_WAY = 4  # batches: a scorer is never idle while the next images are read
 
 
 class Scorers:
-    """The rewards of a benchmark, ready: one table for each reward and those it gates, so that each is scored only
-    where it is missing."""
+    """The rewards of a benchmark, ready: one table for each reward and those it gates. Each is scored only where it
+    is missing."""
 
     def __init__(self, tables: Sequence[RewardTable]) -> None:
         self.tables = tables
