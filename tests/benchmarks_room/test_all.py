@@ -15,11 +15,14 @@ from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.outputs import outputs_of
 from retouch.data.dataset import load_dataset
 from retouch.rewards.scorers import judge_client
-from tests.benchmarks_room.cases import CASES
+from tests.benchmarks_room.cases import CASES as OTHER_CASES
+from tests.benchmarks_room.text_cases import TEXT_CASES
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.rewards.openai_server import KEY
 from tests.tiny_models import tiny_model
+
+CASES = OTHER_CASES | TEXT_CASES
 
 
 def test_every_benchmark_has_a_case() -> None:

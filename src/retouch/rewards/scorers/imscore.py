@@ -19,7 +19,7 @@ from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.ocr import importlib_version
+from retouch.rewards.scorers.reading import importlib_version
 from retouch.types import Outcome, Score
 
 logger = logging.getLogger(__name__)
