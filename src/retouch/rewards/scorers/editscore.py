@@ -29,9 +29,6 @@ from retouch.types import Failure, Outcome, Score
 RANGE = 25
 """Highest score of the questions; the released models were trained with it."""
 
-PARTS = ("prompt_following", "consistency", "naturalness", "artefacts")
-"""Scores of a pass in [0, 10]; 10 is best, for artefacts none."""
-
 _TRIES = 2
 _SEED = 42  # of the package: pass k has seed 42 + k
 _SAMPLING = {"top_p": 0.9, "max_tokens": 512}
@@ -63,7 +60,7 @@ class EditScoreReward(JudgeEntry):
 
 
 class EditScoreScorer(JudgeScorer[EditScoreReward]):
-    """Mean overall score of the passes; the means of the four parts are its detail."""
+    """Mean overall score of the passes; the means of its parts, in [0, 10] too, are its detail."""
 
     def load(self, device: str) -> None:
         """Ask a first pair of questions.
@@ -71,7 +68,6 @@ class EditScoreScorer(JudgeScorer[EditScoreReward]):
         Raises:
             ConfigError: no such model, a wrong key, or a model that does not answer in the format of EditScore.
         """
-        self._edit, self._quality = rubric("editscore_edit"), rubric("editscore_quality")
         grey = np.full((64, 64, 3), 127, np.uint8)
         item = RewardItem(0, "Change nothing.", grey, source=grey)
         self._first_question(lambda: self._pass(item, 0))
@@ -83,9 +79,9 @@ class EditScoreScorer(JudgeScorer[EditScoreReward]):
 
     def _pass(self, item: RewardItem, number: int) -> list[float]:
         assert item.source is not None  # spec.needs
-        asked = {"type": "text", "text": self._edit.replace(PROMPT, item.prompt)}
+        asked = {"type": "text", "text": rubric("editscore_edit").replace(PROMPT, item.prompt)}
         edit = self._scores([image_part(item.source), image_part(item.image), asked], number)
-        return edit + self._scores([image_part(item.image), {"type": "text", "text": self._quality}], number)
+        return edit + self._scores([image_part(item.image), {"type": "text", "text": rubric("editscore_quality")}], number)
 
     def _scores(self, content: list[dict[str, Any]], number: int) -> list[float]:
         """The two scores of an answer.
@@ -147,5 +143,10 @@ def outcome_of(passes: Sequence[Sequence[float] | Failure]) -> Outcome:
         if isinstance(one, Failure):
             return one
         scored.append(one)
-    parts = {name: sum(one[i] for one in scored) / len(scored) * 10 / RANGE for i, name in enumerate(PARTS)}
+    columns = {
+        "prompt_following": [one[0] for one in scored],
+        "consistency": [one[1] for one in scored],
+        "perceptual_quality": [min(one[2:]) for one in scored],
+    }
+    parts = {name: sum(column) / len(scored) * 10 / RANGE for name, column in columns.items()}
     return Score(sum(map(overall, scored)) / len(scored), parts)

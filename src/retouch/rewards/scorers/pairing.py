@@ -8,7 +8,7 @@ position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -122,6 +122,8 @@ class PairScorer(JudgeScorer[Paired]):
 
     def compare(self, pairs: Sequence[tuple[RewardItem, RewardItem]]) -> list[Preference | Failure]:
         """The preferences about pairs (a, b) of the same example; a failure of either order is one of the pair."""
+        if not pairs:
+            return []
         both = [ordered for a, b in pairs for ordered in ((a, b), (b, a))]
         answers = self._answers(lambda pair: self.ask_pair(*pair), both)
         return [_joined(*answers[i : i + 2]) for i in range(0, len(answers), 2)]
@@ -187,8 +189,6 @@ def _of_reference(found: Preference | Failure) -> Outcome:
 
 def _opponent(item: RewardItem) -> RewardItem:
     """The item with its reference as the image."""
-    from dataclasses import replace
-
     assert item.reference is not None  # spec.needs
     return replace(item, image=item.reference)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -56,13 +57,17 @@ class UnifiedRewardReward(PairEntry):
 class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
     """The score of the chosen form; the scores of the axes are its detail."""
 
+    def set_revision(self, revision: str) -> None:
+        super().set_revision(revision)
+        span = (0.0, 1.0) if self.options.form == "pair" else (_LOWEST, _HIGHEST)
+        self.spec = replace(self.spec, range=span)
+
     def load(self, device: str) -> None:
         """Ask a first question.
 
         Raises:
             ConfigError: no such model, a wrong key, or a model that does not answer in the format of UnifiedReward.
         """
-        self._question = rubric(f"unified_reward_{self.options.form}")
         item = RewardItem(0, "a grey square", np.full((64, 64, 3), 127, np.uint8))
         if self.options.form == "pair":
             self._first_question(lambda: self.ask_pair(item, item))
@@ -91,7 +96,8 @@ class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
 
     def _ask(self, prompt: str, images: list[dict[str, Any]]) -> str:
         """The greedy answer of the judge: images, then the question, as the model was trained."""
-        content = [*images, {"type": "text", "text": self._question.replace(PROMPT, prompt)}]
+        question = rubric(f"unified_reward_{self.options.form}").replace(PROMPT, prompt)
+        content = [*images, {"type": "text", "text": question}]
         choice = self.judge.ask([{"role": "user", "content": content}], max_tokens=_MAX_TOKENS)
         return str(choice["message"].get("content"))
 
