@@ -17,9 +17,9 @@ class EditRewardReward(HeadReward):
     images = frozenset({"source"})
 
     scorer: Literal["editreward"] = "editreward"
-    path: Text = "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508"
-    """Hub id or folder with model.safetensors or model.pth, or such a file; of the checkpoints on Qwen2.5-VL or MiMo-VL,
-    not on Qwen3-VL."""
+    path: Text
+    """Hub id or folder with model.safetensors or model.pth, or such a file: a checkpoint of the hub's collection
+    TIGER-Lab/editreward on MiMo-VL or Qwen2.5-VL. Those on Qwen3-VL are not supported."""
     base: Text = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
     """Hub id or folder of the VLM that was fine-tuned: its config, tokenizer and image processor, not its weights."""
 

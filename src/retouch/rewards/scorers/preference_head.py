@@ -95,6 +95,7 @@ class HeadScorer(PackageScorer[HeadReward]):
         except (OSError, ValueError) as error:
             raise ConfigError(f"base: given {o.base!r}: {str(error).splitlines()[0]}") from None
         self._tokens.add_tokens([_REWARD], special_tokens=True)
+        self._reward_token: int = self._tokens.convert_tokens_to_ids(_REWARD)
         self._processor.size = {"shortest_edge": _PIXELS, "longest_edge": _PIXELS}
         rows = len(network.get("language_model.embed_tokens.weight", ()))
         if config.model_type not in _MODELS or rows != len(self._tokens) or len(heads) != len(o.rubrics):
@@ -139,21 +140,11 @@ class HeadScorer(PackageScorer[HeadReward]):
         seen = self._processor(images=[image for row in images for image in row], return_tensors="pt")
         cells = iter((seen["image_grid_thw"].prod(1) // self._processor.merge_size**2).tolist())
         rows = [self._ids(question, item.prompt, [next(cells) for _ in row]) for item, row in zip(items, images)]
-        length, pad = max(map(len, rows)), self._tokens.pad_token_id or 0
-        # padded on the right, behind what the reward token attends to
-        ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self._device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self._device)
-        places = torch.arange(length, device=self._device).expand(3, len(rows), length)
+        model, device = self._model, self._device
+        pixels = seen["pixel_values"].to(device, model.dtype)
         with torch.inference_mode():
-            hidden = self._model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=places,
-                pixel_values=seen["pixel_values"].to(self._device, self._model.dtype),
-                image_grid_thw=seen["image_grid_thw"].to(self._device),
-                use_cache=False,
-            ).last_hidden_state
-            return apply_head(head, hidden[ids == self._tokens.convert_tokens_to_ids(_REWARD)].float())
+            states = reward_states(model, rows, pixels, seen["image_grid_thw"].to(device), self._reward_token)
+            return apply_head(head, states.float())
 
     def _images(self, item: RewardItem) -> list[Pixels]:
         sources = [item.source] if "source" in self.options.required_images() else []
@@ -179,6 +170,32 @@ class HeadScorer(PackageScorer[HeadReward]):
         text = json.dumps([[rubric(name) for name in o.rubrics], o.dtype, o.images_per_forward])
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
         self.set_revision(f"{o.scorer} {o.path} {version} base {o.base} {digest}")
+
+
+def reward_states(model: Any, rows: Sequence[Sequence[int]], pixels: Tensor, grids: Tensor, token: int) -> Tensor:
+    """[B, D] hidden states at the reward token of every row.
+
+    Args:
+        rows: tokens of B questions of any length; each has the reward token once.
+        pixels: [P, C] patches of all images, in order.
+        grids: [images, 3] patches of each image in time, height and width.
+        token: id of the reward token.
+    """
+    import torch
+
+    length = max(map(len, rows))
+    # padded on the right, behind what the reward token attends to
+    ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=pixels.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=pixels.device)
+    hidden = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=torch.arange(length, device=ids.device).expand(3, len(rows), length),
+        pixel_values=pixels,
+        image_grid_thw=grids,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden[(ids == token) & mask.bool()]
 
 
 def apply_head(head: Mapping[str, Tensor], states: Tensor) -> Tensor:
