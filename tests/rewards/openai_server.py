@@ -191,7 +191,9 @@ class OpenAIServer:
             return f"square (object): 1\nFinal Score: {1 + 4 * bright:.2f}"
         if "relative score" in text:
             p = self.first_is_better(asked)
-            blocks = (f"{name} Score:\n Image 1: {p}\n Image 2: {1 - p}" for name in ("Alignment", "Coherence", "Style"))
+            blocks = (
+                f"{name} Score:\n Image 1: {p}\n Image 2: {1 - p}" for name in ("Alignment", "Coherence", "Style")
+            )
             return "\n\n".join(blocks)
         return None
 

@@ -74,7 +74,9 @@ def test_weights_of_every_release_of_transformers_have_one_name() -> None:
     }
     for given, name in names.items():
         assert list(split_weights({given: torch.zeros(1), "lm_head.weight": torch.zeros(1)})[0]) == [name]
-    _, heads = split_weights({f"rm_heads.head_{i}.{n}": torch.tensor([i]) for i in (1, 0) for n in ("0.bias", "5.bias")})
+    _, heads = split_weights(
+        {f"rm_heads.head_{i}.{n}": torch.tensor([i]) for i in (1, 0) for n in ("0.bias", "5.bias")}
+    )
     assert [int(head["5.bias"]) for head in heads] == [0, 1]
 
 
@@ -214,7 +216,9 @@ def test_a_base_that_does_not_belong_to_the_weights_is_refused(hpsv3: Path, edit
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"which has no HPSv3\.safetensors; set a file, a folder with one, or a hub id"):
+    with pytest.raises(
+        ConfigError, match=r"which has no HPSv3\.safetensors; set a file, a folder with one, or a hub id"
+    ):
         scorer_of("hpsv3", tmp_path)
 
 

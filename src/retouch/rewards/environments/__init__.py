@@ -96,7 +96,9 @@ def environment_of(name: str) -> tuple[Environment, str]:
         raise ConfigError(
             f"NAME: given {name!r}, which needs no environment of its own; serve it with `retouch reward serve {name}`"
         )
-    raise ConfigError(f"NAME: given {name!r}; {nearest(name, [*known, *(r for e in known.values() for r in e.rewards)])}")
+    raise ConfigError(
+        f"NAME: given {name!r}; {nearest(name, [*known, *(r for e in known.values() for r in e.rewards)])}"
+    )
 
 
 def make(environment: Environment, folder: Path, torch_index: str | None = None) -> None:
@@ -216,4 +218,6 @@ def _run(command: Sequence[str], problem: str) -> None:
         raise ConfigError(f"{problem}: no end after {_TIMEOUT_S:.0f} s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
-        raise ConfigError(f"{problem}: {lines[-1].removeprefix('ERROR: ') if lines else f'exit code {done.returncode}'}")
+        raise ConfigError(
+            f"{problem}: {lines[-1].removeprefix('ERROR: ') if lines else f'exit code {done.returncode}'}"
+        )

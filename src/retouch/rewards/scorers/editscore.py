@@ -81,7 +81,9 @@ class EditScoreScorer(JudgeScorer[EditScoreReward]):
         assert item.source is not None  # spec.needs
         asked = {"type": "text", "text": rubric("editscore_edit").replace(PROMPT, item.prompt)}
         edit = self._scores([image_part(item.source), image_part(item.image), asked], number)
-        return edit + self._scores([image_part(item.image), {"type": "text", "text": rubric("editscore_quality")}], number)
+        return edit + self._scores(
+            [image_part(item.image), {"type": "text", "text": rubric("editscore_quality")}], number
+        )
 
     def _scores(self, content: list[dict[str, Any]], number: int) -> list[float]:
         """The two scores of an answer.

@@ -30,7 +30,9 @@ def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tup
     if not is_hub_id(path):
         found = next((given / name for name in names if (given / name).is_file()), None)
         if found is None:
-            raise ConfigError(f"path: given {path!r}, which has no {listed}; set a file, a folder with one, or a hub id")
+            raise ConfigError(
+                f"path: given {path!r}, which has no {listed}; set a file, a folder with one, or a hub id"
+            )
         return found, "local"
     require_hub("path", path)
     from huggingface_hub import hf_hub_download
