@@ -211,7 +211,7 @@ def test_the_published_questions_end_with_the_reward_token() -> None:
 def test_a_base_that_does_not_belong_to_the_weights_is_refused(hpsv3: Path, editreward: Path) -> None:
     with pytest.raises(ConfigError, match="do not belong together: 1 heads"):
         scorer_of("editreward", hpsv3 / "HPSv3.safetensors", base=str(editreward))
-    with pytest.raises(ConfigError, match="lacks weights|has unknown weights"):
+    with pytest.raises(ConfigError, match=r"lacks weights|has unknown weights"):
         scorer_of("hpsv3", hpsv3, base=str(editreward))
 
 

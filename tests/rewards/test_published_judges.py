@@ -105,7 +105,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
 def test_an_answer_that_cannot_be_read_is_no_score(answer: str) -> None:
-    with pytest.raises(ValueError, match="given|JSON"):
+    with pytest.raises(ValueError, match=r"given|JSON"):
         read_scores(answer)
 
 

@@ -1,6 +1,6 @@
 """Environments of rewards whose dependencies cannot be installed beside the rest: `retouch reward env`.
 
-An environment is a file `NAME.toml` in this folder: what is installed, the releases that were resolved together, and the
+An environment is a file `NAME.toml` in this folder: requirements, the releases that were resolved together, and the
 commands that start its server. No torch.
 """
 
@@ -151,7 +151,7 @@ def program(folder: Path, name: str) -> Path:
 
 
 def own_requirement(extras: Sequence[str]) -> str:
-    """What pip installs to get this retouch with extras: its source folder, or its release."""
+    """The requirement of this retouch with extras, for pip: its source folder, or its release."""
     listed = f"[{','.join(extras)}]"
     told = importlib.metadata.distribution("retouch").read_text("direct_url.json")
     origin: dict[str, Any] = json.loads(told) if told else {}
@@ -194,10 +194,10 @@ class _constraints:
 def _with_new_pip(folder: Path) -> str:
     """An interpreter whose pip resolves by metadata alone."""
     try:
-        version = tuple(int(part) for part in importlib.metadata.version("pip").split(".")[:2])
+        major, minor = (int(part) for part in importlib.metadata.version("pip").split(".")[:2])
     except (importlib.metadata.PackageNotFoundError, ValueError):
-        version = (0, 0)
-    if version >= _PIP:
+        major, minor = 0, 0
+    if (major, minor) >= _PIP:
         return sys.executable
     _run([sys.executable, "-m", "venv", str(folder / "pip")], "no temporary environment can be made")
     python = str(program(folder / "pip", "python"))

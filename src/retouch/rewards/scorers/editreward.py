@@ -1,4 +1,4 @@
-"""EditReward (arXiv 2509.26346): a Qwen2.5-VL or MiMo-VL with two heads that were trained on preferences about edits."""
+"""EditReward (arXiv 2509.26346): a Qwen2.5-VL or MiMo-VL with two heads, trained on preferences about edits."""
 
 from __future__ import annotations
 

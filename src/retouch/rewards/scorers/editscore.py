@@ -5,7 +5,7 @@ naturalness and freedom from artefacts, with the sample alone. The pass scores s
 second two), in [0, 10]; the value is the mean over the passes.
 
 Answers are read strictly. The published package replaces an answer that it cannot read by a random number or by 5, and
-one out of range by 12.5; here it is asked for once more, with another seed, and is then a failure.
+one out of range by 12.5; here the question is repeated once with another seed, and a second such answer is a failure.
 """
 
 from __future__ import annotations

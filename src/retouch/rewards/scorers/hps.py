@@ -1,8 +1,9 @@
 """HPS v2.1 (arXiv 2306.09341): a CLIP ViT-H-14 that was fine-tuned on human preferences, on transformers alone.
 
-The published weights are those of open_clip's network; `clip_weights` gives them the names of transformers' `CLIPModel`.
-The longest side of an image is resized to 224 pixels, and the rest is padded with black, as the published code does. The
-value is the cosine in fp32; that code computes it in fp16, and resizes without antialiasing under old torchvision.
+The published weights are those of open_clip's network; `clip_weights` gives them the names of transformers'
+`CLIPModel`. The longest side of an image is resized to 224 pixels, and the rest is padded with black, as the published
+code does. The value is the cosine in fp32; that code computes it in fp16, and resizes without antialiasing under old
+torchvision.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _HEADS = 16
-"""Of both towers of ViT-H-14."""
+"""Attention heads of both towers of ViT-H-14."""
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)

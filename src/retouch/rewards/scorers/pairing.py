@@ -1,6 +1,6 @@
 """Base of judges that compare two images: both orders of every pair, and values from the pairs of a group.
 
-A judge prefers the image that it sees first (or last) by some margin. Every pair is therefore asked in both orders, and
+A judge prefers the first (or the last) image by some margin. Every pair is therefore asked in both orders, and
 the two answers are averaged: the result of (b, a) is the mirrored result of (a, b), whatever the judge prefers by
 position.
 """
@@ -142,7 +142,7 @@ class PairScorer(JudgeScorer[Paired]):
 
 def pairs_of(size: int, rounds: int | None = None) -> list[tuple[int, int]]:
     """The pairs (a, b) of a group of `size` images that are compared, each once: all of them, or in round r those at a
-    distance of r in a circle, so that every image has two opponents per round."""
+    distance of r in a circle: every image has two opponents per round."""
     if rounds is None or 2 * rounds >= size - 1:
         return [(a, b) for a in range(size) for b in range(a + 1, size)]
     return [(a, (a + r) % size) for r in range(1, rounds + 1) for a in range(size)]

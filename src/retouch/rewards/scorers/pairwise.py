@@ -35,7 +35,7 @@ _TASKS: dict[Task, str] = {
 }
 _CRITERIA: dict[Criterion, str] = {
     "overall": "Which one is better as a whole?",
-    "alignment": "Which one shows better what the prompt asks for? Ignore the quality of the image.",
+    "alignment": "Which one fits the prompt better? Ignore the quality of the image.",
     "consistency": "Which one fits better to the rest of the image, in light, colour, style and perspective, and "
     "without a visible border?",
     "structure": "Which one has better shapes: whole objects, correct anatomy, straight lines, no artefacts?",
@@ -52,10 +52,10 @@ class PairwiseReward(PairEntry):
 
     scorer: Literal["pairwise"] = "pairwise"
     task: Task = "generate"
-    """What the images are of: "generate" a whole image, "edit" by an instruction, "fill" a region, "extend" beyond the
-    borders, "remove" an object, or "write" a text."""
+    """Task that made the images: "generate" a whole image, "edit" by an instruction, "fill" a region, "extend" beyond
+    the borders, "remove" an object, or "write" a text."""
     criterion: Criterion = "overall"
-    """What makes an image the better one. Name several entries for several criteria."""
+    """Criterion of the comparison; add one entry per criterion."""
     show_source: bool = True
     """Show the source image to the judge, for tasks that have one; false shows the two results alone."""
     mode: Literal["logprobs", "text"] = "logprobs"
@@ -76,7 +76,7 @@ class PairwiseReward(PairEntry):
         return self
 
     def shows_source(self) -> bool:
-        """Whether the judge sees the source image."""
+        """Whether the judge receives the source image."""
         return self.task != "generate" and self.show_source
 
     def required_images(self) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """UnifiedReward (arXiv 2503.05236): a judge of generated images, behind an OpenAI-compatible endpoint.
 
-`form: axes` is the point score of version 2.0: alignment, coherence and style, each in [1, 5], averaged. `form: point` is
-that of version 1: a list of elements, then one score in [1, 5]. `form: pair` is the pair score of version 2.0: for the
-same three axes, two scores that sum to 1; both orders of every pair are asked.
+`form: axes` is the point score of version 2.0: alignment, coherence and style, each in [1, 5], averaged. `form: point`
+is that of version 1: a list of elements, then one score in [1, 5]. `form: pair` is the pair score of version 2.0: for
+the same three axes, two scores that sum to 1; both orders of every pair are asked.
 """
 
 from __future__ import annotations
