@@ -218,7 +218,6 @@ def run(pairwise: dict[str, Any], **rollout: Any) -> Any:
         ({}, {"batch_size_per_device": 6}, "rollout.batch_size_per_device: given 6, but " + WHOLE),
         ({}, {"batch_size_per_device": 6}, "set rollout.batch_size_per_device to a multiple of 4"),
         ({"url": "auto"}, {}, "rewards.pairwise.url: given 'auto', but " + WHOLE),
-        ({"role": "gold"}, {}, "rewards.pairwise.role: given 'gold', but " + WHOLE),
         ({"rounds": 2}, {}, "rewards.pairwise.rounds: given 2, but a group of 4 has 1 rounds of different pairs"),
         ({"against": "reference", "rounds": 1}, {}, "only pairs of a group have rounds; leave it out"),
         ({"show_source": False}, {}, "task 'generate' has no source image; leave it out"),
@@ -230,6 +229,7 @@ def test_what_cannot_work(pairwise: dict[str, Any], rollout: dict[str, Any], mes
 
 
 def test_what_works() -> None:
+    assert run({"role": "gold"}, batch_size_per_device=6)  # of `retouch eval` only
     assert run({}).rewards["pairwise"].compares_group()
     assert not run({"against": "reference"}, batch_size_per_device=6).rewards["pairwise"].compares_group()
 

@@ -140,7 +140,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
 
 
 def _require_whole_groups(run: RunConfig, world_size: int) -> None:
-    name = next((name for name, entry in run.rewards.items() if entry.compares_group()), None)
+    name = next((name for name, entry in run.rewards.items() if entry.compares_group() and entry.role == "train"), None)
     groups = run.rollout.global_groups_per_batch
     if name is not None and groups % world_size:
         raise ConfigError(

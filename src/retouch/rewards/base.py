@@ -96,8 +96,8 @@ class RewardEntry(Section):
         return False
 
     def compares_group(self) -> bool:
-        """Whether a value depends on the other samples of its group. Such a reward is scored in training only, and
-        every call of its scorer gets whole groups."""
+        """Whether a value depends on the other samples of its group. Such a reward is scored in training only, where
+        every call of its scorer gets whole groups; with role gold, by `retouch eval` only."""
         return False
 
     def extras(self) -> frozenset[str]:
@@ -156,7 +156,7 @@ class RewardEntry(Section):
                 f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
                 "set rollout.group_size to 2 or more, or transform=none"
             )
-        if self.compares_group():
+        if self.compares_group() and self.role == "train":
             self._check_whole_groups(run, key)
 
     def _check_whole_groups(self, run: RunConfig, key: str) -> None:
@@ -165,11 +165,6 @@ class RewardEntry(Section):
         if self.url is not None:
             raise ValueError(
                 f"{key}.url: given {self.url!r}, but {compared}, and a server receives parts of groups; leave url out"
-            )
-        if self.role == "gold":
-            raise ValueError(
-                f"{key}.role: given 'gold', but {compared}: their mean is the same for every checkpoint; set "
-                "against=reference, or compare runs by `retouch eval --run A --run B`"
             )
         if run.algorithm.trains_text_encoder:
             raise ValueError(

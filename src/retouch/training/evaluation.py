@@ -374,7 +374,7 @@ def record_evaluation(
     if compared_from is not None:
         counted = [name for name in rewards.trained if rewards.weights[name] and name in rewards.evaluated]
         weights = {name: rewards.weights[name] for name in counted}
-        gold = [name for name in rewards.entries if name not in rewards.trained]
+        gold = [name for name in rewards.evaluated if name not in rewards.trained]
         past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
         earlier = [read_metrics(path / "rows.jsonl") for path in past]
         alarms = evaluation_alarms(earlier, result.rows, weights, gold)
