@@ -156,7 +156,7 @@ class RewardEntry(Section):
                 f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
                 "set rollout.group_size to 2 or more, or transform=none"
             )
-        if self.compares_group() and self.role == "train":
+        if self.compares_group():
             self._check_whole_groups(run, key)
 
     def _check_whole_groups(self, run: RunConfig, key: str) -> None:
@@ -166,6 +166,8 @@ class RewardEntry(Section):
             raise ValueError(
                 f"{key}.url: given {self.url!r}, but {compared}, and a server receives parts of groups; leave url out"
             )
+        if self.role == "gold":
+            return  # compared by `retouch eval` only
         if run.algorithm.trains_text_encoder:
             raise ValueError(
                 f"{key}: {compared}, which algorithm {run.algorithm.name!r} does not score together; set "

@@ -47,8 +47,8 @@ def compare(
     Returns:
         {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}: gains
         are paired differences from the evaluation before, with 95 % intervals. "against": name of the weights that
-        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates": of
-        `duels.win_rates`, if a reward compares two images.
+        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates":
+        of `duels.win_rates`, if a reward compares two images.
 
     Raises:
         ConfigError: no evaluation data.

@@ -78,7 +78,8 @@ def win_rates(
 
 def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[str, Any]:
     """The mean probability to win as [rate, low, high], with a 95 % interval that is bootstrapped over the examples;
-    the number of pairs; the share of pairs whose orders have different winners; and the preference for the first image.
+    the rate minus 1/2, whose sign changes exactly if the weights are swapped; the number of pairs; the share of pairs
+    whose orders have different winners; and the preference for the first image.
 
     Args:
         examples: of each preference. The images of an example are one unit: they are not independent.
@@ -90,9 +91,9 @@ def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[st
     def rate(chosen: Any) -> dict[str, float]:
         return {"rate": 0.5 + float(sums[chosen].sum() / counts[chosen].sum())}
 
-    mean = rate(np.arange(len(units)))["rate"]
+    margin = float(sums.sum() / counts.sum())
     low, high = bootstrap_intervals(len(units), rate).get("rate", (0.0, 1.0))  # of one example nothing is known
-    return {"win_rate": [mean, low, high], "pairs": len(found), **order_statistics(found)}
+    return {"win_rate": [0.5 + margin, low, high], "margin": margin, "pairs": len(found), **order_statistics(found)}
 
 
 def items_of(result: Evaluated, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
