@@ -97,7 +97,7 @@ def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[st
 
 
 def items_of(result: Evaluated, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
-    """Items for a judge by example and index, cropped as its entry says."""
+    """Items for a judge by example and index, cropped by the options of its entry."""
     view = View(crop=entry.crop == "mask_box", margin=entry.box_margin, least=entry.box_min_side)
     by_id = {example.id: example for example in examples}
     found: dict[tuple[int, int], RewardItem] = {}
