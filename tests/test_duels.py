@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.pairing import Preference
 from retouch.rewards.scorers.pairwise import PairwiseReward
+from retouch.tiny.signs import draw_words, write_signs
 from retouch.types import Example
 from retouch.use.duels import pair_judges, win_rate_lines, win_rate_of, win_rates
+from tests.command_line import retouch
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of
 
 
@@ -109,3 +113,32 @@ def test_a_line_for_the_terminal() -> None:
     told = {"win_rate": [0.61, 0.55, 0.67], "pairs": 64, "order_dependent": 0.12, "position_bias": 0.08, "missing": 0}
     [line] = win_rate_lines({"b over a": {"better": told}})
     assert line.startswith("better: b over a in 61.0% [55.0%, 67.0%] of 64 pairs, both orders; 12% depend on the order")
+
+
+@pytest.mark.full
+def test_retouch_eval_prints_the_win_rate_of_the_trained_weights_over_the_base(tmp_path: Path) -> None:
+    """A judge of role gold is used there only: the run asks it once, when it starts."""
+    write_signs(tmp_path / "signs", draw_words(2, "train", 1), (32, 64), 1)
+    data = {"format": "self_bench", "path": str(tmp_path / "signs"), "resolution": [32, 64]}
+    with OpenAIServer() as server:
+        better = {"scorer": "pairwise", "role": "gold", "model": "judge", "address": server.url, "paste_back": False}
+        run = {
+            "name": "small", "data": data,
+            "model": {"family": "flux_fill", "path": "tiny", "dtype": "fp32", "train": {"kind": "lora"}},
+            "rollout": {"group_size": 2, "global_groups_per_batch": 2, "num_steps": 2},
+            "algorithm": {"name": "grpo"}, "rewards": {"jpeg_size": {}, "better": better},
+            "optimizer": {"lr": 0.01, "gradient_accumulation": 1}, "logging": {"dir": str(tmp_path), "sinks": []},
+            "training": {"max_steps": 2, "eval_every": 0, "mixed_precision": "no"},
+            "evaluation": {"num_examples": 2},
+        }  # fmt: skip
+        (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+        outcome = retouch("train", tmp_path / "run.yaml")
+        assert outcome.code == 0, outcome.err
+        assert len(server.asked) == 1
+        outcome = retouch("eval", "--run", tmp_path / "small", "--data", tmp_path / "signs", "--images", 2, "--json")
+        assert outcome.code == 0, outcome.err
+        told = json.loads(outcome.out)["win_rates"]
+        [label] = told
+        assert len(server.asked) == 1 + 2 + 8  # four pairs, both orders; the scorer loads twice
+    rate, low, high = told[label]["better"]["win_rate"]
+    assert label.endswith(" over base") and low <= rate <= high and told[label]["better"]["pairs"] == 4
