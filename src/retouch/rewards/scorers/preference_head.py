@@ -1,4 +1,4 @@
-"""Base of rewards that read a score from a VLM with a small head: HPSv3 and EditReward, on transformers alone.
+"""HPSv3 and EditReward: a VLM with a small head that was trained on preferences, on transformers alone.
 
 The question ends with a token `<|Reward|>`; the head maps the hidden state at that token to a mean and the logarithm of
 a standard deviation, of which the mean is the score. One forward and no generation. As in the published code, images
@@ -63,6 +63,38 @@ class HeadReward(RewardEntry):
 
     def make(self) -> HeadScorer:
         return HeadScorer(self)
+
+
+class HpsV3Reward(HeadReward):
+    """Human Preference Score v3 (arXiv 2508.03789): of an image and its prompt, about -5 to 15; a Qwen2-VL-7B."""
+
+    files = ("HPSv3.safetensors",)
+    rubrics = ("hpsv3",)
+
+    scorer: Literal["hpsv3"] = "hpsv3"
+    path: Text = "MizzenAI/HPSv3"
+    """Hub id or folder with HPSv3.safetensors, or such a file."""
+    base: Text = "Qwen/Qwen2-VL-7B-Instruct"
+    """Hub id or folder of the VLM that was fine-tuned: its config, tokenizer and image processor, not its weights."""
+
+
+class EditRewardReward(HeadReward):
+    """EditReward (arXiv 2509.26346) of an edit: the mean of two scores, how the instruction is followed and the visual
+    quality; about -5 to 5. Needs a source image."""
+
+    files = ("model.safetensors", "model.pth")
+    rubrics = ("editreward_following", "editreward_quality")
+    images = frozenset({"source"})
+
+    scorer: Literal["editreward"] = "editreward"
+    path: Text
+    """Hub id or folder with model.safetensors or model.pth, or such a file: a checkpoint of the hub's collection
+    TIGER-Lab/editreward on MiMo-VL or Qwen2.5-VL. Those on Qwen3-VL are not supported."""
+    base: Text = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
+    """Hub id or folder of the VLM that was fine-tuned: its config, tokenizer and image processor, not its weights."""
+
+    def example_images(self) -> frozenset[str]:
+        return self.required_images()
 
 
 class HeadScorer(PackageScorer[HeadReward]):
