@@ -130,7 +130,7 @@ def test_a_failure_has_the_last_error_of_pip(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_the_releases_of_an_environment_fit_together(name: str, tmp_path: Path) -> None:
-    """pip resolves it from the metadata of the configured index; no package is downloaded."""
+    """pip resolves it from the metadata of the configured index; no package is downloaded (8 to 18 s of CPU time)."""
     if importlib.util.find_spec("pip") is None:
         pytest.skip("this environment has no pip")
     asked = [sys.executable, "-m", "pip", "index", "versions", "packaging", "--retries", "0", "--timeout", "10"]
