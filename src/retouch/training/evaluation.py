@@ -176,11 +176,11 @@ def draw_and_score(
             images = without_strip(to_uint8(decoded), batch)
         raw += list(images.numpy())
         items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
-        if rewards.entries:
+        if rewards.evaluated:
             pending.append(PendingBatch(items, rewards.submit(items, training=False), broken_rows(decoded)))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
-    return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries})
+    return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated})
 
 
 def measured(work: Work, scored: Scored) -> Evaluation:
@@ -388,8 +388,9 @@ def record_evaluation(
     folder, rewards = run.dir.path / "evaluations", run.rewards
     alarms: Sequence[Alarm] = []
     if compared_from is not None:
-        weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
-        gold = [name for name in rewards.entries if name not in rewards.trained]
+        counted = [name for name in rewards.trained if rewards.weights[name] and name in rewards.evaluated]
+        weights = {name: rewards.weights[name] for name in counted}
+        gold = [name for name in rewards.evaluated if name not in rewards.trained]
         past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
         earlier = [read_metrics(path / "rows.jsonl") for path in past]
         alarms = evaluation_alarms(earlier, result.rows, weights, gold)
