@@ -129,13 +129,27 @@ def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
     Ink is the distance in colour from the ground, whose colour is the median of the crop's border.
     """
     distance = _contrast(crop.astype(np.float64))
+    box = _ink_box(distance)
+    if box is None:
+        return None
+    left, top, right, bottom = box
+    cut = distance[top:bottom, left:right]
+    scaled = Image.fromarray(cut.astype(np.float32)).resize(_CANVAS, Image.Resampling.BILINEAR)
+    return np.asarray(scaled, np.float64)
+
+
+def ink_box(crop: NDArray[np.uint8]) -> Box | None:
+    """Box of the ink of a crop [h, w, 3]: pixels with more than half of the greatest contrast to the ground; None
+    without ink."""
+    return _ink_box(_contrast(crop.astype(np.float64)))
+
+
+def _ink_box(distance: Ink) -> Box | None:
     strongest = float(distance.max())
     if not strongest:
         return None
     rows, columns = np.nonzero(distance > strongest / 2)
-    cut = distance[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
-    scaled = Image.fromarray(cut.astype(np.float32)).resize(_CANVAS, Image.Resampling.BILINEAR)
-    return np.asarray(scaled, np.float64)
+    return int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1
 
 
 @lru_cache(maxsize=4096)

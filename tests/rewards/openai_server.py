@@ -220,6 +220,7 @@ def _problem(asked: dict[str, Any]) -> str | None:
     known = {
         "model", "messages", "temperature", "seed", "max_tokens", "logprobs", "top_logprobs", "response_format",
         "top_p", "top_k",
+        "repetition_penalty",  # of vLLM
     }  # fmt: skip
     if set(asked) - known:
         return f"Unrecognized request argument: {set(asked) - known}"

@@ -123,18 +123,24 @@ def edits(
 
 @tiny.command()
 def build(
-    family: Annotated[str, typer.Argument(help="Model family, or image_encoder for the references of tiny runs.")],
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="Model family, image_encoder for the references of tiny runs, or glyph_structure for the reward."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
     seed: Annotated[int, typer.Option(help="Random seed of data and weights.")] = 0,
 ) -> None:
-    """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions)."""
+    """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions, or fonts)."""
     start_logging()
     from retouch.tiny.editing import build_edit
+    from retouch.tiny.glyph_structure import build_structure
     from retouch.tiny.image_encoder import build_encoder
     from retouch.tiny.writing import SCHEDULES, build_and_measure
 
     builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
-    builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit}
+    builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit, "glyph_structure": build_structure}
     if family not in builders:
         raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
     with writing(out):

@@ -279,7 +279,7 @@ def _result(
     rewards: Mapping[str, RewardEntry],
     pairs: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    judges = pair_judges({name: _scored_here(entry) for name, entry in rewards.items()})
+    judges = pair_judges({name: scored_here(entry) for name, entry in rewards.items()})
     rates = win_rates(judges, results, examples, pairs)
     facets = {name: told for name, result in results.items() if (told := result.by_facet())}
     return {

@@ -117,6 +117,11 @@ class ReadingScorer(PackageScorer[Reads]):
             }
         )
 
+    @property
+    def engine(self) -> Any:
+        """The loaded `rapidocr.RapidOCR`; None with PaddleOCR."""
+        return self._engine
+
     def find_lines(self, crops: Sequence[Pixels]) -> list[list[FoundLine]]:
         """The lines of each RGB crop, in the engine's order: from top to bottom, then from left to right."""
         if self._paddle is not None:

@@ -1,0 +1,162 @@
+"""How whole each letter of the target text is, by the network of `retouch.glyph_structure`.
+
+OCR reads broken letters as if they were whole. This score is no reading: it looks at one letter at a time, in the box
+where the recogniser found it or in an equal slice of the line. Use it beside the ocr reward, or gated by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from retouch.config.base import Unit
+from retouch.glyphs import ink_box
+from retouch.imaging import Box, normalize_text
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
+from retouch.rewards.scorers.character_boxes import aligned, read_characters
+from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
+from retouch.rewards.scorers.reading import crop_for, unreadable
+from retouch.types import Failure, Outcome, Score
+
+if TYPE_CHECKING:
+    from retouch.glyph_structure import GlyphNetwork
+
+
+class GlyphStructureReward(RewardEntry):
+    """How whole the letters of the target text are, in [0, 1]: 1 - mean P(broken)."""
+
+    cpu_only = "the network is small and runs on the CPU; leave device out"
+
+    scorer: Literal["glyph_structure"] = "glyph_structure"
+    boxes: Literal["recognised", "equal"] = "recognised"
+    """Letters in the boxes of rapidocr's characters; or in slices of equal width between the first and the last ink of
+    the crop, for one line of evenly spaced letters."""
+    over: Literal["mean", "worst_quarter"] = "mean"
+    """Mean over all letters, or over the quarter that is most likely broken."""
+    crop_margin: Unit = 0.0
+    """Widens the mask box by this fraction of its sides."""
+    detect: bool = True
+    """With recognised boxes: find the lines in the crop first; false reads the crop as one line."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the recogniser; 0 uses all cores."""
+
+    @model_validator(mode="after")
+    def _reads_its_options(self) -> GlyphStructureReward:
+        for name in ("detect", "threads") if self.boxes == "equal" else ():
+            if (given := getattr(self, name)) != GlyphStructureReward.model_fields[name].default:
+                raise ValueError(f"{name}: given {given!r} with boxes 'equal', which recognises nothing; leave it out")
+        return self
+
+    def make(self) -> GlyphStructureScorer:
+        return GlyphStructureScorer(self)
+
+    def reads_text(self) -> bool:
+        return True
+
+    def extras(self) -> frozenset[str]:
+        return frozenset({"ocr"} if self.boxes == "recognised" else ())
+
+
+class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
+    """1 - P(broken) over the letters A-Z, a-z and 0-9 of the target text; other characters are not judged.
+
+    A letter without a box, in a line with others, counts as broken. An image without any box is a failure.
+    """
+
+    def __init__(self, options: GlyphStructureReward) -> None:
+        o = options
+        self._reader: OcrScorer | None = None
+        if o.boxes == "recognised":
+            self._reader = OcrReward(detect=o.detect, threads=o.threads).make()
+        settings = f"boxes={o.boxes} over={o.over} margin={o.crop_margin}"
+        super().__init__(options, f"{settings} {self._reader.spec.revision}" if self._reader else settings)
+        self._network: GlyphNetwork | None = None
+
+    def load(self, device: str) -> None:
+        """Load the network and, for recognised boxes, the recogniser.
+
+        Raises:
+            ConfigError: rapidocr is not installed.
+        """
+        from retouch.glyph_structure import FOLDER, WEIGHTS, packaged
+
+        self._network = packaged()
+        digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()[:12]
+        self.set_revision(f"{digest} {self.spec.revision}")
+        if self._reader is not None:
+            self._reader.load(device)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [self._one(item) for item in items]  # one by one: a score must not depend on its batch
+
+    def _one(self, item: RewardItem) -> Outcome:
+        wrong = unreadable(item, self.options.crop_margin)
+        text = wrong or text_to_read(item)
+        if isinstance(text, Failure):
+            return text
+        crop = crop_for(item, self.options.crop_margin)
+        asked = normalize_text(text)
+        boxes = self._equal(crop, asked) if self._reader is None else self._recognised(crop, asked)
+        return self._judged(crop, asked, boxes)
+
+    def _recognised(self, crop: Pixels, asked: str) -> list[Box | None]:
+        assert self._reader is not None
+        found = read_characters(self._reader.engine, crop, self.options.detect)
+        ink = ink_box(crop)
+        places = iter(aligned("".join(asked.split()), "".join(character.text[:1] for character in found)))
+        boxes: list[Box | None] = []
+        for char in asked:
+            place = None if char.isspace() else next(places)
+            boxes.append(None if place is None or ink is None else _within(found[place].box, ink))
+        return boxes
+
+    def _equal(self, crop: Pixels, asked: str) -> list[Box | None]:
+        line = ink_box(crop)
+        if line is None or line[2] - line[0] < len(asked):
+            return [None] * len(asked)
+        return list(equal_slices(line, len(asked)))
+
+    def _judged(self, crop: Pixels, asked: str, boxes: Sequence[Box | None]) -> Outcome:
+        import torch
+
+        from retouch.glyph_structure import index_of, structure_of
+
+        known = {i: index for i, char in enumerate(asked) if (index := index_of(char)) is not None}
+        if not known:
+            return Failure("bad_item", f"{asked!r} holds none of the letters A-Z, a-z and 0-9, which alone are judged")
+        seen = {i: box for i in known if (box := boxes[i]) is not None}
+        if not seen:
+            return Failure("bad_item", f"no box of a letter of {asked!r} was found; gate this reward by ocr")
+        pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1)[None].float() / 255
+        with torch.no_grad():
+            whole = structure_of(pixels, [(0, box) for box in seen.values()], [known[i] for i in seen], self._network)
+        values = dict(zip(seen, whole.tolist(), strict=True))
+        broken = sorted((1 - values.get(i, 0.0) for i in known), reverse=True)
+        taken = broken[: math.ceil(len(broken) / 4)] if self.options.over == "worst_quarter" else broken
+        detail: dict[str, Any] = {
+            "letters": [[asked[i], round(values[i], 4) if i in values else None] for i in known],
+            "missing": len(known) - len(seen),
+            "not_judged": len(asked.replace(" ", "")) - len(known),
+        }
+        return Score(1 - sum(taken) / len(taken), detail)
+
+
+def _within(box: Box, ink: Box) -> Box:
+    """The part of a box in the rows of the ink; the whole box if that has none."""
+    left, top, right, bottom = box
+    low, high = max(top, ink[1]), min(bottom, ink[3])
+    return (left, low, right, high) if low < high else box
+
+
+def equal_slices(line: Box, count: int) -> list[Box]:
+    """A box cut into `count` boxes of equal width, to the pixel."""
+    left, top, right, bottom = line
+    edges = [left + round(i * (right - left) / count) for i in range(count + 1)]
+    return [(a, top, b, bottom) for a, b in pairwise(edges)]

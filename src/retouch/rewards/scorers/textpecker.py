@@ -1,0 +1,200 @@
+"""TextPecker (arXiv 2602.20903): a VLM transcribes the image; it marks broken characters `<#>`, and words `<###>`.
+
+quality = clip(1 - amplification · marks / characters, 0, 1), where the characters of the transcript include marks and
+brackets, as published; semantic = 1 - GNED, the best one-to-one matching of transcribed with asked words by normalised
+edit distance, unmatched words counting 1. The value is their weighted mean.
+
+The published parser differs on these replies; this one does not share the behaviour:
+
+- No JSON, or no `recognized_text`: published quality 0 and semantic 0, or text found by a pattern; here a failure.
+- Chinese beside Latin text without a space: published, a Latin word at the end is lost, and one at the start moves
+  behind the next Chinese character; here both are kept, in order.
+- Apostrophes and quotes: published, two of them anywhere remove all; here only quotes around words are removed.
+- Commas and ，。！？: published, removed from the transcript and not from the target; here from both.
+- "#" in the target: published, a defect; here only `<#>` and `<###>` are, if the target has a "#".
+- The image: published, JPEG; here PNG.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
+
+from retouch.config.base import Unit
+from retouch.imaging import text_similarity
+from retouch.rewards.protocol import RewardItem, text_to_read
+from retouch.rewards.scorers.judge_client import image_part
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
+from retouch.types import Failure, Outcome, Score
+
+QUESTION = Path(__file__).with_name("textpecker_question.txt")
+"""The question that the published models were trained to answer."""
+
+_MARK = re.compile(r"<#+>")
+_STOPS = re.compile("[，。！？,]+")
+_OPENING, _CLOSING = "\"'“‘〝", "\"'”’〞"
+_BROKEN = "\ufffd"  # in place of "#" in a mark where the target has a "#": equal to no character of it
+
+
+class TextPeckerReward(JudgeEntry):
+    """Structure and content of all text in the image by a TextPecker model (arXiv 2602.20903) behind an
+    OpenAI-compatible endpoint, in [0, 1]."""
+
+    scorer: Literal["textpecker"] = "textpecker"
+    amplification: Annotated[float, Field(gt=0)] = 5.0
+    """Factor on the share of marks in the quality: 5 in the published training, 1 in the published evaluation."""
+    semantic_weight: Unit = 0.5
+    """Weight of the semantic score; the quality has the rest."""
+    repetition_penalty: Annotated[float, Field(ge=1)] = 1.2
+    """Penalty on repeated tokens in the model's decoding, as published; 1 is not sent. It works against texts that
+    repeat words, and not every endpoint has it."""
+    max_tokens: PositiveInt = 2048
+    """Maximum length of a reply in tokens; a longer one is a failure."""
+
+    def make(self) -> TextPeckerScorer:
+        return TextPeckerScorer(
+            self, QUESTION.read_text(encoding="utf-8"), self.amplification, self.semantic_weight,
+            self.repetition_penalty, self.max_tokens,
+        )  # fmt: skip
+
+    def reads_text(self) -> bool:
+        return True
+
+
+class TextPeckerScorer(JudgeScorer[TextPeckerReward]):
+    """Weighted mean of quality and semantic score; its detail: transcript, both scores, number of marks."""
+
+    def load(self, device: str) -> None:
+        """Ask a first question.
+
+        Raises:
+            ConfigError: no such model, a wrong key, or a reply that is not of the protocol.
+        """
+        grey = RewardItem(0, "", np.full((64, 64, 3), 127, np.uint8))
+        self._first_question(lambda: self._transcript(grey))
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        asked = [text_to_read(item) for item in items]
+        tasks = [i for i, text in enumerate(asked) if isinstance(text, str)]
+        answers: dict[int, str | Failure] = {}
+        if tasks:
+            answers = dict(zip(tasks, self._answers(self._transcript, [items[i] for i in tasks]), strict=True))
+        return [text if isinstance(text, Failure) else self._outcome(answers[i], text) for i, text in enumerate(asked)]
+
+    def _outcome(self, answer: str | Failure, asked: str) -> Outcome:
+        if isinstance(answer, Failure):
+            return answer
+        o = self.options
+        parts = {"quality": quality(answer, asked, o.amplification), "semantic": semantic(answer, asked)}
+        value = (1 - o.semantic_weight) * parts["quality"] + o.semantic_weight * parts["semantic"]
+        return Score(value, {"text": answer, "marks": marks(answer, asked), **parts})
+
+    def _transcript(self, item: RewardItem) -> str:
+        question = {"type": "text", "text": QUESTION.read_text(encoding="utf-8")}
+        penalty = self.options.repetition_penalty
+        options: dict[str, Any] = {} if penalty == 1 else {"repetition_penalty": penalty}
+        # asked once: the model was trained on this one question
+        return self._structured(
+            [image_part(item.image), question], None, read_transcript, again=False,
+            max_tokens=self.options.max_tokens, **options,
+        )  # fmt: skip
+
+
+def read_transcript(reply: str) -> str:
+    """`recognized_text` of a reply: the first JSON object in it, whatever stands around it.
+
+    Raises:
+        ValueError: no object, or no text in it.
+    """
+    start = reply.find("{")
+    if start < 0:
+        raise ValueError(f"no JSON object: {reply[:60]!r}")
+    try:
+        found: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0]
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    text = cast("dict[str, Any]", found).get("recognized_text")
+    if isinstance(text, list) and all(isinstance(line, str) for line in cast("list[Any]", text)):
+        return " ".join(cast("list[str]", text))
+    if not isinstance(text, str):
+        raise ValueError(f"recognized_text must be a text or a list of texts; given {text!r}")
+    return text
+
+
+def quality(transcript: str, asked: str, amplification: float) -> float:
+    """1 - amplification · share of marks among the characters, in [0, 1]; 0 without any character.
+
+    A mark of a word counts 3 and has 5 characters, one of a letter 1 and 3.
+    """
+    characters = sum(len(word) for word in words(transcript))
+    if not characters:
+        return 0.0
+    return min(1.0, max(0.0, 1 - amplification * marks(transcript, asked) / characters))
+
+
+def marks(transcript: str, asked: str) -> int:
+    """Number of "#" that mark a defect: all of them, or those in `<#>` and `<###>` if the target has a "#"."""
+    if "#" not in asked:
+        return transcript.count("#")
+    return sum(len(mark) - 2 for mark in _MARK.findall(transcript))
+
+
+def semantic(transcript: str, asked: str) -> float:
+    """1 - GNED of the transcript and the target, without regard to case and order."""
+    literal = "#" in asked
+    shown = _MARK.sub(lambda mark: (_BROKEN if literal else "#") * (len(mark[0]) - 2), transcript)
+    found, wanted = units(shown), units(asked)
+    if not found or not wanted:
+        return float(not found and not wanted)
+    likeness = np.array([[text_similarity(a, b) for b in wanted] for a in found])
+    return best_sum(likeness) / max(likeness.shape)
+
+
+def words(text: str) -> list[str]:
+    """Words between white space and stops, without the quotes around them."""
+    found = []
+    for word in _STOPS.sub(" ", text).split():
+        if word[0] in _OPENING:
+            word = word[1:]
+        if word and word[-1] in _CLOSING:
+            word = word[:-1]
+        found.append(word)
+    return [word for word in found if word]
+
+
+def units(text: str) -> list[str]:
+    """Lower-case words; each Chinese character (U+4E00 to U+9FFF) is a unit."""
+    return [unit for word in words(text.lower()) for unit in re.findall("[\u4e00-\u9fff]|[^\u4e00-\u9fff]+", word)]
+
+
+def best_sum(gains: NDArray[np.float64]) -> float:
+    """The greatest sum over one-to-one assignments of rows to columns (Hungarian algorithm, cubic)."""
+    costs = -(gains if gains.shape[0] <= gains.shape[1] else gains.T)
+    rows, columns = costs.shape
+    row_price, column_price = np.zeros(rows), np.zeros(columns + 1)
+    row_of = np.full(columns + 1, -1)  # of each column; the last column holds the row that is being placed
+    for row in range(rows):
+        row_of[columns], at = row, columns
+        least, before = np.full(columns, np.inf), np.full(columns, columns)
+        done = np.zeros(columns + 1, bool)
+        while row_of[at] >= 0:
+            done[at] = True
+            slack = costs[row_of[at]] - row_price[row_of[at]] - column_price[:columns]
+            closer = ~done[:columns] & (slack < least)
+            least[closer], before[closer] = slack[closer], at
+            nearest = int(np.argmin(np.where(done[:columns], np.inf, least)))
+            step = least[nearest]
+            row_price[row_of[done]] += step
+            column_price[done] -= step
+            least[~done[:columns]] -= step
+            at = nearest
+        while at != columns:
+            row_of[at], at = row_of[before[at]], int(before[at])
+    return float(sum(-costs[row, column] for column, row in enumerate(row_of[:columns]) if row >= 0))

@@ -1,0 +1,185 @@
+"""Train the network of `retouch.glyph_structure` on rendered letters, on a CPU in minutes.
+
+Half of the letters are broken; the loss is binary cross-entropy. The card beside the weights has the seed, the fonts,
+and how well the network separates broken letters from whole ones, in fonts of which no training letter has a family.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retouch.data.sampler import derive_seed
+from retouch.glyph_structure import LETTERS, WEIGHTS, GlyphNetwork, letter_pixels, load_network
+from retouch.tiny.broken_letters import (
+    STRUCTURAL,
+    TEST_FONTS,
+    TRAIN_FONTS,
+    Letter,
+    Pixels,
+    Setting,
+    draw_letters,
+    names_of,
+)
+from retouch.tiny.training import Updates, require_empty
+
+logger = logging.getLogger(__name__)
+
+CARD = "card.json"
+
+SHARES = {"erase": 0.2, "add": 0.25, "warp": 0.12, "splice": 0.15, "merge": 0.1, "other": 0.1, "nothing": 0.08}
+"""Share of each defect among the broken letters of the training."""
+
+UNNAMED = frozenset({"splice", "other", "nothing"})
+"""Defects that show no letter, or not the asked one."""
+
+ALONE = Setting(alone=True, heights=(32, 32), lowest=None)
+"""Test letters: one in an image of 32 pixels, as a reader gets it too."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the network of the package is trained."""
+
+    letters: int = 20_000
+    epochs: int = 12
+    batch: int = 128
+    lr: float = 3e-3
+    test_letters: int = 1000
+
+
+def build_structure(
+    out: Path, seed: int, training: Training | None = None, fonts: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Train, write `out`: fp16 weights and the card, and measure on letters of other fonts.
+
+    Args:
+        fonts: of the training letters; None takes all of `TRAIN_FONTS`.
+
+    Returns:
+        The card, and `seconds`.
+
+    Raises:
+        ConfigError: an `out` that holds files.
+        FontsMissing: a font package is not installed.
+    """
+    require_empty(out)
+    training = training or Training()
+    test = held_out_letters(training.test_letters, seed)  # first: a missing font is reported at once
+    started = monotonic()
+    fonts = fonts or names_of(TRAIN_FONTS)
+    letters = draw_letters(training.letters, fonts, derive_seed(seed, "train"), SHARES)
+    drawn = monotonic()
+    network = train(letters, training, seed)
+    out.mkdir(parents=True, exist_ok=True)
+    halves = {name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}
+    save_file(halves, out / WEIGHTS)
+    network = load_network(out / WEIGHTS)
+    in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
+    card = {
+        "command": f"retouch tiny build glyph_structure --out FOLDER --seed {seed}",
+        "seed": seed,
+        "training": asdict(training),
+        "defects": SHARES,
+        "fonts": {"train": list(fonts), "test": names_of(TEST_FONTS)},
+        "auc": {
+            "letters of test fonts": aucs(test, broken_probabilities(network, test)),
+            "crops of words in test fonts": aucs(in_words, broken_probabilities(network, in_words)),
+        },
+    }
+    (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    return card | {"seconds": {"drawing": round(drawn - started, 1), "in all": round(monotonic() - started, 1)}}
+
+
+def held_out_letters(count: int, seed: int) -> list[Letter]:
+    """Letters alone in an image, in fonts that the training never shows; half have one of the `STRUCTURAL` defects."""
+    shares: dict[str, float] = dict.fromkeys(STRUCTURAL, 1 / len(STRUCTURAL))
+    return draw_letters(count, names_of(TEST_FONTS), derive_seed(seed, "test"), shares, ALONE)
+
+
+def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetwork:
+    """A network trained from random weights on batches of pairs (`draw_letters`), which are shifted by up to 2 pixels
+    and change polarity at random.
+
+    A second head, which is not kept, names the letter that is shown: strokes that make letters are learned from it in
+    few steps, and from broken or whole alone in many.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "weights"))
+        network, names = GlyphNetwork(), nn.Linear(64, len(LETTERS))
+    pixels, asked, broken = tensors_of(letters)
+    named = torch.tensor([-100 if letter.defect in UNNAMED else letter.asked for letter in letters])
+    pixels = pixels.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    draw = torch.Generator().manual_seed(derive_seed(seed, "order"))
+    steps = training.epochs * (len(letters) // training.batch)
+    parameters = [*network.parameters(), *names.parameters()]
+    updates = Updates("glyph structure", parameters, steps, training.lr, ramp=max(1, steps // 10))
+    order = torch.empty(0, dtype=torch.long)
+    for _ in updates:
+        if len(order) < training.batch // 2:
+            order = torch.randperm(len(letters) // 2, generator=draw)
+        pairs, order = order[: training.batch // 2], order[training.batch // 2 :]
+        rows = torch.cat([2 * pairs, 2 * pairs + 1])
+        shift = torch.randint(-2, 3, (2,), generator=draw).tolist()
+        polarity = torch.randint(0, 2, (len(pairs), 1, 1, 1), generator=draw).repeat(2, 1, 1, 1) * 2.0 - 1
+        with torch.autocast("cpu", torch.bfloat16):  # half the time where the CPU has bf16
+            features = network.features(shifted(pixels[rows], *shift) * polarity).float()
+        wrong = functional.binary_cross_entropy_with_logits(network.judge(features, asked[rows]), broken[rows])
+        updates.apply(wrong + 0.3 * functional.cross_entropy(names(features.relu()), named[rows]))
+    return network.eval().requires_grad_(False)
+
+
+def shifted(pixels: Tensor, down: int, right: int) -> Tensor:
+    """[N, 1, H, W] moved by up to some pixels, with 0 at the edges that become free."""
+    padded = functional.pad(pixels, (2, 2, 2, 2))
+    height, width = pixels.shape[2:]
+    return padded[:, :, 2 - down : 2 - down + height, 2 - right : 2 - right + width]
+
+
+def tensors_of(letters: Sequence[Letter]) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs [N, 1, 32, 32], asked letters [N], and 1 for broken ones [N]."""
+    pixels = torch.stack([letter_pixels(_unit(letter.pixels)) for letter in letters])
+    asked = torch.tensor([letter.asked for letter in letters])
+    return pixels, asked, torch.tensor([float(letter.defect is not None) for letter in letters])
+
+
+def broken_probabilities(network: GlyphNetwork, letters: Sequence[Letter]) -> NDArray[np.float64]:
+    """P(broken) of each letter, [N]."""
+    pixels, asked, _ = tensors_of(letters)
+    with torch.no_grad():
+        return torch.sigmoid(network(pixels, asked)).double().numpy()
+
+
+def aucs(letters: Sequence[Letter], scores: NDArray[np.float64]) -> dict[str, float]:
+    """Area under the ROC curve of broken letters against all whole ones: of all, and by defect.
+
+    Args:
+        scores: higher for broken letters.
+    """
+    whole = scores[[letter.defect is None for letter in letters]]
+    found = {"all": scores[[letter.defect is not None for letter in letters]]}
+    for name in dict.fromkeys(letter.defect for letter in letters if letter.defect):
+        found[name] = scores[[letter.defect == name for letter in letters]]
+    return {name: round(auc(some, whole), 4) for name, some in sorted(found.items())}
+
+
+def auc(higher: NDArray[np.float64], lower: NDArray[np.float64]) -> float:
+    """Share of pairs in which a value of the first sample exceeds one of the second; a tie counts half."""
+    return float(np.mean((higher[:, None] > lower).astype(float) + 0.5 * (higher[:, None] == lower)))
+
+
+def _unit(pixels: Pixels) -> Tensor:
+    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 255

@@ -1,0 +1,40 @@
+"""What glyph_structure sees and OCR does not, and which rewards a pattern fools, as committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+FOUND: dict[str, Any] = json.loads((REPOSITORY / "benchmarks/results/structure.json").read_text(encoding="utf-8"))
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import inputs  # noqa: E402
+import structure  # noqa: E402
+
+from retouch.glyph_structure import FOLDER, WEIGHTS  # noqa: E402
+
+AREAS = {name: areas["all"] for name, areas in FOUND["letters"]["auc"].items()}
+
+
+def test_it_is_of_the_network_that_lies_here() -> None:
+    assert FOUND["inputs"]["weights"] == inputs.digest((FOLDER / WEIGHTS).read_bytes())
+    assert FOUND["letters"]["count"] >= 1000
+
+
+def test_broken_letters_of_unseen_fonts_are_told_from_whole_ones() -> None:
+    assert AREAS["glyph_structure"] >= 0.89
+
+
+def test_ocr_is_lower_by_a_tenth_on_the_same_images() -> None:
+    for name in ("1 - OCR confidence", "1 - NED"):
+        assert AREAS[name] <= AREAS["glyph_structure"] - 0.1
+
+
+def test_the_page_says_what_was_found() -> None:
+    page = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
+    for table in structure.tables(FOUND):
+        assert table in page

@@ -1,0 +1,135 @@
+"""Letters with defects, and the recipe of the network that tells them from whole ones."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from retouch.errors import FontsMissing
+from retouch.glyph_structure import FOLDER, LETTERS, WEIGHTS, load_network, packaged
+from retouch.tiny import broken_letters as drawing
+from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
+from retouch.tiny.glyph_structure import (
+    CARD,
+    SHARES,
+    Training,
+    auc,
+    aucs,
+    broken_probabilities,
+    build_structure,
+    held_out_letters,
+)
+
+FONTS = ["FredokaOne", "Caladea"]
+CARD_OF_PACKAGE: dict[str, Any] = json.loads((FOLDER / CARD).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("defect", STRUCTURAL)
+def test_a_pair_differs_in_its_defect_alone(defect: str) -> None:
+    whole, broken = draw_pair(FONTS, 3, {defect: 1.0}, drawing.Setting(alone=True, heights=(32, 32), lowest=None))
+    assert (whole.asked, whole.font, whole.defect, broken.defect) == (broken.asked, broken.font, None, defect)
+    assert whole.pixels.shape == broken.pixels.shape
+    changed = np.abs(whole.pixels.astype(int) - broken.pixels).max(2) > 0
+    assert 0 < changed.mean() < 0.9
+    again = draw_pair(FONTS, 3, {defect: 1.0}, drawing.Setting(alone=True, heights=(32, 32), lowest=None))
+    assert np.array_equal(again[1].pixels, broken.pixels)
+
+
+def test_strokes_are_only_taken_away_or_added() -> None:
+    ink = drawing._written(drawing.face("FredokaOne"), "R", drawing._CENTRE)
+    other = drawing._written(drawing.face("FredokaOne"), "W", drawing._CENTRE)
+    for seed in range(8):
+        draw = np.random.default_rng(seed)
+        erased, added = (broken_ink(draw, ink, defect, lambda: other) for defect in ("erase", "add"))
+        assert (erased <= ink).all() and (added >= ink).all()
+        assert erased.sum() < ink.sum() < added.sum() < ink.sum() + 0.6 * 0.14 * CAP**2 * 1.5
+        spliced = broken_ink(draw, ink, "splice", lambda: other)
+        rows = [np.array_equal(spliced[y], ink[y]) or np.array_equal(spliced[y], other[y]) for y in range(len(ink))]
+        assert all(rows) and not np.array_equal(spliced, ink)
+        warped = broken_ink(draw, ink, "warp", lambda: other)
+        assert 0.6 < warped.sum() / ink.sum() < 1.6 and np.abs(warped - ink).sum() > 0.1 * ink.sum()
+
+
+def test_a_change_of_less_than_a_hundredth_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defects that change nothing are drawn again, here until there is one that does."""
+    tried: list[int] = []
+
+    def nearly(draw: Any, ink: Any, defect: str, other: Any) -> Any:
+        tried.append(1)
+        changed = ink.copy()
+        rows, columns = np.nonzero(ink > 0.9)
+        count = int((0.005 if len(tried) < 8 else 0.05) * ink.sum())
+        changed[rows[:count], columns[:count]] = 0
+        return changed
+
+    monkeypatch.setattr(drawing, "broken_ink", nearly)
+    draw_pair(FONTS, 0, {"erase": 1.0}, drawing.Setting(alone=True))
+    assert len(tried) == 8
+
+
+def test_letters_of_one_shape_are_not_put_together() -> None:
+    for a, b in ("Il", "l1", "I1", "O0", "oO", "cC", "B8"):
+        assert drawing.same_shape(a, b)
+    assert not drawing.same_shape("A", "B")
+    draw = np.random.default_rng(0)
+    assert not {drawing._unlike(draw, "FredokaOne", "l") for _ in range(400)} & set("Il1")
+    assert not {c for c in drawing.alphabet_of("AmaticSC") if c.islower()}
+
+
+def test_no_family_is_trained_on_and_tested_with() -> None:
+    assert not {*TRAIN_FONTS} & {*TEST_FONTS}
+    assert CARD_OF_PACKAGE["fonts"] == {
+        "train": drawing.names_of(TRAIN_FONTS),
+        "test": drawing.names_of(TEST_FONTS),
+    }
+
+
+def test_a_missing_font_names_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(FontsMissing, match=r"SourceSansPro is not installed: pip install .retouch\[train,fonts\]"):
+        drawing._sized("SourceSansPro", 20)
+
+
+def test_areas_by_hand() -> None:
+    assert auc(np.array([3.0, 2.0]), np.array([1.0, 2.0])) == pytest.approx(3.5 / 4)
+    letters = [drawing.Letter(np.zeros((1, 1, 3), np.uint8), 0, d, "") for d in (None, "erase", None, "add")]
+    assert aucs(letters, np.array([0.1, 0.9, 0.5, 0.3])) == {"add": 0.5, "all": 0.75, "erase": 1.0}
+
+
+@pytest.mark.full
+def test_the_recipe_writes_the_same_network_again(tmp_path: Path) -> None:
+    training = Training(letters=16, epochs=2, batch=8, test_letters=8)
+    for name in "ab":
+        found = build_structure(tmp_path / name, 5, training, FONTS)
+    assert {*found["auc"]["letters of test fonts"]} >= {"all"} and found["fonts"]["train"] == FONTS
+    files = [(tmp_path / name / WEIGHTS).read_bytes() for name in "ab"]
+    assert files[0] == files[1] and len(files[0]) < 600_000
+    assert (tmp_path / "a" / CARD).read_text() == (tmp_path / "b" / CARD).read_text()
+    built, ours = (load_file(folder / WEIGHTS) for folder in (tmp_path / "a", FOLDER))
+    assert {k: v.shape for k, v in built.items()} == {k: v.shape for k, v in ours.items()}
+    load_network(tmp_path / "a" / WEIGHTS)
+
+
+def test_the_packaged_network_tells_broken_letters_of_unseen_fonts() -> None:
+    """160 letters; the card has 1000."""
+    letters = held_out_letters(160, seed=7)
+    assert {LETTERS[letter.asked] for letter in letters} > set("AEIOU")
+    assert aucs(letters, broken_probabilities(packaged(), letters))["all"] > 0.85
+
+
+@pytest.mark.full
+def test_the_card_has_what_the_packaged_network_does() -> None:
+    letters = held_out_letters(CARD_OF_PACKAGE["training"]["test_letters"], CARD_OF_PACKAGE["seed"])
+    found = aucs(letters, broken_probabilities(packaged(), letters))
+    for name, value in CARD_OF_PACKAGE["auc"]["letters of test fonts"].items():
+        assert found[name] == pytest.approx(value, abs=0.01)  # another FreeType renders other pixels
+    assert CARD_OF_PACKAGE["defects"] == SHARES
