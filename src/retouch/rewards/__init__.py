@@ -26,7 +26,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "fn": "retouch.rewards.scorers.fn:FnReward",
         "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",
         "glyph_structure": "retouch.rewards.scorers.glyph_structure:GlyphStructureReward",
-        "hpsv2": "retouch.rewards.scorers.imscore:HpsV2Reward",
+        "hpsv2": "retouch.rewards.scorers.hps:HpsV2Reward",
         "hpsv3": "retouch.rewards.scorers.preference_head:HpsV3Reward",
         "image_similarity": "retouch.rewards.scorers.image_similarity:ImageSimilarityReward",
         "imagereward": "retouch.rewards.scorers.imscore:ImageRewardReward",
