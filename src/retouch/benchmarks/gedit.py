@@ -1,6 +1,6 @@
 """GEdit-Bench (arXiv 2504.17761): edits by instruction in English and Chinese, judged by VIEScore.
 
-The published scoring script iterates the data set without a split, and the script of the means knows the languages en
+The published scoring script iterates the data set without a split, and the script of the means expects the languages en
 and zh, where the data have cn; here both languages are summarised, apart.
 """
 

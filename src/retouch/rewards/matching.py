@@ -1,4 +1,4 @@
-"""How well the lines that were found in an image match the lines that were asked for.
+"""How well the lines that were found in an image match the target lines.
 
 A detector splits and merges lines at will. A match therefore joins, on one of its two sides, any number of neighbouring
 lines: an asked line may be found as several boxes, and a box may hold several asked lines. The value of a set of
@@ -7,8 +7,8 @@ matches, each line in at most one of them, is
     sum of weight(asked lines of the match) * similarity / (weight of all asked lines + weight of found lines left over)
 
 and the score is its maximum over all such sets. The weight of a line is its number of characters, or 1; with 1, the
-similarity of several asked lines to a text is the mean over the lines, the text divided between them in the best way,
-so that a short line counts as much as a long one there, too. The maximum of the ratio is found by Dinkelbach's
+similarity of several asked lines to a text is the mean over the lines, the text divided between them in the best way:
+a short line then counts as much as a long one. The maximum of the ratio is found by Dinkelbach's
 iteration: the best set for a fixed ratio is a maximum of a sum.
 """
 
@@ -96,7 +96,7 @@ class _Lines:
         return text_similarity(joined(self.asked[i:i_end]), joined(self.found[j:j_end]))
 
     def gain(self, i: int, i_end: int, j: int, j_end: int, ratio: float) -> float:
-        """What a match adds to (sum of matched weights) - ratio * (weights of asked and left-over lines)."""
+        """Contribution of a match to (sum of matched weights) - ratio * (weights of asked and left-over lines)."""
         matched = sum(self.asked_weights[i:i_end]) * self.similarity(i, i_end, j, j_end)
         return matched + ratio * sum(self.found_weights[j:j_end])
 

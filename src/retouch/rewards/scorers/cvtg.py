@@ -1,6 +1,6 @@
 """CVTG-2K's metric of several texts (TextCrafter, arXiv 2503.23461): words of all boxes, without case.
 
-Word accuracy is the share of the asked words that occur among the found ones; a found word is not used up, so that one
+Word accuracy is the share of the asked words that occur among the found ones; a found word is not used up: one
 satisfies all repeats. NED is the ratio of Python's difflib to the closest found word, not an edit distance. The
 published reader is PaddleOCR (English, with the angle classifier).
 """

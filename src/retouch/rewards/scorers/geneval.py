@@ -47,7 +47,7 @@ class GenEvalReward(RewardEntry):
     not; or the partial credit of Flow-GRPO. Needs `metadata.tag` and `metadata.include`. The networks of this process
     are not the published detector: their numbers are not GenEval's published ones."""
 
-    value_range = (-14.0, 1.0)  # "soft" with 16 objects where one is asked for
+    value_range = (-14.0, 1.0)  # "soft" with 16 objects in place of one
     licence = "MIT"
 
     scorer: Literal["geneval"] = "geneval"
@@ -142,7 +142,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
         return self.spec.revision.partition(" ")[2]
 
     def _detect(self, pixels: Pixels, threshold: float, clauses: Sequence[Clause]) -> dict[str, list[Detection]]:
-        """What counts, with the colours that the clauses ask for."""
+        """The objects that count, with the colours that clauses name."""
         image = Image.fromarray(pixels)
         wanted = {clause.label: clause.count for clause in clauses if clause.color is not None}
         if self.options.detector_url is not None:

@@ -68,7 +68,7 @@ class Networks:
         self.revision = f"{detector} {commit}, {self._clip.revision}"
 
     def detect(self, image: Image.Image) -> list[tuple[Detection, Mask]]:
-        """Objects with their masks [H, W], best first; one image per forward, so that no score depends on others."""
+        """Objects with their masks [H, W], best first; one image per forward: no score depends on others."""
         torch = self._torch
         with torch.inference_mode():
             given = self._pixels(images=[image], return_tensors="pt").to(self._device)

@@ -52,7 +52,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class Clause:
-    """What must be there: `count` objects of a class, of a colour, in a relation to those of an earlier clause."""
+    """A requirement: `count` objects of a class, of a colour, in a relation to those of an earlier clause."""
 
     label: str
     count: int
@@ -94,7 +94,7 @@ def _clause(given: Any, number: int) -> Clause:
 
 def counted(found: Sequence[Detection], threshold: float) -> dict[str, list[Detection]]:
     """The detections above the threshold by class, best first, at most `MOST_OBJECTS` of each; overlapping ones count
-    all. Of two with equal scores, the later one comes first, as in a reversed stable sort."""
+    all. Equal scores: the later one comes first, as in a reversed stable sort."""
     objects: dict[str, list[Detection]] = {}
     for _, one in sorted(enumerate(found), key=lambda pair: (pair[1].score, pair[0]), reverse=True):
         group = objects.setdefault(one.label, [])
@@ -106,7 +106,7 @@ def counted(found: Sequence[Detection], threshold: float) -> dict[str, list[Dete
 def verdict(
     objects: Mapping[str, Sequence[Detection]], include: Sequence[Clause], exclude: Sequence[Clause]
 ) -> list[str]:
-    """What an image lacks; empty if it is right.
+    """The problems of an image; empty if it is right.
 
     Of each class only the best `count` objects are looked at; all of them must have the colour, and each the relation
     to each object of the earlier clause, which must be right itself.

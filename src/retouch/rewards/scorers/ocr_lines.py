@@ -51,7 +51,7 @@ class OcrLinesReward(ReadingEntry):
 
 @dataclass(frozen=True)
 class _Reading:
-    """What was read for every asked line, and what was found besides.
+    """The text read for every target line, and the other lines.
 
     Attributes:
         found: one text for each asked line, "" for none; asked lines that were found as one text share it.

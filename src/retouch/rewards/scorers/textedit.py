@@ -2,7 +2,7 @@
 classic_metrics_eval.py, MIT): is the target where the source text stood, and does every other line still stand?
 
 Texts are compared after NFKC, in lower case, letters and digits only. The published reader is PaddleOCR 2.10 (English,
-with the angle classifier), which sees the source and the output in different channel orders; here both are read alike.
+with the angle classifier), which reads the source and the output in different channel orders; here both are RGB.
 """
 
 from __future__ import annotations
