@@ -1,5 +1,5 @@
-"""ImgEdit-Bench (arXiv 2505.20275): a judge receives source and sample with the question of the edit's type and answers in
-three lines `name: 1-5`; the score is their mean.
+"""ImgEdit-Bench (arXiv 2505.20275): a judge receives source, sample and the question of the edit's type, and
+answers in three lines `name: 1-5`; the score is their mean.
 
 The questions are not part of the package, because the code they are published in has no licence: `prompts` is the
 user's copy of `Benchmark/Basic/prompts.json`. The published code averages every line that looks like `name: digits`,
