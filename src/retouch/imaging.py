@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -64,6 +64,14 @@ def packed(image: Image.Image, name: str) -> PackedImage:
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+
+
+def write_png(image: Image.Image, path: Path) -> None:
+    """Write an image at once: a reader, or a start after a kill, never finds a part of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    image.save(temporary, "PNG")
+    temporary.replace(path)
 
 
 def open_image(path: Path | PackedImage) -> Image.Image:
@@ -336,14 +344,25 @@ def normalize_text(text: str, *, case_sensitive: bool = True) -> str:
     return folded if case_sensitive else folded.casefold()
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and substitutions of code points."""
-    row = list(range(len(b) + 1))
-    for i, char in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char != other))
-    return row[-1]
+def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
+    """Levenshtein distance: insertions, deletions and substitutions of code points, or of the items of two lists.
+
+    Bit-parallel: a whole column of the table is two integers, the places where it rises and falls by 1 (Myers 1999,
+    Hyyrö 2003).
+    """
+    places: dict[Hashable, int] = {}
+    for i, item in enumerate(a):
+        places[item] = places.get(item, 0) | 1 << i
+    every, last, distance = (1 << len(a)) - 1, 1 << len(a) >> 1, len(a)
+    rises, falls = every, 0
+    for item in b if a else ():
+        equal = places.get(item, 0)
+        diagonal = (((equal & rises) + rises) ^ rises) | equal | falls
+        right, left = falls | (every & ~(diagonal | rises)), rises & diagonal
+        distance += bool(right & last) - bool(left & last)
+        right, left = (right << 1 | 1) & every, left << 1 & every
+        rises, falls = left | (every & ~(diagonal | right)), right & diagonal
+    return distance if a else len(b)
 
 
 def text_similarity(a: str, b: str) -> float:

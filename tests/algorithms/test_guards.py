@@ -6,16 +6,19 @@ import itertools
 import os
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from retouch.config import RunConfig
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
+from retouch.training.scoring import JUDGED, _with_groups, rewards_of
 from retouch.training.session import Session
-from retouch.types import Failure, Outcome, Score, Stopped
+from retouch.types import Failure, Outcome, Score, Scores, Stopped
 from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, of_kind, train, weights
@@ -243,3 +246,20 @@ def test_a_report_that_fails_is_no_failure_of_the_run(
     monkeypatch.setattr("retouch.observe.report.write_report", full)
     train(config(training__max_steps=1))
     assert "no report of" in caplog.text
+
+
+def test_details_of_judges_are_averaged_over_the_scores_that_have_them() -> None:
+    """Sum and number, by reward and by detail of `JUDGED`."""
+    found = [Score(0.5, {"order_dependent": 1.0, "position_bias": 0.25}), Score(0.1, {"order_dependent": 0.0})]
+    columns = {"better": [*found, Failure("unavailable", "gone")], "ocr": [Score(1.0), Score(0.0), Score(0.5)]}
+    judged = rewards_of(["better", "ocr"], [Scores(columns, {"better": 1.0, "ocr": 1.0})]).judged
+    assert list(JUDGED) == ["mass", "order_dependent", "position_bias"]
+    assert judged.tolist() == [[[0, 0], [1, 2], [0.25, 1]], [[0, 0]] * 3]
+
+
+def test_a_group_that_is_compared_is_scored_again_as_a_whole() -> None:
+    """After an outage the rows without a reward are submitted again, with those that they are compared with."""
+    items = [RewardItem(i, "p", np.zeros((2, 2, 3), np.uint8), group=group) for i, group in enumerate((7, 7, 8, 8, 7))]
+    apart, whole = (SimpleNamespace(compares_group=lambda told=told: told) for told in (False, True))
+    assert _with_groups(SimpleNamespace(entries={"a": apart}), items, {1}) == [1]  # type: ignore[arg-type]
+    assert _with_groups(SimpleNamespace(entries={"a": apart, "b": whole}), items, {1}) == [0, 1, 4]  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
+from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
 
@@ -67,10 +68,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
         (
             "evaluation.data={format: foo, path: x}",
-            (
-                "evaluation.data.format: given 'foo'; known: brushbench, complex_edit, cross_bench, manifest, mmmg, "
-                "prompts, self_bench"
-            ),
+            f"evaluation.data.format: given 'foo'; known: {', '.join(sorted(FORMATS))}",
         ),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
         ("rewards.fn={fn: score}", "rewards.fn.fn: given 'score'; write module:function, like my_rewards:score"),

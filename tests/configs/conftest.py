@@ -57,6 +57,14 @@ class Picky(OpenAIServer):
                 found[name] = ("yes", "no")[drawn >> number & 1]
         return found
 
+    def published(self, asked: dict[str, Any]) -> str | None:
+        text, drawn = super().published(asked), zlib.crc32(pictures(asked)[-1].tobytes())
+        return json.dumps({"reasoning": "", "score": [drawn % 26, drawn // 26 % 26]}) if text else None
+
+    def first_is_better(self, asked: dict[str, Any]) -> float:
+        first, second = (zlib.crc32(picture.tobytes()) for picture in pictures(asked)[-2:])
+        return 0.5 + 0.4 * ((first > second) - (first < second))
+
 
 @pytest.fixture
 def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
@@ -137,7 +145,10 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         overrides += [f"rewards.clip.path={tiny_clip()}"]
     if "style" in published["rewards"]:
         overrides += ["rewards.style.image_encoder=tiny"]
-    judged = "complex_edit" in published["rewards"]  # by `picky`, to whom any two images differ
+    scorers = {entry.get("scorer", name): name for name, entry in published["rewards"].items() if entry}
+    judged = scorers.keys() & {"complex_edit", "editscore", "pairwise"}  # by `picky`, to whom any two images differ
+    rounds = [name for name, entry in published["rewards"].items() if "rounds" in (entry or {})]
+    overrides += [f"rewards.{name}.rounds=null" for name in rounds]  # the groups are smaller here
     if published["model"]["family"] not in WITH_BASE and algorithm["name"] != "sft" and not judged:
         # random weights write nothing: all readings tie, and no step is taken
         has_references = published["data"]["format"] != "prompts"

@@ -236,7 +236,7 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ({**ENTRY, "image_path": 3}, "entry 1: image_path is 3; it must be a string"),
         ({**ENTRY, "prompt": ["a"]}, "entry 1: prompt is ['a']; it must be a string"),
         ({**ENTRY, "reference_path": {"a": 1}}, "entry 1: reference_path is {'a': 1}; it must be a string"),
-        ({**ENTRY, "text": 42}, "entry 1: text is 42; it must be a string"),
+        ({**ENTRY, "text": 42}, "entry 1: text is 42; it must be a string, or a list of lines"),
         ({**ENTRY, "id": "7"}, "entry 1: id is '7'; it must be an integer"),
         ({**ENTRY, "id": True}, "entry 1: id is True; it must be an integer"),
         ({**ENTRY, "id": 1.0}, "entry 1: id is 1.0; it must be an integer"),

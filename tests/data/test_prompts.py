@@ -41,7 +41,7 @@ def test_objects_with_a_text_and_metadata(suffix: str, tmp_path: Path) -> None:
         (3, "3 is not an object"),
         ({"text": "A"}, "prompt missing or empty; each entry needs one"),
         ({"prompt": " "}, "prompt missing or empty; each entry needs one"),
-        ({"prompt": "a", "text": 5}, "text is 5; it must be a string"),
+        ({"prompt": "a", "text": 5}, "text is 5; it must be a string, or a list of lines"),
         ({"prompt": "a", "id": "x"}, "id is 'x'; it must be an integer"),
     ],
 )

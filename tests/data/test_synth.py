@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,15 +12,20 @@ from PIL import Image
 from retouch.data.base import DataError
 from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
+from retouch.data.formats.manifest import ManifestData
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
+from retouch.lines import parse_lines, polygon_mask
 from retouch.tiny import signs as synth
 from retouch.tiny.signs import (
+    MANIFEST,
+    TEXTS_PROMPT,
     Half,
     draw_sign,
     draw_words,
     half_of,
     misheard,
+    synthesize,
     words_of,
     write_signs,
 )
@@ -277,3 +282,47 @@ def test_out_is_a_folder(tmp_path: Path) -> None:
     path.write_text("mine")
     assert command(path, "--count", 1) == (2, f"error: {path} is a file; give a folder as --out\n")
     assert path.read_text() == "mine"
+
+
+# --- several texts ---
+
+
+def test_signs_with_several_texts_have_a_place_for_each(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"half": "train", "seed": 1, "size": (64, 64), "length": 4, "exclude": None}
+    assert synthesize(tmp_path / "a", 3, targets=True, caption_noise=0.0, texts=2, **options) == 3
+    section = ManifestData(path=str(tmp_path / "a" / MANIFEST), resolution=64)
+    first, *_ = examples = list(load_dataset(section, needs={"mask", "source"}))
+    assert [e.prompt for e in examples] == [TEXTS_PROMPT.format(e.metadata["text"]) for e in examples]
+    assert len({word for e in examples for word in e.metadata["text"].split()}) == 6
+    upper, lower = parse_lines(first.metadata["lines"])
+    assert first.mask is not None and first.source is not None and upper.bounds and lower.bounds
+    assert upper.bounds[3] < 32 < lower.bounds[1]
+    shares = [
+        glyph_correlation(np.asarray(first.source), np.asarray(polygon_mask([line.polygon or ()], (64, 64))), text)
+        for line in (upper, lower) for text in (upper.text, lower.text)
+    ]  # fmt: skip
+    assert min(shares[0], shares[3]) > 0.85 > 0.75 > max(shares[1], shares[2])  # each word stands in its own row
+    assert words_of(tmp_path / "a") == {line.text for e in examples for line in parse_lines(e.metadata["lines"])}
+
+
+def test_grounds_without_texts_and_wrong_captions(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"half": "train", "seed": 1, "size": (64, 64), "length": 4, "texts": 2}
+    synthesize(tmp_path / "a", 2, targets=False, caption_noise=0.0, exclude=None, **options)
+    synthesize(tmp_path / "b", 2, targets=True, caption_noise=0.0, exclude=None, **options)
+    bare, full = (Image.open(tmp_path / name / "sign0.png") for name in ("a", "b"))
+    assert np.asarray(bare).min() > np.asarray(full).min() + 50
+    assert words_of(tmp_path / "a") == words_of(tmp_path / "b")
+    synthesize(tmp_path / "c", 2, targets=True, caption_noise=1.0, exclude=None, **options)
+    assert not words_of(tmp_path / "c") & words_of(tmp_path / "b")
+    synthesize(tmp_path / "d", 2, targets=True, caption_noise=0.0, exclude=tmp_path / "b", **options)
+    assert not words_of(tmp_path / "d") & words_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [({"styled": True}, "--texts: given 2 with --styled"), ({"size": (15, 64)}, "a sign has at least 16x16 pixels")],
+)
+def test_signs_with_several_texts_that_cannot_be_made(changed: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"half": "train", "seed": 1, "size": (64, 64), "length": 4, "exclude": None, **changed}
+    with pytest.raises(DataError, match=problem):
+        synthesize(tmp_path / "a", 2, targets=True, caption_noise=0.0, texts=2, **options)

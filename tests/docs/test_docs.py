@@ -12,10 +12,15 @@ import yaml
 from tools.config_reference import pages as configuration_pages
 
 from retouch.adapters import FORMATS
+from retouch.benchmarks import BENCHMARKS
+from retouch.benchmarks.load import load_benchmark
 from retouch.cli import app
 from retouch.config import load_run, parse_run
 
 from .pages import DOCS, PAGES, REPOSITORY, blocks, commands, retouch_arguments
+
+OTHER_YAML = {"extending.md", "benchmarks.md"}
+"""Pages whose YAML names components of a plug-in (tests/examples/test_plugin.py trains with it) or of benchmarks."""
 
 BASE: dict[str, Any] = {
     "name": "example",
@@ -107,11 +112,19 @@ def test_make_targets_exist() -> None:
     assert {word for word in named if "=" not in word} <= targets
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "extending.md"], ids=as_text)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OTHER_YAML], ids=as_text)
 def test_examples_of_run_files_are_valid(page: Path) -> None:
-    """That of extending.md names components of a plug-in; tests/examples/test_plugin.py trains with it."""
     for block in blocks(page, "yaml"):
         parse_run({**BASE, **yaml.safe_load(block)}, source=page.name)
+
+
+def test_examples_of_benchmark_files_are_valid(tmp_path: Path) -> None:
+    """And every benchmark is on the page."""
+    page, file = DOCS / "benchmarks.md", tmp_path / "benchmark.yaml"
+    for block in blocks(page, "yaml"):
+        file.write_text(block, encoding="utf-8")
+        load_benchmark(str(file), None)
+    assert {name for name in BENCHMARKS if f"`{name}`" not in page.read_text(encoding="utf-8")} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=as_text)

@@ -2,7 +2,9 @@
 
 It judges by brightness: black is 0, white is 5. Asked for the parts of an edit, from 0 to 10, it takes the brightness
 of the output for instruction following, 1 - mean |difference| to the input for identity preservation, and the output's
-blue for perceptual quality. The n-th answer of a checklist is yes where the n-th pixel of the picture is bright.
+blue for perceptual quality. The n-th answer of a checklist is yes where the n-th pixel of the picture is bright. Of two
+pictures it prefers the brighter one, by half the difference. It answers EditScore's and UnifiedReward's questions in
+their formats.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ class OpenAIServer:
         refuses: requests that get a refusal.
         breaks: request -> status to fail with; 0 answers.
         spoil: the fields of an answer by a schema -> its text.
+        says: request without a schema -> the text of its answer.
         models: names that it lists; it answers for the first.
+        prefers_first: is added to the probability that the first of two pictures is better.
+        rewrite: an answer as text -> the text that is sent.
     """
 
     per_second: float = math.inf
@@ -53,7 +58,10 @@ class OpenAIServer:
     refuses: Callable[[dict[str, Any]], bool] = lambda asked: False
     breaks: Callable[[dict[str, Any]], int] = lambda asked: 0
     spoil: Callable[[dict[str, Any]], str] = json.dumps
+    says: Callable[[dict[str, Any]], str] | None = None
     models: list[str] = field(default_factory=lambda: ["judge"])
+    prefers_first: float = 0.0
+    rewrite: Callable[[str], str] = lambda text: text
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     refused: int = 0
 
@@ -121,7 +129,12 @@ class OpenAIServer:
         brightness = float(pictures(asked)[-1].mean()) / 255
         message: dict[str, Any] = {"role": "assistant", "content": f"{round(5 * brightness)}"}
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-        if asked.get("logprobs") and self.has_logprobs:
+        if "Image 2:" in text_of(asked):
+            message["content"] = "1" if self.first_is_better(asked) >= 0.5 else "2"
+        message["content"] = self.rewrite(self.published(asked) or message["content"])
+        if asked.get("logprobs") and self.has_logprobs and "Image 2:" in text_of(asked):
+            choice["logprobs"] = {"content": [{"token": message["content"], "top_logprobs": self.ones_and_twos(asked)}]}
+        elif asked.get("logprobs") and self.has_logprobs:
             choice["logprobs"] = {"content": [{"token": message["content"], "top_logprobs": self.top(brightness)}]}
         if "response_format" in asked and self.has_schema:
             verdict = {"score": round(5 * brightness), "reason": "bright"}
@@ -129,6 +142,8 @@ class OpenAIServer:
             if "score" not in fields_of(asked):
                 message["content"] = self.spoil(self.fill(asked)) if not self.bad_first else '{"other": 1}'
             self.bad_first = max(0, self.bad_first - 1)
+        elif self.says is not None:
+            message["content"] = self.says(asked)
         if self.refuses(asked):
             message |= {"content": None, "refusal": "I cannot judge this."}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -153,6 +168,39 @@ class OpenAIServer:
             answers[name] = int(np.clip(round(10 * float(scores[name])) + self.by_seed.get(asked["seed"], 0), 0, 10))
         return {name: answers.get(name, "as I see it") for name in fields}
 
+    def first_is_better(self, asked: dict[str, Any]) -> float:
+        """Probability, of the last two pictures."""
+        first, second = (float(picture.mean()) / 255 for picture in pictures(asked)[-2:])
+        return float(np.clip(0.5 + (first - second) / 2 + self.prefers_first, 0, 1))
+
+    def ones_and_twos(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        p = self.first_is_better(asked)
+        found = {"1": self.digits * p, "2": self.digits * (1 - p), "The": 1 - self.digits}
+        return [{"token": token, "logprob": math.log(max(1e-12, share))} for token, share in found.items()]
+
+    def published(self, asked: dict[str, Any]) -> str | None:
+        """The answer to a question of EditScore or UnifiedReward; None to another."""
+        text, shown = text_of(asked), [picture / 255 for picture in pictures(asked)]
+        bright = float(shown[-1].mean())
+        if '"score" : [...]' in text:
+            kept = 1 - float(np.abs(shown[-1] - shown[0]).mean())
+            parts = (bright, kept) if len(shown) == 2 else (float(shown[-1][..., 2].mean()), 1.0)
+            offset = self.by_seed.get(asked["seed"], 0)
+            scores = [int(np.clip(round(25 * part) + offset, 0, 25)) for part in parts]
+            return json.dumps({"reasoning": "as I see it", "score": scores})
+        if "Alignment Score (1-5)" in text:
+            axes = {"Alignment": bright, "Coherence": float(shown[-1][..., 0].mean()), "Style": 1.0}
+            return "\n".join(f"{name} Score (1-5): {1 + 4 * value:.4f}" for name, value in axes.items())
+        if "'Final Score:'" in text:
+            return f"square (object): 1\nFinal Score: {1 + 4 * bright:.2f}"
+        if "relative score" in text:
+            p = self.first_is_better(asked)
+            blocks = (
+                f"{name} Score:\n Image 1: {p}\n Image 2: {1 - p}" for name in ("Alignment", "Coherence", "Style")
+            )
+            return "\n\n".join(blocks)
+        return None
+
     def top(self, brightness: float) -> list[dict[str, Any]]:
         """The two digits around 5 x brightness, each as two variants, and a word that is no score."""
         low, share = divmod(5 * brightness, 1)
@@ -171,6 +219,7 @@ def _problem(asked: dict[str, Any]) -> str | None:
         return f"The model {asked.get('model')!r} does not exist"
     known = {
         "model", "messages", "temperature", "seed", "max_tokens", "logprobs", "top_logprobs", "response_format",
+        "top_p", "top_k",
         "repetition_penalty",  # of vLLM
     }  # fmt: skip
     if set(asked) - known:
@@ -184,7 +233,7 @@ def _problem(asked: dict[str, Any]) -> str | None:
         if schema["type"] != "object" or not strict or sorted(schema["required"]) != sorted(schema["properties"]):
             return "invalid schema: strict takes an object that requires all of its properties and no others"
     try:
-        assert 1 <= len(pictures(asked)) <= 2
+        assert 1 <= len(pictures(asked)) <= 3
     except Exception as error:
         return f"invalid image: {error}"
     return None
@@ -196,8 +245,9 @@ def fields_of(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(asked: dict[str, Any]) -> str:
-    """The words of the first message of a request."""
-    return "\n".join(part["text"] for part in asked["messages"][0]["content"] if part["type"] == "text")
+    """The words of the first question of a request."""
+    question = next(message for message in asked["messages"] if message["role"] == "user")
+    return "\n".join(part["text"] for part in question["content"] if part["type"] == "text")
 
 
 def pictures(asked: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
@@ -212,7 +262,7 @@ def pictures(asked: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
     found: list[np.ndarray[Any, Any]] = []
     for url in urls:
         head, _, data = url.partition(",")
-        assert head == "data:image/png;base64"
+        assert head in ("data:image/png;base64", "data:image/jpeg;base64")
         with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
             found.append(np.asarray(image.convert("RGB")))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from retouch.config import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.complex_edit import published_overall
 from retouch.rewards.scorers.judged import read_integers
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import item, score_checked, values
@@ -204,3 +206,69 @@ def test_only_integers_in_range_are_scores(value: str) -> None:
     with pytest.raises(ValueError, match="a must be an integer from 0 to 10"):
         read_integers(f'{{"a": {value}}}', ["a"], 10)
     assert read_integers('{"a": 10, "b": ""}', ["a"], 10, also=["b"]) == {"a": 10, "b": ""}
+
+
+# --- the published wording ---
+
+
+def write_published(folder: Path) -> Path:
+    """Stands for the published files, which are not ours to copy."""
+    alignment = (
+        'ALIGNMENT_PROMPT_W_RUBRIC = """Rate \\\nthe edit."""\nPROMPT_TEMPLATE = "Do: {instruction}"\nOTHER = 1\n'
+    )
+    (folder / "prompt_alignment.py").write_text(alignment, encoding="utf-8")
+    quality = 'import nothing_that_exists\nPERCEPTUAL_QUALITY_PROMPT_W_RUBRIC_WO_INST = "Rate the image."\n'
+    (folder / "prompt_quality.py").write_text(quality, encoding="utf-8")
+    return folder
+
+
+def as_text(fields: dict[str, Any]) -> str:
+    return json.dumps({name: str(value) for name, value in fields.items()})
+
+
+def test_the_published_wording_is_the_users_copy(tmp_path: Path) -> None:
+    with OpenAIServer(spoil=as_text) as server:
+        scorer = made(server, wording="published", prompts=str(write_published(tmp_path)), temperature=1.0)
+        (outcome,) = score_checked(scorer, [edit(3)])
+        alignment, quality = server.asked
+    assert detail(outcome) == {"instruction_following": 0.6, "identity_preservation": 0.7, "perceptual_quality": 0.2}
+    assert [one["messages"][0]["content"] for one in (alignment, quality)] == [
+        "Rate the edit.\nExplain your reasoning before answering the questions.",
+        "Rate the image.",
+    ]
+    assert [part["type"] for part in alignment["messages"][1]["content"]] == ["image_url", "image_url", "text"]
+    assert text_of(alignment) == "Do: edit number 3." and text_of(quality) == ""
+    assert [len(pictures(one)) for one in (alignment, quality)] == [2, 1]
+    assert list(fields_of(alignment)) == ["reasoning", "instruction_following", "identity_preservation"]
+    assert list(fields_of(quality)) == ["perceptual_quality"]
+    assert (alignment["temperature"], alignment["max_tokens"]) == (1, 512)
+    own = make_scorer("complex_edit", {"model": "judge", "address": server.url})
+    assert own.spec.revision != scorer.spec.revision
+
+
+def test_published_texts_that_are_missing(tmp_path: Path) -> None:
+    asked = {"model": "judge", "wording": "published", "address": "http://127.0.0.1:9/v1"}
+    with pytest.raises(ConfigError, match="prompts: not set with wording=published"):
+        make_scorer("complex_edit", asked)
+    with pytest.raises(ConfigError, match=r"prompts: given '.*' with wording=own"):
+        make_scorer("complex_edit", {**asked, "wording": "own", "prompts": "x"})
+    with pytest.raises(ConfigError, match=r"whose prompt_alignment.py cannot be read"):
+        make_scorer("complex_edit", {**asked, "prompts": str(tmp_path)})
+    write_published(tmp_path)
+    (tmp_path / "prompt_quality.py").write_text("A = 1", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no text PERCEPTUAL_QUALITY_PROMPT_W_RUBRIC_WO_INST"):
+        make_scorer("complex_edit", {**asked, "prompts": str(tmp_path)})
+
+
+def test_the_published_combination_equals_the_published_script() -> None:
+    path = Path(__file__).parents[1] / "benchmarks_data/complex_edit.json"
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    for one in recorded["items"]:
+        following, kept = (sum(pair[i] for pair in one["alignment"]) / len(one["alignment"]) for i in (0, 1))
+        quality = sum(one["quality"]) / len(one["quality"])
+        parts = {
+            "instruction_following": following, "identity_preservation": kept, "perceptual_quality": quality
+        }  # fmt: skip
+        assert parts | {"overall": published_overall(parts)} == pytest.approx(one["expected"], abs=1e-9)
+    overall = sum(one["expected"]["overall"] for one in recorded["items"]) / len(recorded["items"])
+    assert overall == pytest.approx(recorded["totals"]["overall"], abs=1e-9)

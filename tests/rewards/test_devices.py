@@ -27,7 +27,7 @@ from retouch.rewards.scorers.seam import SeamReward
 from retouch.rewards.scorers.style import StyleReward
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.table import RewardTable
-from retouch.use.comparison import _scored_here  # pyright: ignore[reportPrivateUsage]
+from retouch.use.comparison import scored_here
 from tests.rewards.fakes import Brightness, brightness, items, make_with, serving
 
 CLIENT = RewardClientConfig()
@@ -208,7 +208,7 @@ def test_an_evaluation_scores_on_its_own_machine() -> None:
         "own": ClipReward(device="cuda:5"),
         "server": OcrReward(url="http://127.0.0.1:8000"),
     }
-    found = {name: _scored_here(entry) for name, entry in trained.items()}
+    found = {name: scored_here(entry) for name, entry in trained.items()}
     assert {name: (e.url, e.device) for name, e in found.items()} == {
         "cpu": (None, "cpu"),
         "gpu": (None, "auto"),

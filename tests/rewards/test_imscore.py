@@ -13,7 +13,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ FROM_PRETRAINED = (
 """Of huggingface_hub's mixin; `strict` is one of the model_kwargs, which reach `_from_pretrained`."""
 
 RECORDED = {
-    "hpsv2": Recorded("imscore.hps.model", "HPSv2", ("self", "opixels", "prompts"), ()),
     "imagereward": Recorded("imscore.imreward.model", "ImageReward", ("self", "opixels", "prompts"), (1,)),
     "aesthetic": Recorded("imscore.aesthetic.model", "LAIONAestheticScorer", ("self", "pixels", "prompts"), ()),
 }
@@ -106,25 +104,13 @@ def test_every_scorer_of_imscore_is_recorded() -> None:
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "'", ".", *_LETTERS, *(f"##{one}" for one in _LETTERS)]
-_OPEN_CLIP = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 224, "layers": 1, "width": 32, "head_width": 16, "patch_size": 32},
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
-}
 
 
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """imscore's classes with networks of one layer instead of those that their constructors download."""
-    open_clip = importlib.import_module("open_clip")
     transformers = importlib.import_module("transformers")
-    hps, reward, aesthetic = (importlib.import_module(found.module) for found in RECORDED.values())
-    (tmp_path / "shallow.json").write_text(json.dumps(_OPEN_CLIP))
-    open_clip.add_model_config(tmp_path / "shallow.json")
-    create = hps.create_model_and_transforms
-    monkeypatch.setattr(
-        hps, "create_model_and_transforms", lambda name, pretrained, **options: create("shallow", None, **options)
-    )
+    reward, aesthetic = (importlib.import_module(found.module) for found in RECORDED.values())
     (tmp_path / "vocab.txt").write_text("\n".join(_VOCABULARY))
 
     class Tokenizer:
@@ -186,7 +172,7 @@ def test_the_signatures_are_those_of_the_release(name: str) -> None:
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_real_class_scores_a_batch(name: str, shallow: Path) -> None:
     """Several shapes, a long prompt, batches of two: the value of an item is the one it has alone, and that of the
-    class itself; for HPSv2.1 and ImageReward it depends on the prompt."""
+    class itself; for ImageReward it depends on the prompt."""
     folder = published(name, shallow)
     scorer = make_scorer(name, {"path": str(folder), "images_per_forward": 2})
     scorer.load("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
     heuristic_ged,
+    read_checklist,
     read_graph,
     readability,
     shown,
@@ -209,3 +211,17 @@ def test_every_further_yes_lowers_the_closed_form() -> None:
 @pytest.mark.parametrize(("regions", "factor"), [(0, 1.0), (70, 1.0), (71, 89 / 90), (115, 0.5), (160, 0.0), (999, 0)])
 def test_readability(regions: float, factor: float) -> None:
     assert readability(regions) == pytest.approx(factor)
+
+
+def test_checklists_distances_and_readability_equal_the_published_scripts() -> None:
+    pytest.importorskip("networkx")
+    pytest.importorskip("scipy")
+    path = Path(__file__).parents[1] / "benchmarks_data/mmmg.json"
+    for case in json.loads(path.read_text(encoding="utf-8"))["cases"]:
+        graph = read_graph(case["graph"])
+        names = [*graph.elements, *(dependency.text for dependency in graph.dependencies)]
+        yes = read_checklist(case["reply"], names)
+        split = len(graph.elements)
+        distance = heuristic_ged(graph, yes[:split], yes[split:])
+        assert distance == pytest.approx(case["ged"], abs=1e-9), case
+        assert (1 - distance) * readability(case["regions"]) == pytest.approx(case["score"], abs=1e-9), case

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
+from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import make_scorer, paddle
+from retouch.rewards.scorers.hps import HpsV2Reward
 from retouch.rewards.scorers.mask_composite import MaskCompositeScorer
 from retouch.rewards.scorers.seam import SeamReward
 from retouch.types import Failure, Score
@@ -24,7 +26,6 @@ from tests.rewards.fakes import item, picture, score_checked, values
 # --- imscore ---
 
 KINDS = {
-    "hpsv2": ("imscore.hps.model", "HPSv2"),
     "imagereward": ("imscore.imreward.model", "ImageReward"),
     "aesthetic": ("imscore.aesthetic.model", "LAIONAestheticScorer"),
 }
@@ -74,10 +75,8 @@ def test_a_model_of_imscore(name: str, imscore: type[Model]) -> None:
 
 
 def test_without_imscore_the_message_has_the_command() -> None:
-    with pytest.raises(
-        ConfigError, match=r'pip install "retouch\[serve,imscore\]" there, and `retouch reward serve hpsv2`'
-    ):
-        make_scorer("hpsv2").load("cpu")
+    with pytest.raises(ConfigError, match="an environment of its own, which `retouch reward env aesthetic` makes"):
+        make_scorer("aesthetic").load("cpu")
 
 
 def test_a_model_that_is_not_there(imscore: type[Model]) -> None:
@@ -172,7 +171,29 @@ def test_the_version_of_a_missing_library() -> None:
 # --- composite ---
 
 
-def test_the_composite_by_hand(imscore: type[Model]) -> None:
+class Brightness:
+    """As HPSv2.1 would be called: half the brightness plus a tenth of the length of the prompt."""
+
+    spec = ScorerSpec("hpsv2", (-1.0, 1.0), frozenset(), "hpsv2 fake", "Apache-2.0")
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def load(self, device: str) -> None: ...
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        self.shapes += [one.image.shape for one in items]
+        return [Score(float(one.image.mean()) / 510 + len(one.prompt) / 10) for one in items]
+
+
+@pytest.fixture
+def brightness(monkeypatch: pytest.MonkeyPatch) -> Brightness:
+    made = Brightness()
+    monkeypatch.setattr(HpsV2Reward, "make", lambda self: made)
+    return made
+
+
+def test_the_composite_by_hand(brightness: Brightness) -> None:
     """A quarter is masked; the judge sees the box of at least 224 pixels, the seam the whole picture."""
     scorer = make_scorer("mask_composite", {"judge": "hpsv2", "path": "x", "low": 0.0, "high": 2.0})
     scorer.load("cpu")
@@ -182,20 +203,20 @@ def test_the_composite_by_hand(imscore: type[Model]) -> None:
     (found,) = score_checked(scorer, [one])
     (seam,) = SeamReward().make().score([one])
     assert isinstance(found, Score) and isinstance(seam, Score)
-    assert imscore.calls[0][0] == (1, 3, 224, 224)
+    assert brightness.shapes == [(224, 224, 3)]
     fit = image[:224, :224].mean() / 510 + 0.1
     assert found.detail == {"mask_share": 0.25, "judge": pytest.approx(fit, abs=1e-5), "seam": seam.value}
     assert found.value == pytest.approx(0.25 * fit / 2 + 0.75 * (1 + seam.value), abs=1e-5)
 
 
-def test_the_composite_of_a_failed_part_is_a_failure(imscore: type[Model]) -> None:
+def test_the_composite_of_a_failed_part_is_a_failure(brightness: Brightness) -> None:
     scorer = make_scorer("mask_composite", {"judge": "hpsv2"})
     scorer.load("cpu")
     (found,) = score_checked(scorer, [item(0, mask=np.full((6, 5), 255, np.uint8))])
     assert isinstance(found, Failure) and "no edge" in found.message
 
 
-def test_the_composite_holds_its_judge_to_its_bounds(imscore: type[Model]) -> None:
+def test_the_composite_holds_its_judge_to_its_bounds(brightness: Brightness) -> None:
     assert isinstance(make_scorer("mask_composite"), MaskCompositeScorer)
     with pytest.raises(ConfigError, match=r"high: given 0\.1, but low is 0\.15"):
         make_scorer("mask_composite", {"high": 0.1})

@@ -79,7 +79,7 @@ def precompute(
 
 @app.command()
 def synth(
-    out: Annotated[Path, typer.Option(help="Folder to write, in the self_bench layout.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: self_bench, or a manifest for several texts.")],
     count: Annotated[int, typer.Option(min=1, help="Number of signs.")],
     half: Half = "train",
     seed: Annotated[int, typer.Option(help="Random seed of texts and signs.")] = 0,
@@ -93,13 +93,14 @@ def synth(
     styled: Annotated[
         bool, typer.Option("--styled", help="References: other texts in the font and colour of each sign.")
     ] = False,
+    texts: Annotated[int, typer.Option(min=1, max=8, help="Number of texts of a sign, one below the other.")] = 1,
 ) -> None:
     """Write signs with texts in several fonts and colours, and their masks."""
     from retouch.tiny.signs import synthesize
 
     with writing(out):
         written = synthesize(
-            out, count, half, seed, parse_size(size, "--size"), length, targets, exclude, caption_noise, styled
+            out, count, half, seed, parse_size(size, "--size"), length, targets, exclude, caption_noise, styled, texts
         )
     typer.echo(f"{out}: {written} items")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,6 +75,18 @@ def parse_box(text: str) -> tuple[int, int, int, int]:
             f"--box: given {text!r}; write LEFT,TOP,RIGHT,BOTTOM in pixels, like 100,100,700,400"
         ) from None
     return left, top, right, bottom
+
+
+def parse_images(given: Sequence[str]) -> tuple[int | None, list[Path]]:
+    """The values of `--images`: at most one number of images, and folders.
+
+    Raises:
+        ConfigError: two numbers, or 0.
+    """
+    numbers = [text for text in given if text.lstrip("-").isdecimal()]
+    if len(numbers) > 1 or any(int(number) < 1 for number in numbers):
+        raise ConfigError(f"--images: given {' and '.join(numbers)}; expected one number of 1 or more, or folders")
+    return (int(numbers[0]) if numbers else None), [Path(text) for text in given if text not in numbers]
 
 
 def find_trained(

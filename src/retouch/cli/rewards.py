@@ -1,8 +1,9 @@
-"""Commands of rewards: serve, score, probe."""
+"""Commands of rewards: serve, score, probe, env."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -116,3 +117,51 @@ def probe(
     typer.echo(json.dumps({"reward": reward, **found}, indent=2, ensure_ascii=False))
     if found["failures"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def env(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Environment or reward, such as imscore or editscore.")],
+    path: Annotated[
+        Path | None, typer.Option(help="Folder of the virtual environment; default: reward-envs/ENVIRONMENT.")
+    ] = None,
+    torch_index: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Package index of torch and torchvision, such as https://download.pytorch.org/whl/cpu; default: the "
+            "configured index, whose builds are for CUDA.",
+        ),
+    ] = None,
+    devices: Annotated[str, typer.Option(help="cpu, or GPU numbers like 0,1, for the server.")] = "0",
+    endpoints: Annotated[
+        Path, typer.Option(help="File for the addresses of the server, which a run file names as a reward's url.")
+    ] = Path("endpoints.json"),
+    start: Annotated[bool, typer.Option("--start", help="Start the server too, until stopped.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve the packages by their metadata, and install nothing.")
+    ] = False,
+) -> None:
+    """Make a virtual environment for a reward with conflicting dependencies, and print the commands of its server."""
+    import subprocess
+
+    from retouch.rewards.environments import environment_of, make, resolve
+
+    start_logging()
+    environment, reward = environment_of(name)
+    folder = path or Path("reward-envs") / environment.name
+    commands = environment.commands(reward, folder, devices, endpoints)
+    typer.echo(f"{environment.title}; rewards: {', '.join(environment.rewards)}")
+    if dry_run:
+        found = resolve(environment)
+        for package, release in sorted(found.items(), key=lambda one: one[0].lower()):
+            typer.echo(f"{package}=={release}")
+        typer.echo(f"{len(found)} packages fit together; nothing was installed")
+        return
+    with writing(folder):
+        make(environment, folder, torch_index)
+    for words in commands:
+        typer.echo(shlex.join(words))
+    for words in commands if start else ():
+        if code := subprocess.run(words).returncode:
+            raise typer.Exit(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from retouch.cli.options import (
     Weights,
     find_trained,
     parse_box,
+    parse_images,
     parse_size,
     start_logging,
 )
@@ -148,18 +149,59 @@ def evaluate(
     reference: Annotated[
         Path | None, typer.Option(help="Style reference for every example, instead of its own.")
     ] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Number of images per example; default: the run's.")] = None,
+    images: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COUNT|FOLDER",
+            help="Number of images per example; default: the run's. With --benchmark also a folder of images that "
+            "another program made, under the official names, which is scored beside the run, or without a run; "
+            "repeatable.",
+        ),
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="Published benchmark to run, or a file with its settings."),
+    ] = None,
+    path: Annotated[Path | None, typer.Option(help="Published data of --benchmark.")] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Share of the work of --benchmark, like 1/4; the last process writes the result. Default: all, or the "
+            "rank under torchrun.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for a grid, the measures of each image and, for several runs, compare.html."),
+        typer.Option(
+            help="Folder for a grid, the measures of each image and, for several runs, compare.html; with --benchmark "
+            "for images, scores and result.json, by default RUN/benchmarks/NAME."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare weights with the base, or runs with each other, on fixed seeds: rewards, exact match, change outside the
-    mask."""
+    mask. With --benchmark: the official measures of a published benchmark."""
     start_logging()
-    unread = DATA_SECTIONS if data else ("data", "warmup_data")
     runs = run or []
+    count, folders = parse_images(images or [])
+    if benchmark is not None:
+        unused = {"--data": data, "--reference": reference}
+        if given := [option for option, value in unused.items() if value is not None]:
+            raise ConfigError(f"{given[0]}: given with --benchmark, which has its own data; leave it out")
+        result = _benchmark(benchmark, path, runs, config, weights, raw, count, folders, shard, out)
+        if result is not None:
+            from retouch.benchmarks.result import benchmark_table
+
+            typer.echo(json.dumps(result, indent=2) if as_json else benchmark_table(result))
+        return
+    if misplaced := [o for o, value in {"--path": path, "--shard": shard}.items() if value is not None]:
+        raise ConfigError(f"{misplaced[0]}: given without --benchmark; add --benchmark NAME, or leave it out")
+    if folders:
+        raise ConfigError(
+            f"--images: given {folders[0]}; expected a number of images, or a folder with --benchmark NAME"
+        )
+    unread = DATA_SECTIONS if data else ("data", "warmup_data")
     if len(runs) > 1 and (config or weights):
         raise ConfigError(
             "--run: given several times, which compares the newest weights; leave --config and --weights out"
@@ -170,11 +212,49 @@ def evaluate(
 
     with writing(out or "--out"):
         if len(runs) > 1:
-            folders = run_names(runs)
-            result = compare_runs(dict(zip(folders, found, strict=True)), folders, data, images, out, reference)
+            places = run_names(runs)
+            result = compare_runs(dict(zip(places, found, strict=True)), places, data, count, out, reference)
         else:
-            result = compare(found[0], data, images, out, reference)
+            result = compare(found[0], data, count, out, reference)
     typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
+
+
+def _benchmark(
+    given: str,
+    path: Path | None,
+    runs: list[Path],
+    config: Path | None,
+    weights: Path | None,
+    raw: bool | None,
+    count: int | None,
+    folders: list[Path],
+    shard: str | None,
+    out: Path | None,
+) -> dict[str, Any] | None:
+    """`retouch eval --benchmark` -> its result; None if other shards have not ended."""
+    from retouch.benchmarks.load import load_benchmark
+    from retouch.benchmarks.outputs import Shard
+    from retouch.use.benchmark import launcher_shard, run_benchmark
+
+    chosen = load_benchmark(given, path)
+    if count is not None:
+        chosen = chosen.model_copy(update={"images_per_item": count})
+    share = launcher_shard() if shard is None else Shard.parse(shard)
+    trained = {}
+    if len(runs) > 1 and (config or weights):
+        raise ConfigError("--run: given several times; leave --config and --weights out")
+    if runs or config:
+        from retouch.observe.comparison import run_names
+
+        named = run_names(runs) if len(runs) > 1 else {"": runs[0] if runs else None}
+        trained = {name: find_trained(one, config, weights, raw, DATA_SECTIONS) for name, one in named.items()}
+    elif not folders:
+        raise ConfigError("--benchmark: give --run RUN_DIR or --config RUN.yaml to sample, or --images FOLDER to score")
+    if out is None and len(runs) != 1:
+        raise ConfigError("--out: not set; give a folder for images, scores and the result of the benchmark")
+    folder = out or runs[0] / "benchmarks" / chosen.name
+    with writing(folder):
+        return run_benchmark(chosen, trained, folders, folder, share)
 
 
 @app.command()

@@ -103,7 +103,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
     """Compute the numbers of a run that trains the diffusion model.
 
     Raises:
-        ConfigError: no process.
+        ConfigError: no process, or groups that a reward compares but that the processes would split.
     """
     if world_size < 1:
         raise ConfigError(f"--world-size: given {world_size}; expected the number of processes, at least 1")
@@ -118,6 +118,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         per_device = math.ceil(batch / world_size) * rollout.batches_per_epoch
         per_epoch = math.ceil(algorithm.rows_per_device(run, world_size) / rows) * algorithm.inner_epochs
         epochs = math.ceil((training.max_steps - supervised) / per_epoch)
+        _require_whole_groups(run, world_size)
     images = batch * rollout.batches_per_epoch
     return Derived(
         world_size=world_size,
@@ -136,6 +137,16 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         state_bytes_per_weight=4 * (2 + len(snapshots(run))) + moment_bytes(run),
         vision_tokens=run.model.vision_tokens(run.data.size) if "source" in run.data.has_images else 0,
     )
+
+
+def _require_whole_groups(run: RunConfig, world_size: int) -> None:
+    name = next((name for name, entry in run.rewards.items() if entry.compares_group() and entry.role == "train"), None)
+    groups = run.rollout.global_groups_per_batch
+    if name is not None and groups % world_size:
+        raise ConfigError(
+            f"rollout.global_groups_per_batch: given {groups} on {world_size} processes, but rewards.{name} compares "
+            f"whole groups; set rollout.global_groups_per_batch to a multiple of {world_size}"
+        )
 
 
 def moment_bytes(run: RunConfig) -> int:

@@ -343,6 +343,18 @@ def _new_path(path: list[str]) -> list[str]:
     return renamed
 
 
+def with_variables(node: Any, key: str) -> Any:
+    """A part of a YAML file with `${VAR}` and `${VAR:-default}` filled in.
+
+    Args:
+        key: where it stands in the file, for messages.
+
+    Raises:
+        ConfigError: a variable that is not set and has no default.
+    """
+    return _expand(node, key, ())
+
+
 def _expand(node: Any, key: str, unread: Collection[str]) -> Any:
     """`${VAR}` in every string, from the environment."""
     if isinstance(node, dict):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from retouch.imaging import (
     resize,
     to_rgb,
 )
+from retouch.lines import Point, TextLine, parse_lines, placed, share_inside
 from retouch.types import Example, Processes
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Reading:
         cropped: whether the box is a crop around the mask.
         mask_pixels: masked pixels of the example.
         uncropped_mask_pixels: masked pixels without the crop, to within the rounding of its edge.
+        scale, offset: a point (x, y) of the source is (x * scale x - offset x, y * scale y - offset y) of the example.
     """
 
     mask_channel: str | None
@@ -64,6 +67,8 @@ class Reading:
     cropped: bool = False
     mask_pixels: int = 0
     uncropped_mask_pixels: int = 0
+    scale: Point = (1.0, 1.0)
+    offset: Point = (0.0, 0.0)
 
 
 class Dataset(Sequence[Example]):
@@ -216,6 +221,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     reference = images.pop("reference", None)
     if first:
         images, mask, reading = _fitted(images, mask, images[first].size, config, crop, item, reading)
+    lines = _lines_shown(item, reading, (width, height)) if "lines" in item.metadata else ()
     strip = None
     if options.reference_strip is not None and "source" in images and reference is not None:
         strip = into_strip(reference, options.reference_strip, width, options.reference_strip_fit)
@@ -224,7 +230,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         item.prompt,
         mask=mask,
         reference=reference,
-        metadata=item.metadata,
+        metadata={**item.metadata, "lines": [line.json() for line in lines]} if lines else item.metadata,
         size=config.size,
         strip=strip,
         embedding_path=item.embedding_path,
@@ -282,7 +288,9 @@ def _fitted(
     """
     height, width = config.size
     box = mask_box(mask) if mask is not None else None
-    scaled, window = fit_size(size, (width, height), config.image_options.fit, box)
+    keep = _lines_box(item, size) if box is None else box
+    scaled, window = fit_size(size, (width, height), config.image_options.fit, keep)
+    scale, offset = (scaled[0] / size[0], scaled[1] / size[1]), (float(window[0]), float(window[1]))
     area = _unscaled(window, scaled, size)
     uncropped = 0 if mask is None else round(mask_area(mask) * scaled[0] * scaled[1] / (mask.width * mask.height))
     cropped = None if crop is None or box is None else crop.box(size, (width, height), box)
@@ -290,8 +298,12 @@ def _fitted(
         images = {role: image.crop(cropped) for role, image in images.items()}
         mask = None if mask is None else mask.crop(cropped)
         area, scaled, window = cropped, (width, height), (0, 0, width, height)
+        scale = width / (cropped[2] - cropped[0]), height / (cropped[3] - cropped[1])
+        offset = cropped[0] * scale[0], cropped[1] * scale[1]
     images = {role: resize(image, scaled, window) for role, image in images.items()}
-    reading = replace(reading, box=area, cropped=cropped is not None, uncropped_mask_pixels=uncropped)
+    reading = replace(
+        reading, box=area, cropped=cropped is not None, uncropped_mask_pixels=uncropped, scale=scale, offset=offset
+    )
     if mask is None:
         return images, None, reading
     whole = mask_area(mask.resize(scaled, Image.Resampling.BOX))
@@ -310,6 +322,45 @@ def _fitted(
     if problem:
         raise ImageProblem(f"{item.mask_path}: {problem}")
     return images, mask, replace(reading, mask_pixels=kept)
+
+
+def _lines_of(item: ItemFiles) -> tuple[TextLine, ...]:
+    """The lines of an item, in pixels of its source.
+
+    Raises:
+        DataError: the format listed unusable lines.
+    """
+    try:
+        return parse_lines(item.metadata["lines"]) if "lines" in item.metadata else ()
+    except ValueError as error:
+        raise DataError(f"lines: {error}") from None
+
+
+def _lines_box(item: ItemFiles, size: tuple[int, int]) -> Box | None:
+    """The box around all lines with a place, within a source of `size` (width, height); None without one."""
+    bounds = [line.bounds for line in _lines_of(item) if line.bounds is not None]
+    if not bounds:
+        return None
+    left, top, right, bottom = zip(*bounds, strict=True)
+    box = math.floor(min(left)), math.floor(min(top)), math.ceil(max(right)), math.ceil(max(bottom))
+    return max(0, box[0]), max(0, box[1]), min(size[0], box[2]), min(size[1], box[3])
+
+
+def _lines_shown(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> tuple[TextLine, ...]:
+    """The lines of an item, in pixels of its example.
+
+    Raises:
+        ImageProblem: a line lies outside the example.
+    """
+    lines = placed(_lines_of(item), reading.scale, reading.offset)
+    for line in lines:
+        inside = share_inside(line, size)
+        if inside < KEPT_SHARE:
+            raise ImageProblem(
+                f"line {line.text!r}: {1 - inside:.0%} of its place lies outside the {size[0]} x {size[1]} pixels of "
+                "the example; set data.fit=stretch or another data.resolution, or mend its polygon"
+            )
+    return lines
 
 
 def _unscaled(window: Box, scaled: tuple[int, int], size: tuple[int, int]) -> Box:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from retouch import plain_json
 from retouch.data.base import DataError
+from retouch.imaging import PackedImage, as_shown, open_image
+from retouch.lines import TextLine, joined, parse_lines, polygon_mask
 
 SUFFIXES = (".json", ".jsonl", ".csv")
 """Files that `entries_of` reads."""
@@ -137,3 +141,57 @@ def id_of(entry: Mapping[str, Any], position: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool):
         raise DataError(f"id is {number!r}; it must be an integer")
     return number
+
+
+TEXT_KEYS = ("text", "texts", "lines")
+"""Keys of what to write: one text or a list of texts, a list of texts, a list of lines with their places."""
+
+
+def text_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of what an entry asks to write: `text`, and `lines` for several texts or texts with places.
+
+    Raises:
+        DataError: texts of a wrong type, or under more than one key.
+    """
+    given = {key: entry[key] for key in TEXT_KEYS if entry.get(key) is not None}
+    text = given.get("text")
+    if isinstance(text, str) and len(given) == 1:
+        return given
+    if isinstance(text, str) and joined(line.text for line in _lines_of(given)) == text:
+        del given["text"]  # what `line_fields` made of the lines
+    if len(given) > 1:
+        raise DataError(f"{' and '.join(given)} given; keep one of them")
+    return line_fields(_lines_of(given)) if given else {}
+
+
+def _lines_of(given: Mapping[str, Any]) -> tuple[TextLine, ...]:
+    key = next((key for key in reversed(TEXT_KEYS) if key in given and key != "text"), "text")
+    if key == "text" and not isinstance(given["text"], list):
+        raise DataError(f"text is {given['text']!r}; it must be a string, or a list of lines")
+    try:
+        return parse_lines(given[key])
+    except ValueError as error:
+        raise DataError(f"{key}: {error}") from None
+
+
+def line_fields(lines: Sequence[TextLine]) -> dict[str, Any]:
+    """`text` and `lines` of the metadata of an item; one line without a place is a text alone."""
+    text = joined(line.text for line in lines)
+    if len(lines) == 1 and lines[0].polygon is None:
+        return {"text": text}
+    return {"text": text, "lines": [line.json() for line in lines]}
+
+
+def lines_mask(source: Path | PackedImage, lines: Sequence[TextLine]) -> PackedImage | None:
+    """The mask of an item without one: the polygons of its lines, at the size of the source; None without places."""
+    polygons = [line.polygon for line in lines if line.polygon is not None]
+    if not polygons:
+        return None
+    digest = hashlib.sha256(json.dumps(polygons).encode()).hexdigest()
+    return PackedImage(f"the lines of {source}", partial(_mask_png, source, polygons), digest)
+
+
+def _mask_png(source: Path | PackedImage, polygons: Sequence[Sequence[tuple[float, float]]]) -> bytes:
+    out = io.BytesIO()
+    polygon_mask(polygons, as_shown(open_image(source)).size).save(out, "PNG", compress_level=1)
+    return out.getvalue()

@@ -20,6 +20,9 @@ from retouch.imaging import PackedImage
 
 KINDS = (".parquet", ".arrow", ".jsonl")
 
+IMAGE_COLUMNS = frozenset({"image", "input_image", "input_image_raw"})
+"""Columns of images in the data sets of the formats."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -66,8 +69,8 @@ def hub_table(path: str, split: str, config: str | None = None) -> Table:
     found = _of_the_hub(
         lambda: datasets.load_dataset(path, config, split=split), f"{path} ({config or split}) cannot be loaded"
     )
-    if "image" in found.column_names:
-        found = found.cast_column("image", datasets.Image(decode=False))
+    for column in IMAGE_COLUMNS & {*found.column_names}:
+        found = found.cast_column(column, datasets.Image(decode=False))
     return Table(f"{config or split}", len(found), found.__getitem__)
 
 
@@ -101,22 +104,22 @@ def _of_the_hub(read: Callable[[], Any], problem: str) -> Any:
         raise DataError(f"data.path: {problem} from the hub: {first}") from None
 
 
-def image_of(table: Table, position: int, row: Mapping[str, Any]) -> Path | PackedImage:
-    """The image of a row: column `image`, or `file_name` as in an imagefolder.
+def image_of(table: Table, position: int, row: Mapping[str, Any], column: str = "image") -> Path | PackedImage:
+    """The image of a row: its column, or `file_name` as in an imagefolder.
 
     Raises:
         DataError: there is none.
     """
-    value = row.get("image", row.get("file_name"))
+    value = row.get(column, row.get("file_name"))
     if isinstance(value, Mapping):
         value = cast("Mapping[str, Any]", value)
         if isinstance(value.get("bytes"), bytes):
-            read = partial(_bytes_of, table, position)
-            return PackedImage(f"{table.name} row {position} (image)", read, _digest(value["bytes"]))
+            read = partial(_bytes_of, table, position, column)
+            return PackedImage(f"{table.name} row {position} ({column})", read, _digest(value["bytes"]))
         value = value.get("path")
     if isinstance(value, str) and value and table.folder is not None:
         return table.folder / value
-    raise DataError("no image under image (bytes, or a path) or file_name")
+    raise DataError(f"no image under {column} (bytes, or a path) or file_name")
 
 
 def content_digest(source: Path | PackedImage | str) -> str:
@@ -139,8 +142,8 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _bytes_of(table: Table, position: int) -> bytes:
-    return table.row(position)["image"]["bytes"]
+def _bytes_of(table: Table, position: int, column: str) -> bytes:
+    return table.row(position)[column]["bytes"]
 
 
 def _table(file: Path, name: str) -> Table:

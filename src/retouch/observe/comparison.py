@@ -39,6 +39,7 @@ from retouch.observe.report import (
     subtitle,
 )
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.base import UNSCORED
 
 _GRID_EXAMPLES = 8
 
@@ -53,13 +54,6 @@ _HOW_READ = (
     "curriculum",
 )
 """Keys of a data section that do not change which examples it has."""
-
-_UNSCORED = (
-    "weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads", "images_per_forward",
-    "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens",
-    "budget_dollars", "price_in", "price_out",
-)  # fmt: skip
-"""Keys of a reward that do not change its score."""
 
 _OF_ITS_OWN = ("name", "resume", "logging")
 """Keys that the table of differences leaves out."""
@@ -197,7 +191,7 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
 
 def scoring_differences(one: Record, other: Record) -> list[str]:
     """Keys by which two rewards of one name score differently."""
-    return [key for key in differing(one, other) if key.split(".")[0] not in _UNSCORED]
+    return [key for key in differing(one, other) if key.split(".")[0] not in UNSCORED]
 
 
 def differing(one: Record, other: Record) -> list[str]:

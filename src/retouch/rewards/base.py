@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 
 
+UNSCORED = (
+    "weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads", "images_per_forward",
+    "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens",
+    "budget_dollars", "price_in", "price_out",
+)  # fmt: skip
+"""Keys of an entry that do not change its scores."""
+
+
 class RewardEntry(Section):
     """One reward of the table; its key is the scorer's name unless `scorer` is set."""
 
@@ -95,6 +103,11 @@ class RewardEntry(Section):
         """Whether the scorer compares what it reads in the image with the target text of the example."""
         return False
 
+    def compares_group(self) -> bool:
+        """Whether a value depends on the other samples of its group. Such a reward is scored in training only, where
+        every call of its scorer gets whole groups; with role gold, by `retouch eval` only."""
+        return False
+
     def extras(self) -> frozenset[str]:
         """Extras of the package that the scorer needs in addition to `train`."""
         return frozenset()
@@ -151,6 +164,33 @@ class RewardEntry(Section):
                 f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
                 "set rollout.group_size to 2 or more, or transform=none"
             )
+        if self.compares_group():
+            self._check_whole_groups(run, key)
+
+    def _check_whole_groups(self, run: RunConfig, key: str) -> None:
+        compared = f"{key} compares the samples of a group with each other"
+        size, batch = run.rollout.group_size, run.rollout.batch_size_per_device
+        if self.url is not None:
+            raise ValueError(
+                f"{key}.url: given {self.url!r}, but {compared}, and a server receives parts of groups; leave url out"
+            )
+        if self.role == "gold":
+            return  # compared by `retouch eval` only
+        if run.algorithm.trains_text_encoder:
+            raise ValueError(
+                f"{key}: {compared}, which algorithm {run.algorithm.name!r} does not score together; set "
+                "against=reference"
+            )
+        if size == 1:
+            raise ValueError(
+                f"{key}: {compared}, but rollout.group_size is 1; set rollout.group_size to 2 or more, or "
+                "against=reference"
+            )
+        if batch % size:
+            raise ValueError(
+                f"rollout.batch_size_per_device: given {batch}, but {compared} and needs whole groups of "
+                f"{size} in a batch; set rollout.batch_size_per_device to a multiple of {size}"
+            )
 
     def _unread(self, key: str, names: Sequence[str], why: str) -> None:
         for name in names:
@@ -163,6 +203,8 @@ class RewardEntry(Section):
         if gate not in others:
             hint = nearest(gate, others) if others else "there is no other"
             raise ValueError(f"{where}, which is no other reward of the run; {hint}")
+        if run.rewards[gate].compares_group():
+            raise ValueError(f"{where}, which compares samples of a group and has no value in evaluations")
         if run.rewards[gate].gated_by is not None:
             raise ValueError(f"{where}, which is gated itself; gate both by {run.rewards[gate].gated_by!r}")
         if run.rewards[gate].role == "gold" and self.role == "train":

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from retouch.lines import TextLine, parse_lines
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {
@@ -121,8 +122,16 @@ _QUOTES = (re.compile(r'"([^"]*)"'), re.compile(rf"(?<!{_LETTER})'(.*?)'(?!{_LET
 def quoted_text(prompt: str) -> str | None:
     """The text in the first pair of double quotes of a prompt that holds more than white space, else in the first such
     pair of single quotes; None without one."""
-    found = (match[1] for quotes in _QUOTES for match in quotes.finditer(prompt))
-    return next((text for text in found if text.strip()), None)
+    return next(iter(quoted_texts(prompt)), None)
+
+
+def quoted_texts(prompt: str) -> list[str]:
+    """Every text in double quotes of a prompt that holds more than white space; without one, those in single quotes."""
+    for quotes in _QUOTES:
+        found = [match[1] for match in quotes.finditer(prompt) if match[1].strip()]
+        if found:
+            return found
+    return []
 
 
 def text_to_read(item: RewardItem) -> str | Failure:
@@ -136,6 +145,21 @@ def text_to_read(item: RewardItem) -> str | Failure:
     if found is not None:
         return found
     return Failure("bad_item", "no text to read: set metadata.text, or put the text in quotes in the prompt")
+
+
+def lines_to_read(item: RewardItem) -> tuple[TextLine, ...] | Failure:
+    """`metadata.lines`, else `metadata.text` as one line, else every quoted part of the prompt; else a failure."""
+    if "lines" in item.metadata:
+        try:
+            return parse_lines(item.metadata["lines"])
+        except ValueError as error:
+            return Failure("bad_item", f"metadata.lines: {error}")
+    text = text_to_read(item)
+    if isinstance(text, Failure):
+        return text
+    given = item.metadata.get("text")
+    lines = [text] if isinstance(given, str) and given.strip() else quoted_texts(item.prompt)
+    return tuple(TextLine(line.strip()) for line in lines)
 
 
 def missing_needs(spec: ScorerSpec, item: RewardItem) -> Failure | None:

@@ -165,6 +165,7 @@ class RewardTable:
         self.log_dir = log_dir or Path()
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
         self.trained = [name for name, entry in entries.items() if entry.role == "train"]
+        self.evaluated = [name for name, entry in entries.items() if not entry.compares_group()]
         self.gates = {
             name: Gate(entry.gated_by, entry.gate_threshold, entry.gate_floor)
             for name, entry in entries.items()
@@ -268,9 +269,13 @@ class RewardTable:
         """Start scoring a batch.
 
         Args:
-            training: False adds the gold rewards.
+            training: False adds the gold rewards and leaves out those that compare samples of a group.
         """
-        places = {name: place for name, place in self._places.items() if place.kind != "gold" or not training}
+        places = {
+            name: place
+            for name, place in self._places.items()
+            if (place.kind != "gold" if training else name in self.evaluated)
+        }
         views = {View(): list(items)}
         for view in {place.view for place in places.values()} - {View()}:
             views[view] = [viewed(item, view) for item in items]
@@ -278,6 +283,18 @@ class RewardTable:
         weights = {name: self.weights[name] for name in places}
         gates = {name: gate for name, gate in self.gates.items() if name in places}
         return PendingScores(futures, places, weights, gates, len(items))
+
+    def revisions(self) -> dict[str, str]:
+        """Reward -> revision of its scorer, once all are ready; of several servers that differ, all revisions."""
+        found: dict[str, str] = {}
+        for place, backend in self._backends.items():
+            for name in (name for name, p in self._places.items() if p == place):
+                if isinstance(backend, LocalRewards):
+                    found[name] = backend.scorers[name].spec.revision
+                elif isinstance(backend, RewardClient):
+                    backend.revisions.learn(backend.info())
+                    found[name] = backend.revisions.told(name)
+        return found
 
     def close(self) -> None:
         for backend in self._backends.values():

@@ -5,9 +5,12 @@ Views are made before an image is sent: they are the same for local and remote s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from retouch.imaging import MASK_THRESHOLD, Box, mask_box, paste_back, widen
+from retouch.lines import parse_lines, placed
 from retouch.rewards.protocol import RewardItem, malformed
 
 
@@ -57,8 +60,21 @@ def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
     left, top, right, bottom = at_least(box, least, size[1], size[0])
     source = None if item.source is None else item.source[top:bottom, left:right]
     return replace(
-        item, image=item.image[top:bottom, left:right], mask=item.mask[top:bottom, left:right], source=source
+        item,
+        image=item.image[top:bottom, left:right],
+        mask=item.mask[top:bottom, left:right],
+        source=source,
+        metadata=_shifted(item.metadata, left, top),
     )
+
+
+def _shifted(metadata: Mapping[str, Any], left: int, top: int) -> Mapping[str, Any]:
+    """The metadata with the places of its lines in pixels of the crop; unchanged where they cannot be read."""
+    try:
+        lines = placed(parse_lines(metadata["lines"]), (1.0, 1.0), (float(left), float(top)))
+    except (KeyError, ValueError):
+        return metadata
+    return {**metadata, "lines": [line.json() for line in lines]}
 
 
 def at_least(box: Box, least: int, width: int, height: int) -> Box:

@@ -1,15 +1,16 @@
 """Synthetic text inpainting: pronounceable words in several fonts and colours, on plain signs, with their masks.
 
-Written in the self_bench layout. A hash divides the vocabulary: "train" and "held_out" are disjoint for every seed and
-count.
+Written in the self_bench layout; signs with several texts as a manifest with the place of each. A hash divides the
+vocabulary: "train" and "held_out" are disjoint for every seed and count.
 """
 
 from __future__ import annotations
 
 import colorsys
 import itertools
+import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,12 +23,18 @@ from PIL import Image
 from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
 from retouch.glyphs import FONTS, write_spaced
-from retouch.imaging import mask_box
+from retouch.imaging import Box, mask_box
 
 Half = Literal["train", "held_out"]
 
 _CONSONANTS, _VOWELS = "BCDFGHJKLMNPRSTVWXYZ", "AEIOU"
 _HELD_OUT_SHARE = 8  # one word in 8
+MANIFEST = "manifest.json"
+"""List of a folder of signs with several texts."""
+
+TEXTS_PROMPT = "The text is '{}'"
+"""Prompt of a sign with several texts: two words of four letters are as long as the tiny bases read."""
+
 _SMALLEST = (8, 16)  # height, width in pixels: below, the mask touches the border
 _AVOIDED = frozenset({"RAPE", "PEDO", "NUDE", "HOMO", "NAZI", "SODO", "LOLI", "PORN"})
 
@@ -166,11 +173,7 @@ def write_signs(
         DataError: the folder already holds a list file, or is a file itself.
     """
     listing = out / "self_bench.txt"
-    if out.is_file():
-        raise DataError(f"{out} is a file; give a folder as --out")
-    if listing.exists():
-        raise DataError(f"{out} already holds a data set; choose another --out, or delete it")
-    out.mkdir(parents=True, exist_ok=True)
+    _require_new(out, listing)
     for n, word in enumerate(words, first_id):
         sign = draw_sign(word, size, seed)
         (sign.picture if with_targets else sign.ground).save(out / f"test{n}_source.png")
@@ -188,6 +191,82 @@ def _other_word(sign: Sign, word: str, seed: int) -> Sign:
     other = word if word != sign.word else word[::-1]
     size = (sign.picture.height, sign.picture.width)
     return draw_sign(other, size, derive_seed("reference", seed, sign.word), sign.face, sign.ink)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """One synthetic item with several texts, each in a box of its own, from top to bottom.
+
+    Attributes:
+        picture: RGB image with the words.
+        ground: the image without them.
+    """
+
+    words: tuple[str, ...]
+    picture: Image.Image
+    ground: Image.Image
+    boxes: tuple[Box, ...]
+
+
+def draw_texts(words: Sequence[str], size: tuple[int, int], seed: int) -> Texts:
+    """A sign of `size` (height, width) in pixels with a word in each of its equally high rows, each word in a font and
+    colour of its own."""
+    draw = Random(derive_seed("texts", seed, *words))
+    height, width = size
+    ground = Image.fromarray(_ground(draw, height, width))
+    picture, row, boxes = ground.copy(), height // len(words), list[Box]()
+    for number, word in enumerate(words):
+        box_width, box_height = round(width * 0.875), round(row * 0.75)
+        left = (width - box_width) // 2 + draw.randint(-1, 1)
+        top = number * row + (row - box_height) // 2 + draw.randint(-1, 1)
+        boxes.append((left, top, left + box_width, top + box_height))
+        write_spaced(picture, word, draw.choice(list(FONTS)), boxes[-1], draw_ink(draw))
+    return Texts(tuple(words), picture, ground, tuple(boxes))
+
+
+def write_texts(
+    out: Path,
+    groups: Sequence[Sequence[str]],
+    size: tuple[int, int],
+    seed: int,
+    *,
+    with_targets: bool = True,
+    caption_noise: float = 0.0,
+) -> None:
+    """Write a folder with manifest.json: a sign for each group of words, with the box of each word under `lines`. The
+    boxes are the mask.
+
+    Args:
+        with_targets, caption_noise: as in `write_signs`.
+
+    Raises:
+        DataError: the folder already holds a manifest, or is a file itself.
+    """
+    manifest = out / MANIFEST
+    _require_new(out, manifest)
+    entries: list[dict[str, Any]] = []
+    for n, words in enumerate(groups):
+        sign = draw_texts(words, size, seed)
+        (sign.picture if with_targets else sign.ground).save(out / f"sign{n}.png")
+        told = [misheard(word, caption_noise, seed) for word in words]
+        lines = [{"text": text, "box": list(box)} for text, box in zip(told, sign.boxes, strict=True)]
+        entry = {"id": n, "prompt": TEXTS_PROMPT.format(" ".join(told)), "image_path": f"sign{n}.png", "lines": lines}
+        entries.append(entry)
+    # the list comes last: an incomplete folder has none, and cannot be read
+    manifest.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def _require_new(out: Path, listing: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        DataError: it already holds a list, or is a file itself.
+    """
+    if out.is_file():
+        raise DataError(f"{out} is a file; give a folder as --out")
+    if listing.exists():
+        raise DataError(f"{out} already holds a data set; choose another --out, or delete it")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:
@@ -217,34 +296,47 @@ def synthesize(
     exclude: Path | None,
     caption_noise: float,
     styled: bool = False,
+    texts: int = 1,
 ) -> int:
     """`retouch data synth` -> the number of items written.
 
     Raises:
-        DataError: an unknown half, too many words, too small a size, a folder in use, an unreadable exclusion, or
-            wrong captions of images without a word.
+        DataError: an unknown half, too many words, too small a size, a folder in use, an unreadable exclusion, wrong
+            captions of images without a word, or references of signs with several texts.
     """
+    if styled and texts > 1:
+        raise DataError(
+            f"--texts: given {texts} with --styled; references are of signs with one text; drop one of them"
+        )
     if not 0 <= caption_noise <= 1:
         raise DataError(f"--caption-noise: given {caption_noise}; a share of letters lies in [0, 1]")
     if caption_noise and not targets:
         raise DataError("--caption-noise with --no-targets: no image shows the word, so no caption can be wrong")
     if half not in ("train", "held_out"):
         raise DataError(f"--half: given {half!r}; allowed: train, held_out")
-    if size[0] < _SMALLEST[0] or size[1] < _SMALLEST[1]:
-        raise DataError(f"--size: given {size[0]}x{size[1]}; a sign has at least {_SMALLEST[0]}x{_SMALLEST[1]} pixels")
-    words = draw_words(count, half, seed, length, words_of(exclude) if exclude else ())
+    least = (_SMALLEST[0] * texts, _SMALLEST[1])
+    if size[0] < least[0] or size[1] < least[1]:
+        raise DataError(f"--size: given {size[0]}x{size[1]}; a sign has at least {least[0]}x{least[1]} pixels")
+    words = draw_words(count * texts, half, seed, length, words_of(exclude) if exclude else ())
+    if texts > 1:
+        groups = [words[i : i + texts] for i in range(0, len(words), texts)]
+        write_texts(out, groups, size, seed, with_targets=targets, caption_noise=caption_noise)
+        return len(groups)
     options: dict[str, Any] = {"with_targets": targets, "caption_noise": caption_noise, "styled": styled}
     write_signs(out, words, size, seed, **options)
     return len(words)
 
 
 def words_of(folder: Path) -> set[str]:
-    """The words of a self_bench folder.
+    """The words of a folder that `write_signs` or `write_texts` wrote.
 
     Raises:
         DataError: it has no list file.
     """
-    listing = folder / "self_bench.txt"
+    listing, manifest = folder / "self_bench.txt", folder / MANIFEST
+    if manifest.is_file():
+        entries: list[dict[str, Any]] = json.loads(manifest.read_text(encoding="utf-8"))
+        return {str(line["text"]) for entry in entries for line in entry["lines"]}
     if not listing.is_file():
         raise DataError(f"--exclude: {folder} has no self_bench.txt")
     return {line.partition("-")[2].strip() for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from retouch.data.formats.mmmg import LEVELS
 from retouch.data.sampler import derive_seed, own_share
 from retouch.glyphs import glyph_correlation
 from retouch.imaging import MASK_THRESHOLD, paste_back
+from retouch.lines import parse_lines, polygon_mask, shown_text
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.grids import grid
 from retouch.observe.guards import (
@@ -174,11 +176,11 @@ def draw_and_score(
             images = without_strip(to_uint8(decoded), batch)
         raw += list(images.numpy())
         items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
-        if rewards.entries:
+        if rewards.evaluated:
             pending.append(PendingBatch(items, rewards.submit(items, training=False), broken_rows(decoded)))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
-    return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.entries})
+    return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated})
 
 
 def measured(work: Work, scored: Scored) -> Evaluation:
@@ -211,7 +213,7 @@ def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation],
     by_id = {example.id: example for example in examples}
     for i in starts:
         example = by_id[first.rows[i]["example"]]
-        cells: list[tuple[Any, str]] = [(masked_input(example), str(example.metadata.get("text", example.prompt)))]
+        cells: list[tuple[Any, str]] = [(masked_input(example), shown_text(example.metadata) or example.prompt)]
         for evaluation in columns.values():
             if i < len(evaluation.images):
                 cells.append((evaluation.images[i], _reading(evaluation.rows[i])))
@@ -250,16 +252,30 @@ def _reading(row: dict[str, Any]) -> str:
 
 
 def _row(example: Example, index: int, image: np.ndarray[Any, Any], composite: np.ndarray[Any, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {"example": example.id, "index": index, "text": example.metadata.get("text")}
+    row: dict[str, Any] = {"example": example.id, "index": index, "text": shown_text(example.metadata)}
     row |= {name: kind for name in FACETS if isinstance(kind := example.metadata.get(name), str | int | float)}
     if example.source is not None and example.mask is not None:
         outside = np.asarray(example.mask) < MASK_THRESHOLD
         drift = np.abs(image.astype(np.float32) - np.asarray(example.source, np.float32))[outside]
         row["outside_l1"] = float(drift.mean() / 255)
-        text = example.metadata.get("text")
-        if isinstance(text, str):
-            row["glyph_correlation"] = glyph_correlation(composite, np.asarray(example.mask), text)
+        row |= _glyphs(example, composite)
     return row
+
+
+def _glyphs(example: Example, composite: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The glyph correlation of the text in the mask; of several lines the mean over their places, if they have any."""
+    text = example.metadata.get("text")
+    if "lines" not in example.metadata:
+        if not isinstance(text, str):
+            return {}
+        return {"glyph_correlation": glyph_correlation(composite, np.asarray(example.mask), text)}
+    height, width = composite.shape[:2]
+    found = [
+        glyph_correlation(composite, np.asarray(polygon_mask([line.polygon], (width, height))), line.text)
+        for line in parse_lines(example.metadata["lines"])
+        if line.polygon is not None
+    ]
+    return {"glyph_correlation": fmean(found)} if found else {}
 
 
 def _place(value: Any) -> tuple[int, str]:
@@ -372,8 +388,9 @@ def record_evaluation(
     folder, rewards = run.dir.path / "evaluations", run.rewards
     alarms: Sequence[Alarm] = []
     if compared_from is not None:
-        weights = {name: rewards.weights[name] for name in rewards.trained if rewards.weights[name]}
-        gold = [name for name in rewards.entries if name not in rewards.trained]
+        counted = [name for name in rewards.trained if rewards.weights[name] and name in rewards.evaluated]
+        weights = {name: rewards.weights[name] for name in counted}
+        gold = [name for name in rewards.evaluated if name not in rewards.trained]
         past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
         earlier = [read_metrics(path / "rows.jsonl") for path in past]
         alarms = evaluation_alarms(earlier, result.rows, weights, gold)

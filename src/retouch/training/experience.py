@@ -34,7 +34,7 @@ from retouch.training.scoring import (
     RewardOutage,
     gather_rewards,
     items_of,
-    judge_masses,
+    judge_statistics,
     raise_together,
     refuse_failures,
     rewards_of,
@@ -181,7 +181,7 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
             break
         chosen, again = chosen + more, again + 1
     run.rewards.count(tally.asked, tally.lost)
-    statistics = {**rewards.statistics(algorithm.combine), **judge_masses(run.engine, rewards.names, own.masses)}
+    statistics = {**rewards.statistics(algorithm.combine), **judge_statistics(run.engine, rewards.names, own.judged)}
     log_rollouts(session, rollouts, statistics)
     return rollouts, rewards
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from retouch.core.advantages import RewardRows
 from retouch.errors import FailureRateExceeded, RewardOutage
 from retouch.rewards.addresses import start_servers
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.types import Example, Failure, Outcome, Scores
 
@@ -66,19 +66,21 @@ def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
 
 def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[int]) -> list[RewardItem]:
     """Scorers' inputs for samples: the image, and everything of its example except the target."""
-    return [
-        RewardItem(
-            id=i,
-            prompt=example.prompt,
-            image=images[i].numpy(),
-            mask=None if example.mask is None else np.asarray(example.mask),
-            source=None if example.source is None else np.asarray(example.source),
-            reference=None if example.reference is None else np.asarray(example.reference),
-            group=group_ids[i],
-            metadata=dict(example.metadata),
-        )
-        for i, example in enumerate(examples)
-    ]
+    return [item_of(example, images[i].numpy(), i, group_ids[i]) for i, example in enumerate(examples)]
+
+
+def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardItem:
+    """Scorers' input for one image [H, W, 3] of an example."""
+    return RewardItem(
+        id=number,
+        prompt=example.prompt,
+        image=image,
+        mask=None if example.mask is None else np.asarray(example.mask),
+        source=None if example.source is None else np.asarray(example.source),
+        reference=None if example.reference is None else np.asarray(example.reference),
+        group=group,
+        metadata=dict(example.metadata),
+    )
 
 
 def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
@@ -144,9 +146,10 @@ def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientCon
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, 10.0), every_server=False):
-            again = table.submit([batch.items[row] for row in away], training=training).result(aside_s)
+            rows = _with_groups(table, batch.items, away)
+            again = table.submit([batch.items[row] for row in rows], training=training).result(aside_s)
             for name, column in columns.items():
-                for row, outcome in zip(away, again.outcomes[name], strict=True):
+                for row, outcome in zip(rows, again.outcomes[name], strict=True):
                     # what was scored already stays, or many flaky requests would never all succeed
                     if _is_unavailable(column[row]):
                         column[row] = outcome
@@ -156,6 +159,14 @@ def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientCon
         for row in batch.broken:
             column[row] = NOT_FINITE
     return Scores(columns, scores.weights)
+
+
+def _with_groups(table: RewardTable, items: Sequence[RewardItem], rows: Collection[int]) -> list[int]:
+    """The rows, and those of their groups where a reward compares samples of a group."""
+    if not any(entry.compares_group() for entry in table.entries.values()):
+        return list(rows)
+    groups = {items[row].group for row in rows}
+    return [row for row, item in enumerate(items) if item.group in groups]
 
 
 def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int, Failure]:
@@ -182,6 +193,14 @@ def summary(failures: Sequence[Failure]) -> str:
 
 # --- values and validity ---
 
+JUDGED = {
+    "mass": "judge_mass",
+    "order_dependent": "judge_order_dependent",
+    "position_bias": "judge_position_bias",
+}
+"""Detail of a judge's score -> its name in the rollout metrics: the probability that it gave its score tokens, the
+share of pairs whose two orders have different winners, and the preference for the first position."""
+
 
 @dataclass(frozen=True)
 class Rewards:
@@ -190,13 +209,13 @@ class Rewards:
     Attributes:
         values: [n, R] float64, 0 where a reward failed.
         valid: [n, R] bool.
-        masses: [R, 2] float64: sum and number of the probabilities that judges gave their score tokens.
+        judged: [R, D, 2] float64: sum and number of the values of each detail of `JUDGED`.
         failures: (row, column, failure), column by column.
     """
 
     values: Tensor
     valid: Tensor
-    masses: Tensor
+    judged: Tensor
     failures: Sequence[tuple[int, int, Failure]]
 
 
@@ -205,17 +224,18 @@ def rewards_of(names: Sequence[str], scores: Sequence[Scores]) -> Rewards:
     columns = [[outcome for batch in scores for outcome in batch.outcomes[name]] for name in names]
     n = sum(len(next(iter(batch.outcomes.values()), ())) for batch in scores)
     values, valid = torch.zeros(n, len(names), dtype=torch.float64), torch.zeros(n, len(names), dtype=torch.bool)
-    masses, failures = torch.zeros(len(names), 2, dtype=torch.float64), list[tuple[int, int, Failure]]()
+    judged = torch.zeros(len(names), len(JUDGED), 2, dtype=torch.float64)
+    failures: list[tuple[int, int, Failure]] = []
     for i, column in enumerate(columns):
         for row, outcome in enumerate(column):
             if isinstance(outcome, Failure):
                 failures.append((row, i, outcome))
                 continue
             values[row, i], valid[row, i] = outcome.value, True
-            mass = outcome.detail.get("mass")
-            if isinstance(mass, float):
-                masses[i] += torch.tensor([mass, 1.0], dtype=torch.float64)
-    return Rewards(values, valid, masses, failures)
+            for k, detail in enumerate(JUDGED):
+                if isinstance(found := outcome.detail.get(detail), float):
+                    judged[i, k] += torch.tensor([found, 1.0], dtype=torch.float64)
+    return Rewards(values, valid, judged, failures)
 
 
 def _names(scores: Sequence[Scores], *, counted: bool) -> list[str]:
@@ -307,7 +327,12 @@ def gather_rewards(
     return RewardRows(table.trained, values, valid, weights, position, index, padding, noise, relative)
 
 
-def judge_masses(engine: Engine, names: Sequence[str], masses: Tensor) -> dict[str, float]:
-    """Mean probability that judges gave their score tokens, over all processes, of the rewards that report it."""
-    totals = engine.sum(masses).cpu().tolist()
-    return {f"judge_mass/{n}": mass / count for n, (mass, count) in zip(names, totals, strict=True) if count}
+def judge_statistics(engine: Engine, names: Sequence[str], judged: Tensor) -> dict[str, float]:
+    """Mean details of judges over all processes, of the rewards that report them, by `JUDGED`."""
+    totals = engine.sum(judged).cpu().tolist()
+    return {
+        f"{label}/{name}": total / count
+        for name, details in zip(names, totals, strict=True)
+        for label, (total, count) in zip(JUDGED.values(), details, strict=True)
+        if count
+    }

@@ -25,6 +25,7 @@ from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
 from retouch.types import Example
+from retouch.use.duels import pair_judges, win_rate_lines, win_rates
 from retouch.use.items import examples_of, like, make_folder
 from retouch.use.trained import Trained
 
@@ -46,7 +47,8 @@ def compare(
     Returns:
         {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}: gains
         are paired differences from the evaluation before, with 95 % intervals. "against": name of the weights that
-        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets.
+        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates":
+        of `duels.win_rates`, if a reward compares two images.
 
     Raises:
         ConfigError: no evaluation data.
@@ -61,7 +63,7 @@ def compare(
     if out is not None:
         _write(results, examples, out, config)
     pairs = list(itertools.pairwise(results))
-    return _result(results, examples, list(config.rewards), pairs)
+    return _result(results, examples, config.rewards, pairs)
 
 
 def compare_runs(
@@ -103,7 +105,7 @@ def compare_runs(
     results: dict[str, Evaluation] = {}
     with _scoring(entries, configs[first].reward_client) as rewards:
         for name, config in configs.items():
-            base = {BASE: None} if not results and _one_base(list(configs.values())) else {}
+            base = {BASE: None} if not results and one_base(list(configs.values())) else {}
             weights = {**base, name: runs[name].newest}
             images = images or evaluation.images_per_example
             results |= _evaluated(config, weights, datasets[name], images, data, rewards)
@@ -113,7 +115,7 @@ def compare_runs(
         columns = {name: Column(name, found.means(), found.rows) for name, found in results.items()}
         write_comparison(folders, out / "compare.html", Sampled(columns, image))
     base_pair = [(BASE, first)] if BASE in results else []
-    return _result(results, examples, list(entries), [*base_pair, *((first, other) for other in others)])
+    return _result(results, examples, entries, [*base_pair, *((first, other) for other in others)])
 
 
 def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None) -> Dataset:
@@ -201,7 +203,7 @@ def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> N
         )
 
 
-def _one_base(configs: Sequence[RunConfig]) -> bool:
+def one_base(configs: Sequence[RunConfig]) -> bool:
     """Whether all runs started from the same model."""
     models = [config.model.model_dump(exclude={"train"}) for config in configs]
     return all(model == models[0] for model in models)
@@ -212,7 +214,7 @@ def _scoring(entries: Mapping[str, Reward], client: RewardClientConfig) -> Itera
     """Rewards that are ready; scorers for which a run would start servers are in this process."""
     from retouch.rewards.table import RewardTable
 
-    rewards = RewardTable({name: _scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
+    rewards = RewardTable({name: scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
     rewards.start()
     try:
         rewards.settle()  # before a network is loaded
@@ -272,21 +274,27 @@ def _write(results: Mapping[str, Evaluation], examples: list[Example], out: Path
 
 
 def _result(
-    results: Mapping[str, Evaluation], examples: list[Example], rewards: list[str], pairs: Sequence[tuple[str, str]]
+    results: Mapping[str, Evaluation],
+    examples: list[Example],
+    rewards: Mapping[str, RewardEntry],
+    pairs: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
+    judges = pair_judges({name: scored_here(entry) for name, entry in rewards.items()})
+    rates = win_rates(judges, results, examples, pairs)
     facets = {name: told for name, result in results.items() if (told := result.by_facet())}
     return {
         **({"facets": facets} if facets else {}),
         "examples": len(examples),
         "images": len(next(iter(results.values())).rows),
-        "rewards": rewards,
+        "rewards": list(rewards),
         "means": {name: result.means() for name, result in results.items()},
         "gains": {f"{b} - {a}": gains(results[b], results[a]) for a, b in pairs},
         "against": pairs[-1][0] if pairs else None,
+        **({"win_rates": rates} if rates else {}),
     }
 
 
-def _scored_here(entry: RewardEntry) -> RewardEntry:
+def scored_here(entry: RewardEntry) -> RewardEntry:
     """The entry for this process: instead of on the run's own server, a scorer runs here, on this machine's GPU if it
     ran on one."""
     if entry.url not in (None, "auto"):
@@ -318,7 +326,7 @@ def comparison_table(result: dict[str, Any]) -> str:
             told = f"{gain[0]:+.4f} [{gain[1]:+.4f}, {gain[2]:+.4f}]" if gain else ""
             row += f"   {told:{wide[label] - 3}}"
         lines.append(row)
-    lines += _facet_lines(result)
+    lines += [*_facet_lines(result), *win_rate_lines(result.get("win_rates", {}))]
     counted = f"{result['images']} images of {result['examples']} example{'s' if result['examples'] > 1 else ''}"
     return "\n".join([*(line.rstrip() for line in lines), f"{counted}, plain ODE, fixed seeds"])
 

@@ -21,6 +21,7 @@ from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
+from retouch.types import Condition, Example
 from retouch.use.items import SampleRequest, make_folder, mask_crop
 from retouch.use.loaded import Loaded
 from retouch.use.trained import Trained
@@ -95,16 +96,28 @@ def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: Sam
     elif request.crop == "mask":
         logger.info("%s: no crop, because a box around the mask would be the whole image", item.source_path)
     condition = loaded.model.encode([example], loaded.guidance_scale)
-    plan = ode_plan(loaded.model.schedule(steps, condition.size))
     images: list[Image.Image] = []
     for k in range(request.count):
         seed = derive_seed("sample", request.seed, example.id, k)
-        final = sample(loaded.model, loaded.network, plan, condition, [seed]).final
-        decoded = loaded.model.decode(final)
-        require_drawn(broken_rows(decoded), example.id)
-        image = Image.fromarray(without_strip(to_uint8(decoded), [example])[0].numpy())
+        [image] = draw(loaded, [example], condition, [seed], steps)
         images.append(into_source(item, image, reading.box, section, request.feather))
     return images
+
+
+def draw(
+    loaded: Loaded, examples: Sequence[Example], condition: Condition, seeds: Sequence[int], steps: int
+) -> list[Image.Image]:
+    """One sample of each example of a batch, at the size of the examples.
+
+    Args:
+        condition: of the examples.
+    """
+    plan = ode_plan(loaded.model.schedule(steps, condition.size))
+    decoded = loaded.model.decode(sample(loaded.model, loaded.network, plan, condition, list(seeds)).final)
+    broken = broken_rows(decoded)
+    require_drawn(broken, examples[broken[0] if broken else 0].id)
+    images = without_strip(to_uint8(decoded), examples)
+    return [Image.fromarray(image) for image in images.numpy()]
 
 
 def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float) -> Image.Image:

@@ -16,6 +16,7 @@ from retouch.algorithms.vlm_grpo.run import VlmRun, open_run
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, evaluation_of
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset
+from retouch.imaging import write_png
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.rollout.sampler import require_drawn
@@ -83,8 +84,9 @@ def sample_trained(
             [generated] = scorer.complete(run.policy, [example], seed, "sample", k, score=False)
             require_drawn(generated.broken, example.id)
             path = path_of(example.id)
-            Image.fromarray(generated.images[0].numpy()).save(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".txt").write_text(generated.text + "\n", encoding="utf-8")
+            write_png(Image.fromarray(generated.images[0].numpy()), path)
             written.append(path)
     return written
 

@@ -6,8 +6,9 @@ of further source images, for models that read several), `id`, `mask_path`, `ref
 and `lose_path`, `text`, and `t5_embedding_path`, which the FLUX.1 families
 read instead of encoding the prompt. `image` and
 `mask`, `file_name` and the `*_file_name` columns of an imagefolder are read as aliases of the paths; in an imagefolder,
-`text` is the caption if there is no `prompt`. Other keys are kept as metadata. Relative paths start from the file's
-folder or from `data.image_root`.
+`text` is the caption if there is no `prompt`. Several texts of one image are a list under `text` or `texts`, or a list
+of `{"text", "polygon"?}` or `{"text", "box"?}` under `lines`, in pixels of the image. Other keys are kept as metadata.
+Relative paths start from the file's folder or from `data.image_root`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, TargetRole, item_or_error
-from retouch.data.lists import IMAGE_KEYS, SUFFIXES, entries_of, fields_of, id_of
+from retouch.data.lists import (
+    IMAGE_KEYS,
+    SUFFIXES,
+    TEXT_KEYS,
+    entries_of,
+    fields_of,
+    id_of,
+    lines_mask,
+    text_fields,
+)
+from retouch.imaging import PackedImage
+from retouch.lines import parse_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Manifest of a folder in the imagefolder layout."""
@@ -47,6 +59,9 @@ class ManifestData(ImageSection):
     target: Literal["auto", "file", "source", "none"] = "auto"
     """Ground truth of supervised steps. "file": target_path of each entry. "source": the image itself. "auto":
     target_path if any entry names one, else the image of each entry with a mask. "none": no example has one."""
+    mask_lines: bool = True
+    """The mask of an entry without one is the polygons of its `lines`. False: no mask, and the polygons only mark where
+    a text is read."""
     image_root: str | None = None
     """Folder that relative paths start from; null is the manifest's own."""
 
@@ -71,8 +86,41 @@ class ManifestData(ImageSection):
         if not path.is_file():
             raise DataError(f"data.path: {path}: no such manifest (a .json, .jsonl or .csv file)")
         root = Path(self.image_root).expanduser() if self.image_root else path.parent
-        listed = [item_or_error(f"entry {i}", _item, entry, i, root) for i, entry in enumerate(entries_of(path))]
+        listed = [item_or_error(f"entry {i}", self._item, entry, i, root) for i, entry in enumerate(entries_of(path))]
         return _with_targets(listed, self.target)
+
+    def _item(self, given: Any, position: int, root: Path) -> ItemFiles:
+        entry = fields_of(given)
+        used = {role: _first(entry, keys) for role, keys in _KEYS.items()}
+        captioned = not entry.get("prompt") and used["image_path"] in _CAPTIONED
+        prompt_key = "text" if captioned else "prompt"
+        if not entry.get(prompt_key):
+            raise DataError("prompt missing or empty; each entry needs one")
+        if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
+            raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
+        texts = (*used.values(), prompt_key)
+        wrong = [key for key in texts if key in entry and not isinstance(entry[key], str | None)]
+        if wrong:
+            raise DataError(f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
+        paths = {role: root / entry[key] if entry.get(key) else None for role, key in used.items()}
+        written = text_fields({key: value for key, value in entry.items() if key != prompt_key})
+        known = {*used.values(), "prompt", prompt_key, "id", _MORE, *TEXT_KEYS}
+        mask: Path | PackedImage | None = paths["mask_path"]
+        if mask is None and paths["image_path"] is not None and self.mask_lines and "lines" in written:
+            mask = lines_mask(paths["image_path"], parse_lines(written["lines"]))
+        return ItemFiles(
+            id=id_of(entry, position),
+            prompt=entry[prompt_key],
+            source_path=paths["image_path"],
+            mask_path=mask,
+            reference_path=paths["reference_path"],
+            target_path=paths["target_path"],
+            win_path=paths["win_path"],
+            lose_path=paths["lose_path"],
+            embedding_path=paths["t5_embedding_path"],
+            metadata={key: value for key, value in entry.items() if key not in known} | written,
+            more_paths=tuple(root / name for name in _more_images(entry, paths["image_path"])),
+        )
 
 
 def _manifest_file(path: Path) -> Path | None:
@@ -97,36 +145,6 @@ def _with_targets(listed: Sequence[ItemFiles | ItemError], target: TargetRole) -
         return replace(item, target=role, target_path=item.target_path if role == "file" else None)
 
     return [item if isinstance(item, ItemError) else with_role(item) for item in listed]
-
-
-def _item(given: Any, position: int, root: Path) -> ItemFiles:
-    entry = fields_of(given)
-    used = {role: _first(entry, keys) for role, keys in _KEYS.items()}
-    captioned = not entry.get("prompt") and used["image_path"] in _CAPTIONED
-    prompt_key = "text" if captioned else "prompt"
-    if not entry.get(prompt_key):
-        raise DataError("prompt missing or empty; each entry needs one")
-    if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
-        raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
-    texts = (*used.values(), "prompt", "text")
-    wrong = [key for key in texts if key in entry and not isinstance(entry[key], str | None)]
-    if wrong:
-        raise DataError(f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
-    paths = {role: root / entry[key] if entry.get(key) else None for role, key in used.items()}
-    known = {*used.values(), "prompt", prompt_key, "id", _MORE}
-    return ItemFiles(
-        id=id_of(entry, position),
-        prompt=entry[prompt_key],
-        source_path=paths["image_path"],
-        mask_path=paths["mask_path"],
-        reference_path=paths["reference_path"],
-        target_path=paths["target_path"],
-        win_path=paths["win_path"],
-        lose_path=paths["lose_path"],
-        embedding_path=paths["t5_embedding_path"],
-        metadata={key: value for key, value in entry.items() if key not in known},
-        more_paths=tuple(root / name for name in _more_images(entry, paths["image_path"])),
-    )
 
 
 def _more_images(entry: Mapping[str, Any], image: Path | None) -> list[str]:

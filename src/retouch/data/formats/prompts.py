@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import IMAGE_KEYS, entries_of, fields_of, id_of, lines_of
+from retouch.data.lists import IMAGE_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, text_fields
 
 _JSON = (".json", ".jsonl")
 
 
 class PromptsData(DataSection):
     """Prompts of text to image, without images: a text file with one in each line, or JSON or JSONL of
-    `{"prompt", "text"?, "id"?, ...}`; other keys are kept as metadata."""
+    `{"prompt", "text"?, "id"?, ...}`, where `text` is one text or a list of lines; other keys are kept as
+    metadata."""
 
     format: Literal["prompts"] = "prompts"
 
@@ -44,7 +45,5 @@ def _item(given: Any, position: int) -> ItemFiles:
     prompt = entry.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError("prompt missing or empty; each entry needs one")
-    if not isinstance(entry.get("text"), str | None):
-        raise DataError(f"text is {entry['text']!r}; it must be a string")
-    metadata = {key: value for key, value in entry.items() if key not in ("prompt", "id")}
-    return ItemFiles(id=id_of(entry, position), prompt=prompt, metadata=metadata)
+    metadata = {key: value for key, value in entry.items() if key not in ("prompt", "id", *TEXT_KEYS)}
+    return ItemFiles(id=id_of(entry, position), prompt=prompt, metadata=metadata | text_fields(entry))

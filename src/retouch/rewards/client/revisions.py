@@ -68,6 +68,10 @@ class Revisions:
             found[name] = revisions.pop()
         return found
 
+    def told(self, name: str) -> str:
+        """The revision of a reward; of servers that differ, all of them."""
+        return " | ".join(sorted(set(self._of[name].values())))
+
     def others_since(self, moment: float, revisions: Mapping[str, str]) -> bool:
         """Whether any server reported another revision since `moment`, on the clock of `time.monotonic`."""
         return any(

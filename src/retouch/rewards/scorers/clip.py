@@ -55,12 +55,16 @@ class PickScoreReward(ClipReward):
     """Hub id or folder of its processor, if it is elsewhere."""
 
 
-class _Towers:
+class ClipTowers:
     """A CLIP model and its processor, loaded."""
 
-    def __init__(self, path: str, processor: str, device: str) -> None:
-        """Raises:
-        ConfigError: transformers is missing, or there is no such model.
+    def __init__(self, path: str, processor: str, device: str, option: str = "path") -> None:
+        """
+        Args:
+            option: the option that `path` is given by.
+
+        Raises:
+            ConfigError: transformers is missing, or there is no such model.
         """
         try:
             import torch
@@ -69,14 +73,14 @@ class _Towers:
             raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         self.torch = torch
         self.device = device
-        for option, given in {"path": path, "processor": processor}.items():
-            require_hub(option, given)
+        for name, given in {option: path, "processor": processor}.items():
+            require_hub(name, given)
         try:
             self.model: Any = CLIPModel.from_pretrained(path).eval().to(device)  # pyright: ignore[reportArgumentType]
             self.pixels: Any = AutoImageProcessor.from_pretrained(processor or path)
             self.tokens: Any = AutoTokenizer.from_pretrained(processor or path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"path: given {path!r}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{option}: given {path!r}: {str(error).splitlines()[0]}") from None
         self.revision = f"{path} {getattr(self.model.config, '_commit_hash', None) or 'local'}"
 
     def of_images(self, images: Sequence[Pixels]) -> Tensor:
@@ -104,11 +108,11 @@ class ClipScorer(PackageScorer[ClipReward]):
 
     def __init__(self, options: ClipReward) -> None:
         super().__init__(options, f"{options.scorer} {options.path}")
-        self._towers: _Towers | None = None
+        self._towers: ClipTowers | None = None
 
     def load(self, device: str) -> None:
         o = self.options
-        self._towers = _Towers(o.path, o.processor, device)
+        self._towers = ClipTowers(o.path, o.processor, device)
         self.set_revision(f"{o.scorer} {self._towers.revision}" + (f" as {o.processor}" if o.processor else ""))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:

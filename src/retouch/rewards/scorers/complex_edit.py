@@ -1,19 +1,34 @@
 """Quality of an edit by the protocol of Complex-Edit (arXiv 2504.13143): a judge gives integers from 0 to 10 for
 instruction following and identity preservation, seeing the source and the sample, and for perceptual quality, seeing
-the sample alone. The questions are this package's own."""
+the sample alone.
+
+The questions are this package's own. With `wording: published` they are the user's copy of Complex-Edit's, whose code
+has no licence, in its form: a system message, integers as text, and reasoning for the first question alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import PositiveInt, model_validator
 
-from retouch.config.base import NonNegative, Unit
-from retouch.rewards.protocol import RewardItem
+from retouch.config.base import NonNegative, Text, Unit
+from retouch.errors import ConfigError
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, integer_schema, read_integers, schema_of
+from retouch.rewards.scorers.judged import (
+    JudgeEntry,
+    JudgeScorer,
+    integer_schema,
+    read_integers,
+    read_object,
+    schema_of,
+)
 from retouch.types import Failure, Outcome, Score
 
 _MOST = 10
@@ -36,6 +51,25 @@ _ABOUT_QUALITY = (
     "shapes, seams, noise and unreadable text. What it should show does not matter here.\n"
     f"perceptual_quality: an integer from 0 (unusable) to {_MOST} (flawless). Write your reasoning first."
 )
+
+_PUBLISHED = {
+    "prompt_alignment.py": ("ALIGNMENT_PROMPT_W_RUBRIC", "PROMPT_TEMPLATE"),
+    "prompt_quality.py": ("PERCEPTUAL_QUALITY_PROMPT_W_RUBRIC_WO_INST",),
+}
+"""Files of the published code, and the texts in them that its evaluation sends."""
+
+_PUBLISHED_REASONING = "\nExplain your reasoning before answering the questions."
+_PUBLISHED_TOKENS = 512
+_WHERE = "complex_edit/eval of github.com/UCSC-VLAA/Complex-Edit"
+
+
+@dataclass(frozen=True)
+class Published:
+    """The published texts: system messages of both questions, and the text of the first with {instruction}."""
+
+    alignment: str
+    template: str
+    quality: str
 
 
 def combine(parts: dict[str, float], preset: str, alignment_weight: float, quality_weight: float) -> float:
@@ -65,6 +99,12 @@ class ComplexEditReward(JudgeEntry):
     """Answers that are averaged, two questions each; if one of them fails, the item fails."""
     temperature: NonNegative = 0.7
     """Sampling temperature of the answers; at 0 further samples repeat the first."""
+    wording: Literal["own", "published"] = "own"
+    """Questions to the judge: this package's, or Complex-Edit's from `prompts`. The published numbers are means over 20
+    samples at temperature 1, and their overall is the mean of the three parts."""
+    prompts: Text | None = None
+    """For wording=published: your copy of the folder `complex_edit/eval` of the published code, with
+    `prompt_alignment.py` and `prompt_quality.py`, which the package does not contain; they are not run."""
 
     @model_validator(mode="after")
     def _weights_sum_to_1(self) -> ComplexEditReward:
@@ -75,18 +115,39 @@ class ComplexEditReward(JudgeEntry):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_its_prompts(self) -> ComplexEditReward:
+        if self.wording == "published" and self.prompts is None and self.is_made_here:
+            raise ValueError(f"prompts: not set with wording=published; set it to your copy of {_WHERE}")
+        if self.wording == "own" and self.prompts is not None:
+            raise ValueError(
+                f"prompts: given {self.prompts!r} with wording=own; set wording=published, or leave it out"
+            )
+        return self
+
     def example_images(self) -> frozenset[str]:
         return self.required_images()
 
     def make(self) -> ComplexEditScorer:
         weights = (self.alignment_weight, self.quality_weight)
-        return ComplexEditScorer(
-            self, _ABOUT_ALIGNMENT, _ABOUT_QUALITY, self.preset, weights, self.samples, self.temperature
+        published = read_published(self.prompts or "") if self.wording == "published" else None
+        texts = (published.alignment + published.template, published.quality) if published else None
+        scorer = ComplexEditScorer(
+            self,
+            *(texts or (_ABOUT_ALIGNMENT, _ABOUT_QUALITY)),
+            self.preset,
+            weights,
+            self.samples,
+            self.temperature,
         )
+        scorer.published = published
+        return scorer
 
 
 class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
     """Weighted alignment and quality; the three parts, in [0, 1], are its detail."""
+
+    published: Published | None = None
 
     def load(self, device: str) -> None:
         """Ask a first pair of questions.
@@ -116,6 +177,8 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
     def _sample(self, item: RewardItem, number: int, *, again: bool = True) -> dict[str, Any]:
         """The three integers of one pair of questions; the number is the seed."""
         assert item.source is not None  # spec.needs
+        if self.published is not None:
+            return self._sample_published(self.published, item, item.source, number, again)
         text = {"type": "text", "text": _ABOUT_ALIGNMENT.replace("{prompt}", item.prompt)}
         pair = [text, image_part(item.source), image_part(item.image)]
         alone = [{"type": "text", "text": _ABOUT_QUALITY}, image_part(item.image)]
@@ -134,3 +197,82 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
             temperature=self.options.temperature,
             seed=seed,
         )
+
+    def _sample_published(
+        self, texts: Published, item: RewardItem, source: Pixels, number: int, again: bool
+    ) -> dict[str, Any]:
+        question = {"type": "text", "text": texts.template.replace("{instruction}", item.prompt)}
+        pair = [_detailed(source), _detailed(item.image), question]
+        found: dict[str, Any] = {}
+        for system, content, names, reason in (
+            (texts.alignment + _PUBLISHED_REASONING, pair, _ALIGNMENT, True),
+            (texts.quality, pair[1:2], _QUALITY, False),
+        ):
+            integer = {"type": "string", "enum": [str(value) for value in range(_MOST + 1)]}
+            also = {_REASON: {"type": "string"}} if reason else {}
+            found |= self._structured(
+                content,
+                schema_of("scores", {**also, **dict.fromkeys(names, integer)}),
+                lambda text, names=names, also=also: _read_as_text(text, names, [*also]),
+                again=again,
+                system=system,
+                temperature=self.options.temperature,
+                seed=number,
+                max_tokens=_PUBLISHED_TOKENS,
+            )
+        return found
+
+
+def published_overall(parts: Mapping[str, float]) -> float:
+    """The published combination: the mean of the three parts."""
+    return sum(parts[name] for name in (*_ALIGNMENT, *_QUALITY)) / 3
+
+
+def read_published(folder: str) -> Published:
+    """The texts of the user's copy, whose files are parsed and not run.
+
+    Raises:
+        ConfigError: a file or a text is missing.
+    """
+    found: dict[str, str] = {}
+    for file, names in _PUBLISHED.items():
+        path = Path(folder).expanduser() / file
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, SyntaxError) as error:
+            raise ConfigError(
+                f"reward 'complex_edit': prompts: given {folder!r}, whose {file} cannot be read ({error}); set it to "
+                f"your copy of {_WHERE}"
+            ) from None
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                texts = {one.id: node.value.value for one in node.targets if isinstance(one, ast.Name)}
+                found |= {name: text for name, text in texts.items() if name in names and isinstance(text, str)}
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise ConfigError(
+                f"reward 'complex_edit': prompts: given {folder!r}, whose {file} has no text {missing[0]}; set it to "
+                f"your copy of {_WHERE}"
+            )
+    (alignment, template), (quality,) = ([found[name] for name in names] for names in _PUBLISHED.values())
+    return Published(alignment, template, quality)
+
+
+def _detailed(pixels: Pixels) -> dict[str, Any]:
+    part = image_part(pixels)
+    return {**part, "image_url": {**part["image_url"], "detail": "high"}}
+
+
+def _read_as_text(text: str, names: Sequence[str], also: Sequence[str]) -> dict[str, Any]:
+    """The object of an answer: integers from 0 to 10 as text under `names`.
+
+    Raises:
+        ValueError: not the schema, or no such integer.
+    """
+    found = read_object(text, [*names, *also])
+    for name in names:
+        value = found[name]
+        if not isinstance(value, str) or value not in {str(number) for number in range(_MOST + 1)}:
+            raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {value!r}')
+        found[name] = int(value)
+    return found

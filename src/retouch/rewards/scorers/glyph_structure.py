@@ -21,7 +21,8 @@ from retouch.imaging import Box, normalize_text
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.character_boxes import aligned, read_characters
-from retouch.rewards.scorers.ocr import OcrReward, OcrScorer, crop_for, unreadable
+from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
+from retouch.rewards.scorers.reading import crop_for, unreadable
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

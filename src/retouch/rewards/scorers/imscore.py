@@ -1,8 +1,8 @@
-"""HPSv2.1, ImageReward and the LAION aesthetic predictor through imscore 0.0.11, which has one call for all of them.
+"""ImageReward and the LAION aesthetic predictor through imscore 0.0.11, which has one call for both.
 
-imscore's ImageReward fails with transformers 5: serve these scorers from an environment of their own (docs/rewards.md
-has the command). Images are scored in batches of one shape, as fp32 pixels in [0, 1]; imscore resizes them and
-truncates prompts to its models' lengths (77 tokens for HPSv2.1, 35 for ImageReward).
+imscore's ImageReward fails with transformers 5: serve these scorers from an environment of their own (`retouch reward
+env`). Images are scored in batches of one shape, as fp32 pixels in [0, 1]; imscore resizes them, and ImageReward
+truncates prompts to 35 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.ocr import importlib_version
+from retouch.rewards.scorers.reading import importlib_version
 from retouch.types import Outcome, Score
 
 logger = logging.getLogger(__name__)
@@ -40,18 +40,6 @@ class ImscoreReward(RewardEntry):
 
     def make(self) -> ImscoreScorer:
         return ImscoreScorer(self)
-
-
-class HpsV2Reward(ImscoreReward):
-    """Human Preference Score v2.1 (arXiv 2306.09341), about .15 to .35; needs an environment with imscore."""
-
-    model = "imscore.hps.model:HPSv2"
-    beside = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-    value_range = (-1.0, 1.0)
-
-    scorer: Literal["hpsv2"] = "hpsv2"
-    path: str = "RE-N-Y/hpsv21"
-    """Hub id or folder in imscore's layout."""
 
 
 class ImageRewardReward(ImscoreReward):
@@ -100,9 +88,8 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
             made = getattr(importlib.import_module(module), kind)
         except ImportError as error:
             raise ConfigError(
-                f"the {name} reward needs imscore ({error}), which needs transformers<5; serve it from an "
-                f'environment of its own: pip install "retouch[serve,imscore]" there, and `retouch reward serve {name}`'
-                f"; then set rewards.{name}.url"
+                f"the {name} reward needs imscore ({error}), which needs transformers<5; serve it from an environment "
+                f"of its own, which `retouch reward env {name}` makes; then set rewards.{name}.url"
             ) from None
         require_hub("path", self.options.path)
         self._model = self._weights(made).eval().to(device)

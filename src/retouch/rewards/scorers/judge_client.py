@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 from urllib.parse import urlsplit
 
 from PIL import Image
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import httpx
 
 logger = logging.getLogger(__name__)
+
+Encoding = Literal["png", "jpeg"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 AUTO = "auto"
@@ -288,9 +290,10 @@ def has_key() -> bool:
     return bool(os.environ.get(KEY_VARIABLE, "").strip())
 
 
-def image_part(pixels: Pixels) -> dict[str, Any]:
-    """An image as a lossless part of a message."""
+def image_part(pixels: Pixels, encoding: Encoding = "png") -> dict[str, Any]:
+    """An image as a part of a message, lossless as PNG; a JPEG has quality 75."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    how = {"compress_level": 1} if encoding == "png" else {"quality": 75}
+    Image.fromarray(pixels).save(buffer, encoding.upper(), **how)
     data = base64.b64encode(buffer.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/{encoding};base64,{data}"}}

@@ -156,6 +156,7 @@ class JudgeScorer(PackageScorer[Judged]):
         read: Callable[[str], Answer],
         *,
         again: bool = True,
+        system: str = "",
         **options: Any,
     ) -> Answer:
         """Request JSON by a schema -> the result of `read`.
@@ -165,13 +166,15 @@ class JudgeScorer(PackageScorer[Judged]):
             schema: None if the question itself specifies the format of the answer, in text.
             read: raises ValueError with the problem of an answer.
             again: ask once more, with the problem.
+            system: text of the system message; "" sends none.
 
         Raises:
             JudgeError: a refusal, or no answer.
             AnswerError: no answer by the schema.
             BudgetSpent: the budget is spent.
         """
-        messages: list[dict[str, Any]] = [{"role": "user", "content": list(content)}]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": list(content)})
         form = "in the required format"
         if schema is not None:
             options["response_format"], form = schema, "with nothing but JSON by the schema"

@@ -18,7 +18,7 @@ from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.clip import ClipReward
-from retouch.rewards.scorers.imscore import HpsV2Reward
+from retouch.rewards.scorers.hps import HpsV2Reward
 from retouch.rewards.scorers.seam import SeamReward
 from retouch.rewards.views import cropped
 from retouch.types import Failure, Outcome, Score
@@ -35,7 +35,7 @@ class MaskCompositeReward(RewardEntry):
     paste_back: bool = False
     """True scores the hard edge that pasting creates."""
     judge: Literal["clip", "hpsv2"] = "clip"
-    """Model that scores the mask box; hpsv2 needs an environment with imscore."""
+    """Model that scores the mask box."""
     path: str = ""
     """Hub id or folder of that model; empty uses its default."""
     low: float = 0.15

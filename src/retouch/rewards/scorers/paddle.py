@@ -14,48 +14,70 @@ from retouch.rewards.protocol import Pixels
 
 
 class PaddleReader:
-    """Reads crops, as whole images (`detect`) or as single lines.
+    """Finds lines in crops, or reads crops that hold one line. Each of the two loads its models on first use.
 
     Raises:
         ConfigError: paddleocr is not installed, or is older than 3.
     """
 
-    def __init__(self, device: str, detect: bool, threads: int) -> None:
+    def __init__(self, device: str, threads: int, language: str | None = None) -> None:
         try:
-            paddleocr: Any = importlib.import_module("paddleocr")
+            self._library: Any = importlib.import_module("paddleocr")
         except ImportError as error:
             raise ConfigError(
                 f"engine: given 'paddleocr', which cannot be imported ({error}): pip install paddleocr paddlepaddle"
             ) from None
         if int(version().partition(".")[0] or 0) < 3:
             raise ConfigError(f"engine: paddleocr is {version()}; version 3 or newer is needed")
-        options: dict[str, Any] = {"device": "gpu" if device.startswith("cuda") else "cpu"}
+        self._options: dict[str, Any] = {"device": "gpu" if device.startswith("cuda") else "cpu"}
         if threads:
-            options["cpu_threads"] = threads
-        self.detect = detect
-        if detect:
+            self._options["cpu_threads"] = threads
+        self._language = language
+        self._finder: Any = None
+        self._recognizer: Any = None
+
+    def load(self, *, find: bool) -> None:
+        """Load the models that find lines, or the one that reads them, if they are not loaded."""
+        if find and self._finder is None:
             # orientation models turn short words upside down; keep unsure readings
-            self._engine = paddleocr.PaddleOCR(
+            self._finder = self._library.PaddleOCR(
                 use_doc_orientation_classify=False,
                 use_doc_unwarping=False,
                 use_textline_orientation=False,
                 text_rec_score_thresh=0.0,
-                **options,
+                **({} if self._language is None else {"lang": self._language}),
+                **self._options,
             )
-        else:
-            self._engine = paddleocr.TextRecognition(**options)
+        if not find and self._recognizer is None:
+            model = {} if self._language is None else {"model_name": f"{self._language}_PP-OCRv5_mobile_rec"}
+            self._recognizer = self._library.TextRecognition(**model, **self._options)
 
-    def read(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
-        """Text and mean confidence of each RGB crop; ("", 0.0) where nothing is found."""
-        return [self._one(np.ascontiguousarray(crop[..., ::-1])) for crop in crops]
+    def find(self, crops: Sequence[Pixels]) -> list[list[tuple[str, float, tuple[tuple[float, float], ...]]]]:
+        """Text, confidence and corners of every line of each RGB crop."""
+        found = self._found(crops)
+        return [
+            [
+                (str(text), float(score), tuple((float(x), float(y)) for x, y in corners))
+                for text, score, corners in zip(r["rec_texts"], r["rec_scores"], r["rec_polys"], strict=True)
+            ]
+            for r in found
+        ]
 
-    def _one(self, bgr: Pixels) -> tuple[str, float]:
+    def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[list[str], list[float]]]:
+        """Texts and confidences of the lines of each RGB crop."""
+        found = self._found(crops)
+        return [([str(t) for t in r["rec_texts"]], [float(score) for score in r["rec_scores"]]) for r in found]
+
+    def _found(self, crops: Sequence[Pixels]) -> list[Any]:
+        self.load(find=True)
         # one at a time: lines of a batch are padded to its widest
-        (result,) = self._engine.predict(bgr)
-        if not self.detect:
-            return str(result["rec_text"]), float(result["rec_score"])
-        texts = [str(text) for text in result["rec_texts"]]
-        return (" ".join(texts), float(np.mean(result["rec_scores"]))) if texts else ("", 0.0)
+        return [self._finder.predict(bgr(crop))[0] for crop in crops]
+
+    def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
+        """Text and confidence of each RGB crop, which holds one line."""
+        self.load(find=False)
+        results = [self._recognizer.predict(bgr(crop))[0] for crop in crops]
+        return [(str(result["rec_text"]), float(result["rec_score"])) for result in results]
 
 
 def version() -> str:
@@ -64,3 +86,8 @@ def version() -> str:
         return importlib.metadata.version("paddleocr")
     except importlib.metadata.PackageNotFoundError:
         return "0"
+
+
+def bgr(pixels: Pixels) -> Pixels:
+    """The channels in the order that the engines expect."""
+    return np.ascontiguousarray(pixels[..., ::-1])

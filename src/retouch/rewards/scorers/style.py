@@ -15,7 +15,8 @@ from pydantic import Field
 from retouch.config.base import Text, Unit
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.ocr import OcrReward, crop_for, unusable_mask
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.reading import crop_for, unusable_mask
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -1,0 +1,256 @@
+"""Base of the benchmarks of `retouch eval --benchmark`. No torch.
+
+A benchmark is one file: which data format reads the published folder, which rewards observe an output, and the official
+arithmetic from the observations to the published measures. Its fields are the keys of a benchmark file (YAML).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from PIL import Image
+from pydantic import Field, PositiveInt, model_validator
+
+from retouch.config.base import NonNegative, Section, Text
+from retouch.config.load import overlaid, with_variables
+from retouch.data.base import DataSection, ItemFiles
+from retouch.rewards.base import Reward, RewardEntry
+from retouch.rewards.client.config import RewardClientConfig
+from retouch.types import Outcome, Score
+
+_AS_SAVED = {"paste_back": False}
+"""Keys of every entry: an output is scored as it was saved, which `Benchmark.composites` decides."""
+
+JUDGE: Mapping[str, Any] = {"address": "${JUDGE_URL:-https://api.openai.com/v1}"}
+"""Keys of a judge's entry: the endpoint that the environment names."""
+
+
+def judge(model: str) -> dict[str, Any]:
+    """Keys of a judge's entry: the endpoint and the model that the environment names (JUDGE_URL, JUDGE_MODEL), else
+    `model` at OpenAI."""
+    return {**JUDGE, "model": f"${{JUDGE_MODEL:-{model}}}"}
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """One output, as it was scored.
+
+    Attributes:
+        key: official key of its item; the unit of paired intervals.
+        index: number of the image, from 0, among those of its item.
+        outcomes: of every reward of the benchmark, by name.
+    """
+
+    key: str
+    index: int
+    metadata: Mapping[str, Any]
+    outcomes: Mapping[str, Outcome]
+
+    def score(self, reward: str) -> Score | None:
+        """The outcome of a reward; None if it failed, or if the benchmark file removed the reward."""
+        outcome = self.outcomes.get(reward)
+        return outcome if isinstance(outcome, Score) else None
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One row of a published table.
+
+    Attributes:
+        numbers: by the names of `Benchmark.summary`.
+        source: paper and table, or the page.
+    """
+
+    model: str
+    numbers: Mapping[str, float]
+    source: str
+
+
+@dataclass(frozen=True)
+class Official:
+    """Facts of the official run.
+
+    Attributes:
+        images_per_item: number of images of an item.
+        resolution: (height, width) of the outputs; None: the protocol sets none.
+        settings: other settings, by name; they are written to the result and are not applied.
+    """
+
+    images_per_item: int = 1
+    resolution: tuple[int, int] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class DistanceEntry(Section):
+    """A distance between all outputs and real images."""
+
+    measure: Literal["fid", "kid", "cmmd"]
+    """Distance. fid needs 2,048 images or more; cmmd and kid (both x 1000) are usable with fewer."""
+    extractor: Literal["encoder", "torchscript"] = "encoder"
+    """Network of the features: an image encoder of transformers (CLIP for the published CMMD, DINOv2), or a TorchScript
+    file that takes [1, 3, H, W] uint8, like the Inception of published FIDs (`inception-2015-12-05.pt`)."""
+    path: Text
+    """Hub id or folder of the encoder, or the TorchScript file."""
+    real: Text = "source"
+    """Real images: "source" or "target" of the items, or a folder."""
+    draws: Annotated[int, Field(ge=0)] = 100
+    """Bootstrap samples of the interval; 0 gives none. A sample of FID with 2,048 features takes seconds."""
+
+
+class Benchmark(Section):
+    """One benchmark and its settings."""
+
+    name: str
+    """Registered name of the benchmark."""
+    path: Text
+    """The published data: a folder, a file, or for some benchmarks the id of a data set on the hub."""
+    images_per_item: PositiveInt | None = None
+    """Images of each item, each with its own seed; null is the official number."""
+    resolution: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    """Side or [height, width] in pixels to sample at; null is the official size, or the run's if there is none."""
+    num_steps: PositiveInt | None = None
+    """Solver steps; null is the run's evaluation.num_steps."""
+    guidance_scale: NonNegative | None = None
+    """Guidance scale; null is the run's."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Random seed for the noise of all images."""
+    limit: PositiveInt | None = None
+    """Use only the first `limit` items; the result is not the benchmark's."""
+    rewards: dict[str, Reward] = Field(default={})
+    """Rewards by name; keys given here replace those of the benchmark's own rewards, and null removes one."""
+    distances: dict[str, DistanceEntry] = Field(default={})
+    """Distances of sets of images by name; none by default."""
+    reward_client: RewardClientConfig = RewardClientConfig()
+    """How reward servers are called, as in a run file."""
+
+    title: ClassVar[str]
+    """Name in tables."""
+    source: ClassVar[str]
+    """Paper and place of the data."""
+    official: ClassVar[Official] = Official()
+    composites: ClassVar[bool] = True
+    """Whether samples are composited into their sources inside the mask before they are saved; the official protocol
+    decides."""
+    published: ClassVar[Sequence[PublishedRow]] = ()
+    caveats: ClassVar[Sequence[str]] = ()
+    """Reasons why the measures never compare with published ones, whatever the settings."""
+
+    @classmethod
+    @abstractmethod
+    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        """The benchmark's own rewards by name, each as under `rewards` of a run file.
+
+        Args:
+            options: the keys that were given, not validated yet.
+        """
+
+    @abstractmethod
+    def data(self) -> DataSection:
+        """How the published data at `path` are read."""
+
+    @abstractmethod
+    def file_name(self, item: ItemFiles, index: int) -> str:
+        """Official name of an output, with its suffix, relative to the folder of outputs. Different for all outputs."""
+
+    @abstractmethod
+    def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
+        """The published measures of some outputs by name. A failed outcome is left out of its measures: it is never a
+        number. A measure without outputs is left out."""
+
+    def key(self, item: ItemFiles) -> str:
+        """Official key of an item."""
+        return str(item.metadata.get("key", item.id))
+
+    def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
+        """An output as it is scored. Here: with a mask, at the size of the source.
+
+        Args:
+            source, mask: of the item, at the size of the published files.
+        """
+        if source is None or mask is None or image.size == source.size:
+            return image
+        return image.resize(source.size, Image.Resampling.LANCZOS)
+
+    def departures(self) -> list[str]:
+        """Settings by which the measures do not compare with published ones, each as a sentence without a full stop;
+        beside `caveats`."""
+        found: list[str] = []
+        if self.count != self.official.images_per_item:
+            found.append(f"{self.count} images per item instead of {self.official.images_per_item}")
+        if self.limit is not None:
+            found.append(f"only the first {self.limit} items")
+        if self.official.resolution not in (None, self.size):
+            found.append("sampled at {} x {} pixels instead of {} x {}".format(*(self.size or ()), *self.official_size))
+        return found
+
+    def published_rows(self) -> Sequence[PublishedRow]:
+        """The published rows that belong to these settings."""
+        return self.published
+
+    @property
+    def count(self) -> int:
+        """Images of each item."""
+        return self.images_per_item or self.official.images_per_item
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(height, width) to sample at; None: the run's."""
+        given = self.resolution
+        return self.official.resolution if given is None else (given, given) if isinstance(given, int) else given
+
+    @property
+    def official_size(self) -> tuple[int, int]:
+        """(height, width) of the official outputs, where there is one."""
+        assert self.official.resolution is not None
+        return self.official.resolution
+
+    def sized(self, section: DataSection) -> DataSection:
+        """A data section with `limit` and, if it is known, the size to sample at."""
+        size = {} if self.size is None else {"resolution": self.size}
+        return section.model_copy(update={"limit": self.limit, **size})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_rewards_first(cls, value: object) -> object:
+        """The benchmark's own rewards with the given keys over them."""
+        if not isinstance(value, Mapping):
+            return value
+        options = dict(cast("Mapping[str, Any]", value))
+        given = options.get("rewards") or {}
+        if not isinstance(given, Mapping):
+            return options
+        given = cast("Mapping[str, Any]", given)
+        own = {
+            name: {**_AS_SAVED, "scorer": name, **_without_options(entry, given.get(name))}
+            for name, entry in cls.default_rewards(options).items()
+        }
+        merged = overlaid({"rewards": own}, {"rewards": given})["rewards"] if given else own
+        named = {name: {**_AS_SAVED, "scorer": name, **(entry or {})} for name, entry in merged.items()}
+        return {**options, "rewards": with_variables(named, "rewards")}
+
+
+def _without_options(entry: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """The keys of an entry that apply beside those given: a running server has options of its own."""
+    served = isinstance(given, Mapping) and cast("Mapping[str, Any]", given).get("url") not in (None, "auto")
+    return {name: value for name, value in entry.items() if not served or name in RewardEntry.model_fields}
+
+
+def numbered(file: str, index: int) -> str:
+    """The name of image `index` where the protocol has one image of an item: the first has that name, `x.png`, and
+    further ones are `x_1.png`, `x_2.png`."""
+    path = PurePosixPath(file)
+    return file if index == 0 else str(path.with_name(f"{path.stem}_{index}{path.suffix}"))
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one value."""
+    return sum(values) / len(values)
+
+
+def means(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The mean of every column that has values."""
+    return {name: mean(values) for name, values in columns.items() if values}

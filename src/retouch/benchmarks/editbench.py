@@ -1,0 +1,30 @@
+"""EditBench (arXiv 2212.06909) in the layout of BrushNet, which re-packed its images, masks and captions: a
+`mapping_file.json` as BrushBench has it.
+
+The paper's own measure is a human yes or no for each attribute. Its CLIP-R-Precision needs a set of other captions,
+which the layout does not have; CLIPScore is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from retouch.benchmarks.base import Official, PublishedRow
+from retouch.benchmarks.brushbench import BrushBench
+
+
+class EditBench(BrushBench):
+    """EditBench in BrushNet's layout, with the measures of BrushBench."""
+
+    name: Literal["editbench"] = "editbench"
+
+    title: ClassVar[str] = "EditBench"
+    source: ClassVar[str] = "arXiv 2212.06909; github.com/TencentARC/BrushNet, data/EditBench"
+    official: ClassVar[Official] = Official(
+        resolution=(512, 512),
+        settings={"steps": 50, "solver": "UniPC", "seed": 1234, "masked source": "black", "files": "JPEG quality 75"},
+    )
+    published: ClassVar[Sequence[PublishedRow]] = ()
+    published_blended: ClassVar[Sequence[PublishedRow]] = ()
+    caveats: ClassVar[Sequence[str]] = ("the paper's own measure is human judgement of attributes",)

@@ -1,0 +1,50 @@
+"""From `retouch eval --benchmark NAME|FILE.yaml --path PATH` to a benchmark. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from retouch.benchmarks import BENCHMARKS
+from retouch.benchmarks.base import Benchmark
+from retouch.config.errors import explain, nearest
+from retouch.config.load import read_yaml, with_variables
+from retouch.errors import ConfigError
+from retouch.registry import PLUGINS, import_plugins
+
+
+def load_benchmark(given: str, path: Path | None) -> Benchmark:
+    """The benchmark of a name, or of a YAML file with the keys of `Benchmark`.
+
+    Args:
+        path: replaces the file's `path`.
+
+    Raises:
+        ConfigError: no such name or file, an unknown key, or a value that is not valid.
+    """
+    keys: dict[str, Any] = {"name": given}
+    source = "--benchmark"
+    if given.endswith((".yaml", ".yml")):
+        if not Path(given).is_file():
+            raise ConfigError(f"--benchmark: given {given}; no such file")
+        keys, source = read_yaml(Path(given)), given
+    if path is not None:
+        keys["path"] = str(path)
+    try:
+        import_plugins()
+    except ImportError as error:
+        raise ConfigError(f"{PLUGINS}: {error}") from error
+    name = keys.get("name")
+    if not isinstance(name, str) or name not in BENCHMARKS:
+        where = "--benchmark" if source == "--benchmark" else f"{source}: name"
+        raise ConfigError(f"{where}: given {name!r}; {nearest(str(name), BENCHMARKS)}")
+    if "path" not in keys:
+        raise ConfigError(f"--path: not set; give the data of {name} ({BENCHMARKS[name].source})")
+    kind = BENCHMARKS[name]
+    rewards = keys.pop("rewards", {})  # their variables are filled in with the benchmark's own rewards
+    try:
+        return kind.model_validate({**with_variables(keys, ""), "rewards": rewards})
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, kind))) from None

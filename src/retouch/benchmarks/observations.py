@@ -1,0 +1,88 @@
+"""Outcomes of the rewards on the outputs of a benchmark, as lines of JSON that a later start completes. No torch.
+
+A line holds one output. An outcome counts only for the same bytes of the image, the same item, and the same reward and
+revision; a failure is on record and is tried again by the next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from retouch.rewards.base import UNSCORED, RewardEntry
+from retouch.types import Failure, Outcome, Score
+
+
+def reward_digest(entry: RewardEntry, revision: str) -> str:
+    """Hash of everything that a reward's scores depend on."""
+    keys = {name: value for name, value in entry.model_dump(mode="json").items() if name not in UNSCORED}
+    return hashlib.blake2b(json.dumps([keys, revision], sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Identity of one output's outcome: hashes of the image file and of the item."""
+
+    file: str
+    image: str
+    item: str
+
+
+class Observations:
+    """The outcomes of one set of weights: all files `NAME.jsonl` and `NAME.*.jsonl` of a folder, one of which is
+    appended to."""
+
+    def __init__(self, folder: Path, name: str, part: str = "") -> None:
+        """Args:
+        part: name of the share that this process writes; "" writes NAME.jsonl.
+        """
+        self.path = folder / (f"{name}.{part}.jsonl" if part else f"{name}.jsonl")
+        self._known: dict[tuple[Asked, str, str], Outcome] = {}
+        files = sorted(folder.glob("*.jsonl"))
+        for path in (path for path in files if path.name == f"{name}.jsonl" or path.name.startswith(f"{name}.")):
+            for line in path.read_bytes().split(b"\n")[:-1]:  # the last one is empty, or was cut off
+                self._read(line)
+        self._cut_off = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
+
+    def outcome(self, asked: Asked, reward: str, digest: str) -> Outcome | None:
+        """The outcome of a reward (see `reward_digest`) on an output; None if there is none."""
+        return self._known.get((asked, reward, digest))
+
+    def add(self, scored: Iterable[tuple[Asked, Mapping[str, Outcome]]], digests: Mapping[str, str]) -> None:
+        """Append outcomes, each output in one line, and flush them."""
+        lines: list[str] = []
+        for asked, outcomes in scored:
+            told = {name: {"by": digests[name], **_told(outcome)} for name, outcome in outcomes.items()}
+            lines.append(json.dumps({**asdict(asked), "outcomes": told}, ensure_ascii=False))
+            self._known |= {(asked, name, digests[name]): outcome for name, outcome in outcomes.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(("\n" if self._cut_off else "") + "".join(f"{line}\n" for line in lines))
+        self._cut_off = False
+
+    def _read(self, line: bytes) -> None:
+        """Take in a line; one that a kill cut off counts as missing."""
+        try:
+            told = cast("dict[str, Any]", json.loads(line))
+            asked = Asked(told["file"], told["image"], told["item"])
+            found = {name: (one["by"], _outcome(one)) for name, one in told["outcomes"].items()}
+        except (ValueError, KeyError, TypeError):
+            return
+        for name, (digest, outcome) in found.items():
+            before = self._known.get((asked, name, digest))
+            if not (isinstance(before, Score) and isinstance(outcome, Failure)):  # files of shards have no order
+                self._known[asked, name, digest] = outcome
+
+
+def _told(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, Score):
+        return {"value": outcome.value, "detail": dict(outcome.detail)}
+    return {"failure": asdict(outcome)}
+
+
+def _outcome(told: Mapping[str, Any]) -> Outcome:
+    return Failure(**told["failure"]) if "failure" in told else Score(told["value"], told["detail"])

@@ -1,0 +1,111 @@
+"""The outputs of a benchmark: the images that it requires, their official names, and their files. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retouch.benchmarks.base import Benchmark
+from retouch.data.base import ItemFiles
+from retouch.data.identity import item_key
+from retouch.errors import ConfigError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""Suffixes under which an output is found; its official one comes first."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One image that a benchmark requires.
+
+    Attributes:
+        position: of its item in the list of items.
+        index: number of the image among those of its item.
+        file: official name, relative to the folder of outputs.
+    """
+
+    item: ItemFiles
+    key: str
+    position: int
+    index: int
+    file: str
+
+    @property
+    def own_file(self) -> str:
+        """Name of a sample of this package: the official one as PNG, which loses nothing."""
+        return str(Path(self.file).with_suffix(".png"))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Share `index` (from 0) of `count` of the work."""
+
+    index: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.index + 1}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """The shard of "1/4", which is the first of four.
+
+        Raises:
+            ConfigError: another form.
+        """
+        index, slash, count = text.partition("/")
+        if slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count):
+            return cls(int(index) - 1, int(count))
+        raise ConfigError(f"--shard: given {text!r}; write I/N with I from 1 to N, like 1/4")
+
+
+def outputs_of(benchmark: Benchmark, items: Sequence[ItemFiles]) -> list[Output]:
+    """All outputs, item by item.
+
+    Raises:
+        ConfigError: two outputs have one name, which is a fault of the benchmark's class.
+    """
+    found = [
+        Output(item, benchmark.key(item), position, index, benchmark.file_name(item, index))
+        for position, item in enumerate(items)
+        for index in range(benchmark.count)
+    ]
+    names = {output.own_file for output in found}
+    if len(names) < len(found):
+        raise ConfigError(f"{benchmark.name}: two outputs have one file name; file_name must give each its own")
+    return found
+
+
+def own(outputs: Sequence[Output], shard: Shard, chunk: int) -> list[list[Output]]:
+    """The chunks of outputs of a shard. The chunks of all shards are those of one process: an image does not depend on
+    the number of shards."""
+    chunks = [list(outputs[start : start + chunk]) for start in range(0, len(outputs), chunk)]
+    return chunks[shard.index :: shard.count]
+
+
+def find_file(folder: Path, file: str) -> Path | None:
+    """The file of an output in a folder, with any suffix of `SUFFIXES`; None if it is missing."""
+    name = folder / file
+    exact = [name] if name.is_file() else []
+    others = (name.with_suffix(suffix) for suffix in SUFFIXES)
+    return next(iter([*exact, *(other for other in others if other.is_file())]), None)
+
+
+def unused_files(folder: Path, outputs: Sequence[Output]) -> list[Path]:
+    """Images of a folder that are no output."""
+    used = {find_file(folder, output.file) for output in outputs}
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path not in used)
+
+
+def item_digest(item: ItemFiles) -> str:
+    """Hash of everything that an item passes to models and scorers: prompt, metadata, the bytes of its files."""
+    told = json.dumps([item_key(item), item.metadata], sort_keys=True, default=str)
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def digest_of(parts: Sequence[str]) -> str:
+    """SHA-256 of some digests in their order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,216 @@
+"""From scored outputs to the result of a benchmark: measures, paired intervals, provenance, a table. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import retouch
+from retouch.benchmarks.base import Benchmark, ImageRow
+from retouch.observe.statistics import bootstrap_intervals
+from retouch.types import Failure
+
+
+@dataclass(frozen=True)
+class Column:
+    """The outputs of one set of weights, or of another program.
+
+    Attributes:
+        rows: of the outputs that are there.
+        missing: official names of the others.
+        about: where the outputs come from, as JSON values.
+    """
+
+    rows: Sequence[ImageRow]
+    missing: Sequence[str]
+    about: Mapping[str, Any]
+
+    def failures(self) -> dict[str, dict[str, int]]:
+        """Reward -> code -> number of outputs on which it failed."""
+        found: dict[str, Counter[str]] = {}
+        for row in self.rows:
+            for name, outcome in row.outcomes.items():
+                if isinstance(outcome, Failure):
+                    found.setdefault(name, Counter())[outcome.code] += 1
+        return {name: dict(codes) for name, codes in found.items()}
+
+
+def result_of(
+    benchmark: Benchmark,
+    columns: Mapping[str, Column],
+    data: Mapping[str, Any],
+    rewards: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The content of result.json.
+
+    Args:
+        columns: in the order of the table; every further one is compared with the one before it.
+        data: provenance of the items.
+        rewards: provenance of each reward.
+    """
+    intervals, differences = _intervals(benchmark, columns)
+    kind, official = type(benchmark), benchmark.official
+    return {
+        "benchmark": {
+            "name": benchmark.name,
+            "title": kind.title,
+            "source": kind.source,
+            "options": benchmark.model_dump(mode="json", exclude={"rewards", "reward_client", "path"}),
+        },
+        "data": dict(data),
+        "retouch": retouch.__version__,
+        "images_per_item": benchmark.count,
+        "seed": benchmark.seed,
+        "official": {
+            "images_per_item": official.images_per_item,
+            "resolution": None if official.resolution is None else list(official.resolution),
+            "settings": dict(official.settings),
+        },
+        "rewards": {name: dict(told) for name, told in rewards.items()},
+        "weights": {
+            name: {
+                **column.about,
+                "images": len(column.rows),
+                "missing": len(column.missing),
+                "missing_files": list(column.missing[:20]),
+                "failures": column.failures(),
+            }
+            for name, column in columns.items()
+        },
+        "measures": {name: benchmark.summary(column.rows) for name, column in columns.items()},
+        "intervals": intervals,
+        "differences": differences,
+        "published": {
+            "compares": not (reasons := _departures(benchmark, columns)),
+            "reasons": reasons,
+            "rows": [
+                {"model": row.model, "numbers": dict(row.numbers), "source": row.source}
+                for row in benchmark.published_rows()
+            ],
+        },
+    }
+
+
+def _departures(benchmark: Benchmark, columns: Mapping[str, Column]) -> list[str]:
+    """Why the measures do not compare with published ones."""
+    found = [*benchmark.caveats, *benchmark.departures()]
+    for name, column in columns.items():
+        failed = sum(sum(codes.values()) for codes in column.failures().values())
+        found += [f"{name}: {len(column.missing)} images are missing"] if column.missing else []
+        found += [f"{name}: {failed} scores failed"] if failed else []
+    return found
+
+
+def _intervals(
+    benchmark: Benchmark, columns: Mapping[str, Column]
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
+    """95 % intervals of the measures of each column, and of their differences between neighbouring columns as [value,
+    low, high]: both bootstrapped over items; the differences over the items that both columns have."""
+    rows = {name: _by_key(column.rows) for name, column in columns.items()}
+    alone = {name: _flat(benchmark, {name: of}, list(of)) for name, of in rows.items()}
+    differences: dict[str, dict[str, list[float]]] = {}
+    for a, b in pairwise(columns):
+        shared = [key for key in rows[a] if key in rows[b]]
+        both = {a: rows[a], b: rows[b]}
+        limits = _flat(benchmark, both, shared, (a, b))
+        values = _differing(benchmark, both, shared, (a, b))
+        differences[f"{b} - {a}"] = {
+            measure: [value, *limits[measure]] for measure, value in values.items() if measure in limits
+        }
+    return alone, differences
+
+
+def _by_key(rows: Sequence[ImageRow]) -> dict[str, list[ImageRow]]:
+    found: dict[str, list[ImageRow]] = {}
+    for row in rows:
+        found.setdefault(row.key, []).append(row)
+    return found
+
+
+Items = Mapping[str, Mapping[str, list[ImageRow]]]
+"""Column -> key of an item -> its rows."""
+
+
+def _flat(
+    benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str] | None = None
+) -> dict[str, list[float]]:
+    """Intervals of the measures of the only column, or of the difference of a pair, over resampled items."""
+
+    def measured(drawn: NDArray[np.intp]) -> dict[str, float]:
+        chosen = [keys[int(i)] for i in drawn]
+        if pair is not None:
+            return _differing(benchmark, rows, chosen, pair)
+        (of,) = rows.values()
+        return benchmark.summary([row for key in chosen for row in of[key]])
+
+    return {name: list(limits) for name, limits in bootstrap_intervals(len(keys), measured).items()}
+
+
+def _differing(benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str]) -> dict[str, float]:
+    """Differences of the measures of a pair of columns over some items."""
+    before, after = (benchmark.summary([row for key in keys for row in rows[name][key]]) for name in pair)
+    return {name: after[name] - before[name] for name in after if name in before}
+
+
+def benchmark_table(result: Mapping[str, Any]) -> str:
+    """Measures by weights with their intervals, the differences, and published rows if they compare."""
+    measures = result["measures"]
+    names = list(dict.fromkeys(measure for values in measures.values() for measure in values))
+    wide = max([24, *(len(name) + 2 for name in names)])
+    head = f"{result['benchmark']['title']}".ljust(wide)
+    columns = {name: _column(result, name, names) for name in measures}
+    columns |= {f"{label} [95 %]": _gains(of, names) for label, of in result["differences"].items()}
+    for title, cells in columns.items():
+        width = max(len(title), *(len(cell) for cell in cells), 10) + 3
+        head += title.rjust(width)
+        columns[title] = [cell.rjust(width) for cell in cells]
+    lines = [head, *(name.ljust(wide) + "".join(c[i] for c in columns.values()) for i, name in enumerate(names))]
+    lines += [_distance(name, of) for name, of in result.get("distances", {}).items()]
+    lines += [_count(name, told) for name, told in result["weights"].items()]
+    return "\n".join(line.rstrip() for line in [*lines, *_published(result, names)])
+
+
+def _column(result: Mapping[str, Any], weights: str, names: Sequence[str]) -> list[str]:
+    values, limits = result["measures"][weights], result["intervals"][weights]
+    return [
+        "–"
+        if name not in values
+        else f"{values[name]:.4g}" + ("" if name not in limits else " [{:.4g}, {:.4g}]".format(*limits[name]))
+        for name in names
+    ]
+
+
+def _gains(of: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[str]:
+    return ["{:+.4g} [{:+.4g}, {:+.4g}]".format(*of[name]) if name in of else "–" for name in names]
+
+
+def _distance(column: str, distances: Mapping[str, Mapping[str, Any]]) -> str:
+    parts: list[str] = []
+    for name, told in distances.items():
+        limits = "" if told["interval"] is None else " [{:.4g}, {:.4g}]".format(*told["interval"])
+        few = " (too few images)" if "warning" in told else ""
+        parts.append(f"{name} {told['value']:.4g}{limits}{few} by {told['extractor']}, {told['images']} images")
+    return f"{column}: {'; '.join(parts)}"
+
+
+def _count(name: str, told: Mapping[str, Any]) -> str:
+    failed = [f"{sum(codes.values())} x {reward}" for reward, codes in told["failures"].items()]
+    missing = f", {told['missing']} missing" if told["missing"] else ""
+    return f"{name}: {told['images']} images{missing}" + (f", failed scores: {', '.join(failed)}" if failed else "")
+
+
+def _published(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    published = result["published"]
+    if not published["compares"]:
+        return [f"not comparable with published numbers: {'; '.join(published['reasons'])}"]
+    lines: list[str] = []
+    for row in published["rows"]:
+        numbers = [f"{name} {row['numbers'][name]:g}" for name in names if name in row["numbers"]]
+        lines += [f"published, {row['model']}: {', '.join(numbers)} ({row['source']})"] if numbers else []
+    return lines

@@ -1,0 +1,171 @@
+"""AnyText-benchmark (arXiv 2311.03054) and TextFlux's test set (arXiv 2505.17778): lines of text at given polygons.
+
+A JSON object with `data_list`: `img_name`, `caption`, and `annotations` of a `polygon` in pixels of 512 x 512 (of the
+image in TextFlux), its `text`, and `valid`. As published, the first 20 valid lines count, each cut to 20 characters,
+and `*` in a caption is a space. An image without a valid line is left out: it has no measure but the distance to the
+real images.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import field_validator
+
+from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import line_fields, lines_mask, parsed, read_text
+from retouch.lines import TextLine, parse_lines, placed
+
+SIDE = 512
+"""Side of AnyText's images in pixels, in which its polygons are given."""
+
+_MOST_LINES, _MOST_CHARACTERS = 20, 20
+_LIST = "test1k.json"
+_PARTS = {"other": "ReCTS_other.json", "ori": "ReCTS_ori.json", "Japan": "ReCTS_Japan.json"}
+
+
+class AnnotatedData(ImageSection):
+    """Options of both data sets."""
+
+    prompt_template: str = "{caption}, with the text {text}"
+    """Prompt of an item; {caption} stands for its caption, {text} for its lines in double quotes, with commas between.
+    The published models take the lines from outside the prompt."""
+
+    has_texts: ClassVar[bool] = True
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_text(cls, template: str) -> str:
+        if "{text}" not in template:
+            raise ValueError(f"given {template!r}; it must contain {{text}}, the place of the lines to write")
+        return template
+
+    @abstractmethod
+    def json_file(self) -> Path:
+        """The JSON file of `path`."""
+
+    @abstractmethod
+    def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
+        """The item of an entry with at least one line."""
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        file = self.json_file()
+        if not file.is_file():
+            raise DataError(f"data.path: {file}: no such file, which names images, captions and lines")
+        content = parsed(read_text(file), str(file))
+        if not isinstance(content, dict) or not isinstance(content.get("data_list"), list):
+            raise DataError(f"{file}: holds no object with data_list; is it of {type(self).__name__}?")
+        found = [
+            item_or_error(f"{file.name} {number}", self._entry, number, entry, file.parent)
+            for number, entry in enumerate(content["data_list"])
+        ]
+        return [item for item in found if isinstance(item, ItemError) or item.metadata]
+
+    def _entry(self, number: int, entry: object, root: Path) -> ItemFiles:
+        """The item of an entry; one without metadata has no line."""
+        fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        name, caption = fields.get("img_name"), fields.get("caption", "")
+        if not isinstance(name, str) or not name or not isinstance(caption, str):
+            raise DataError("has no img_name, or a caption that is no text")
+        lines = self.annotated(cast("list[Any]", fields.get("annotations") or []))
+        if not lines:
+            return ItemFiles(number, caption)
+        return self._item(number, name, " ".join(caption.replace("*", " ").split()), lines, root)
+
+    def annotated(self, annotations: Sequence[Any]) -> tuple[TextLine, ...]:
+        """The first valid lines."""
+        usable = [
+            {"text": str(a["text"])[:_MOST_CHARACTERS], "polygon": a["polygon"]}
+            for a in annotations
+            if isinstance(a, Mapping) and a.get("polygon") and str(a.get("text") or "").strip() and a.get("valid", True)
+        ][:_MOST_LINES]
+        try:
+            return parse_lines(usable) if usable else ()
+        except ValueError as error:
+            raise DataError(f"annotations: {error}") from None
+
+    def prompt_of(self, caption: str, lines: Sequence[TextLine]) -> str:
+        """The prompt of an item."""
+        quoted = ", ".join(f'"{line.text}"' for line in lines)
+        return self.prompt_template.replace("{caption}", caption).replace("{text}", quoted)
+
+
+class AnyTextData(AnnotatedData):
+    """AnyText-benchmark (arXiv 2311.03054): `laion_word` (English) or `wukong_word` (Chinese), a folder with
+    `test1k.json` and `imgs`."""
+
+    format: Literal["anytext"] = "anytext"
+    protocol: Literal["generation", "editing"] = "generation"
+    """"generation": an image from nothing, with every line at its polygon. "editing": the image is the source and the
+    polygons of all lines are the mask."""
+
+    expects: ClassVar[str] = f"a {_LIST}"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return (path / _LIST).is_file()
+
+    def json_file(self) -> Path:
+        path = Path(self.path).expanduser()
+        return path / _LIST if path.is_dir() else path
+
+    def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
+        about = {"key": name.split(".")[0]}
+        prompt = self.prompt_of(caption, lines)
+        if self.protocol == "generation":
+            height, width = self.size
+            lines = placed(lines, (width / SIDE, height / SIDE), (0.0, 0.0))
+            return ItemFiles(number, prompt, metadata=line_fields(lines) | about)
+        source = root / "imgs" / name
+        return ItemFiles(
+            number,
+            prompt,
+            source_path=source,
+            mask_path=lines_mask(source, lines),
+            target="source",
+            metadata=line_fields(lines) | about,
+        )
+
+
+class TextFluxData(AnnotatedData):
+    """TextFlux's test set of single lines (arXiv 2505.17778): the folder with `ReCTS_other.json` and
+    `textflux_data`. Only the first line of an image counts."""
+
+    format: Literal["textflux"] = "textflux"
+    part: Literal["other", "ori", "Japan"] = "other"
+    """"other": another word is written (editing); "ori": the word that stands there; "Japan": Japanese."""
+    image_root: str | None = None
+    """Folder of the images; null is the one below the JSON file that has them."""
+
+    expects: ClassVar[str] = "a ReCTS_other.json"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return any((path / name).is_file() for name in _PARTS.values())
+
+    def json_file(self) -> Path:
+        path = Path(self.path).expanduser()
+        return path / _PARTS[self.part] if path.is_dir() else path
+
+    def annotated(self, annotations: Sequence[Any]) -> tuple[TextLine, ...]:
+        return super().annotated(annotations[:1])
+
+    def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
+        if self.image_root is not None:
+            source = Path(self.image_root).expanduser() / name
+        else:
+            folder = (
+                "processed_ReCTS_test_images_other_words" if self.part == "other" else "processed_ReCTS_test_images"
+            )
+            places = [root / "textflux_data" / folder / "original" / name, root / name]
+            source = next((place for place in places if place.is_file()), places[0])
+        return ItemFiles(
+            number,
+            self.prompt_of(caption, lines),
+            source_path=source,
+            mask_path=lines_mask(source, lines),
+            metadata=line_fields(lines) | {"key": Path(name).stem},
+        )

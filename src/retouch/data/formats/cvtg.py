@@ -1,0 +1,60 @@
+"""CVTG-2K (TextCrafter, arXiv 2503.23461): prompts with two to five texts.
+
+`CVTG/{2,3,4,5}.json` and `CVTG-Style/{2,3,4,5}.json`, the number of texts in each; an object with `data_list`: `index`,
+`prompt`, `carrier_list`, `sentence_list` (the texts).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import fields_of, parsed, read_text, text_fields
+
+_STYLES = ("CVTG", "CVTG-Style")
+_COUNTS = (2, 3, 4, 5)
+
+
+class CvtgData(DataSection):
+    """CVTG-2K (TextCrafter): the folder with `CVTG` and `CVTG-Style`."""
+
+    format: Literal["cvtg"] = "cvtg"
+    part: Literal["all", "CVTG", "CVTG-Style"] = "all"
+    """Folder to read: plain prompts, prompts with styles, or both."""
+
+    expects: ClassVar[str] = "a CVTG/2.json"
+    has_texts: ClassVar[bool] = True
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return any((path / style / "2.json").is_file() for style in _STYLES)
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        folder = Path(self.path).expanduser()
+        found: list[ItemFiles | ItemError] = []
+        for style in _STYLES if self.part == "all" else (self.part,):
+            for count in _COUNTS:
+                found += self._file(folder / style / f"{count}.json", f"{style}/{count}", len(found))
+        return found
+
+    def _file(self, file: Path, part: str, first: int) -> list[ItemFiles | ItemError]:
+        if not file.is_file():
+            raise DataError(f"data.path: {file}: no such file; CVTG-2K has {part}.json")
+        content = fields_of(parsed(read_text(file), str(file)))
+        if not isinstance(content.get("data_list"), list):
+            raise DataError(f"{file}: holds no data_list")
+        return [
+            item_or_error(f"{part} {i}", self._item, entry, first + i, part)
+            for i, entry in enumerate(content["data_list"])
+        ]
+
+    def _item(self, given: Any, number: int, part: str) -> ItemFiles:
+        entry = fields_of(given)
+        index, prompt = entry.get("index"), entry.get("prompt")
+        if not isinstance(index, int) or not isinstance(prompt, str) or not prompt.strip():
+            raise DataError("has no index or no prompt")
+        texts = text_fields({"texts": entry.get("sentence_list")})
+        if not texts:
+            raise DataError("sentence_list missing; each entry needs its texts")
+        return ItemFiles(number, prompt, metadata=texts | {"key": f"{part}/{index}", "part": part})

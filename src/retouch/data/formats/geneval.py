@@ -1,0 +1,55 @@
+"""GenEval (arXiv 2310.11513): a JSONL file of prompts with what their images must show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import entries_of, fields_of
+
+LIST = "evaluation_metadata.jsonl"
+
+_KEYS = {"tag", "include", "prompt"}
+
+
+class GenEvalData(DataSection):
+    """GenEval (arXiv 2310.11513): `evaluation_metadata.jsonl`, or a folder that holds it; or another file of its
+    layout, like the training prompts of Flow-GRPO: `{"tag", "include", "exclude"?, "prompt"}` in each line."""
+
+    format: Literal["geneval"] = "geneval"
+
+    expects: ClassVar[str] = "a .jsonl of GenEval"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        path = path / LIST if path.is_dir() else path
+        entries = entries_of(path) if path.suffix == ".jsonl" and path.is_file() else []
+        return bool(entries) and all(isinstance(entry, dict) and entry.keys() >= _KEYS for entry in entries)
+
+    def listing(self) -> Path:
+        path = Path(self.path).expanduser()
+        return path / LIST if path.is_dir() else path
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        """The items in the order of the file; the number of the line is the id."""
+        path = self.listing()
+        if not path.is_file():
+            raise DataError(f"data.path: {path}: no such file; set the {LIST} of GenEval, or its folder")
+        return [item_or_error(f"{path.name} line {i + 1}", _item, entry, i) for i, entry in enumerate(entries_of(path))]
+
+
+def _item(entry: Any, position: int) -> ItemFiles:
+    fields = fields_of(entry)
+    prompt, tag = fields.get("prompt"), fields.get("tag")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise DataError("prompt missing or empty")
+    if not isinstance(tag, str):
+        raise DataError(f"tag is {tag!r}; it must be a string")
+    clauses = {name: fields.get(name, []) for name in ("include", "exclude")}
+    for name, given in clauses.items():
+        if not isinstance(given, list) or not all(isinstance(clause, dict) for clause in cast("list[Any]", given)):
+            raise DataError(f"{name} must be a list of objects with class and count")
+    kept: Mapping[str, Any] = {name: given for name, given in clauses.items() if name in fields}
+    return ItemFiles(id=position, prompt=prompt, metadata={"tag": tag, **kept})

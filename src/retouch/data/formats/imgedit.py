@@ -1,0 +1,77 @@
+"""ImgEdit-Bench (arXiv 2505.20275), basic part: one JSON object, key -> `id` (path of the source image), `prompt`,
+`edit_type`; the images lie below a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from retouch.config.base import Text
+from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import fields_of, parsed, read_text
+from retouch.imaging import Fit
+
+LIST = "basic_edit.json"
+
+_FIELDS = {"id", "prompt", "edit_type"}
+
+
+class ImgEditData(DataSection):
+    """ImgEdit-Bench (arXiv 2505.20275): `basic_edit.json`, or the folder that holds it, and the source images."""
+
+    format: Literal["imgedit"] = "imgedit"
+    images: Text | None = None
+    """Folder of the source images, to which the ids of the list are relative; null: the folder of the list, or the
+    folder in it that holds the first image."""
+    fit: Fit = "stretch"
+    """"stretch" ignores the aspect ratio; "crop" scales to cover and cuts out the middle."""
+
+    has_images: ClassVar[frozenset[str]] = frozenset({"source"})
+    expects: ClassVar[str] = "a folder with basic_edit.json of ImgEdit"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return (path / LIST).is_file() or (path.name == LIST and path.is_file())
+
+    @property
+    def image_options(self) -> ImageOptions:
+        return ImageOptions(self.fit)
+
+    def listing(self) -> Path:
+        path = Path(self.path).expanduser()
+        return path / LIST if path.is_dir() else path
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        """The items in the order of the list."""
+        path = self.listing()
+        if not path.is_file():
+            raise DataError(f"data.path: {path}: no such file; set the {LIST} of ImgEdit, or its folder")
+        content = parsed(read_text(path), str(path))
+        if not isinstance(content, dict) or not content:
+            raise DataError(f"{path}: it must be an object: key -> id, prompt, edit_type")
+        entries = cast("dict[str, Any]", content)
+        folder = self._folder(path.parent, entries)
+        return [item_or_error(f"{path.name} {key}", _item, key, entry, folder) for key, entry in entries.items()]
+
+    def _folder(self, start: Path, entries: Mapping[str, Any]) -> Path:
+        if self.images is not None:
+            return Path(self.images).expanduser()
+        first = next((e["id"] for e in entries.values() if isinstance(e, dict) and isinstance(e.get("id"), str)), "")
+        inside = sorted(path for path in start.iterdir() if path.is_dir())
+        return next((path for path in (start, *inside) if (path / first).is_file()), start)
+
+
+def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
+    fields = fields_of(entry)
+    missing = sorted(name for name in _FIELDS if not isinstance(fields.get(name), str) or not fields[name].strip())
+    if missing:
+        raise DataError(f"{', '.join(missing)} missing or empty")
+    if not key.isdecimal():
+        raise DataError(f"the key {key!r} must be a number")
+    return ItemFiles(
+        id=int(key),
+        prompt=fields["prompt"],
+        source_path=folder / fields["id"],
+        metadata={"key": key, "edit_type": fields["edit_type"], "image": fields["id"]},
+    )

@@ -1,0 +1,83 @@
+"""LAION's first aesthetic predictor (github.com/LAION-AI/aesthetic-predictor): one linear layer on CLIP ViT-L/14.
+
+Published tables of BrushBench and TextEdit use it. Its values do not compare with those of `aesthetic`, which has five
+linear layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from retouch.config.base import Text
+from retouch.errors import ConfigError
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.clip import ClipTowers
+from retouch.types import Outcome, Score
+
+
+class AestheticV1Reward(RewardEntry):
+    """LAION's aesthetic predictor v1, about 1 to 10: a linear layer on the CLIP ViT-L/14 embedding of the image."""
+
+    value_range = (-100.0, 100.0)
+    licence = "MIT"
+
+    scorer: Literal["aesthetic_v1"] = "aesthetic_v1"
+    head: Text
+    """File of the layer, `sa_0_4_vit_l_14_linear.pth` of LAION-AI/aesthetic-predictor; required."""
+    path: str = "openai/clip-vit-large-patch14"
+    """Hub id or folder of the `CLIPModel`."""
+    images_per_forward: PositiveInt = 32
+    """Images per forward; changes memory and speed, not results."""
+
+    def make(self) -> AestheticV1Scorer:
+        return AestheticV1Scorer(self)
+
+
+class AestheticV1Scorer(PackageScorer[AestheticV1Reward]):
+    """w · e + b of the unit embedding e of the image."""
+
+    def __init__(self, options: AestheticV1Reward) -> None:
+        super().__init__(options, f"aesthetic_v1 {options.path}")
+        self._towers: ClipTowers | None = None
+        self._weight: Any = None
+        self._bias: Any = None
+
+    def load(self, device: str) -> None:
+        """Load CLIP and the layer.
+
+        Raises:
+            ConfigError: a missing file, or one of another layer.
+        """
+        import hashlib
+
+        import torch
+
+        file = Path(self.options.head).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"head: given {self.options.head!r}; no such file")
+        try:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            weight, bias = tensors["weight"].float(), tensors["bias"].float()
+        except Exception as error:  # what a foreign file raises is not ours to list
+            raise ConfigError(f"head: {file} is no linear layer: {str(error).splitlines()[0]}") from None
+        self._towers = ClipTowers(self.options.path, "", device)
+        width = self._towers.model.config.projection_dim
+        if weight.shape != (1, width) or bias.shape != (1,):
+            raise ConfigError(f"head: {file} has a weight {tuple(weight.shape)}; expected (1, {width})")
+        self._weight, self._bias = weight.to(device), bias.to(device)
+        head = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        self.set_revision(f"aesthetic_v1 {self._towers.revision} head {head}")
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for start in range(0, len(items), self.options.images_per_forward):
+            batch = [item.image for item in items[start : start + self.options.images_per_forward]]
+            assert self._towers is not None
+            embedded = self._towers.of_images(batch).float()
+            outcomes += [Score(value) for value in (embedded @ self._weight.T + self._bias)[:, 0].tolist()]
+        return outcomes

@@ -1,0 +1,99 @@
+"""Similarity of two images by an image encoder: DINO, DINOv2 or CLIP (CLIP-I), without torchvision.
+
+DreamBooth (arXiv 2208.12242) and MagicBrush (arXiv 2306.10012) report the cosine of DINO ViT-S/16 and CLIP ViT-B/32.
+For a masked edit, compare crops (`crop: mask_box`): most of a whole image is the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveInt
+
+from retouch.config.base import Text
+from retouch.errors import ConfigError
+from retouch.hub import require_hub
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.types import Outcome, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ImageSimilarityReward(RewardEntry):
+    """Cosine between image embeddings of the sample and of its source or reference, in [-1, 1]."""
+
+    value_range = (-1.0, 1.0)
+    licence = "of the encoder"
+
+    scorer: Literal["image_similarity"] = "image_similarity"
+    path: Text = "facebook/dino-vits16"
+    """Hub id or folder of the encoder: a ViT of DINO, DINOv2 (facebook/dinov2-base), or CLIP
+    (openai/clip-vit-base-patch32)."""
+    against: Literal["source", "reference"] = "source"
+    """Image that the sample is compared with."""
+    images_per_forward: PositiveInt = 16
+    """Samples per forward; changes memory and speed, not results."""
+
+    def required_images(self) -> frozenset[str]:
+        return frozenset({self.against})
+
+    def make(self) -> ImageSimilarityScorer:
+        return ImageSimilarityScorer(self)
+
+
+class ImageSimilarityScorer(PackageScorer[ImageSimilarityReward]):
+    """The embedding is CLIP's projection, or the class token after the last norm of a ViT."""
+
+    def __init__(self, options: ImageSimilarityReward) -> None:
+        super().__init__(options, f"{options.path} {options.against}")
+        self._encoder: Encoder | None = None
+
+    def load(self, device: str) -> None:
+        self._encoder = Encoder(self.options.path, device)
+        self.set_revision(f"{self._encoder.revision} {self.options.against}")
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        size, outcomes = self.options.images_per_forward, list[Outcome]()
+        for start in range(0, len(items), size):
+            batch = items[start : start + size]
+            assert self._encoder is not None
+            samples = self._encoder([item.image for item in batch])
+            others = self._encoder([getattr(item, self.options.against) for item in batch])
+            cosines = (samples * others).sum(-1) / (samples.norm(dim=-1) * others.norm(dim=-1))
+            outcomes += [Score(value) for value in cosines.float().tolist()]
+        return outcomes
+
+
+class Encoder:
+    """An image encoder of transformers and its preprocessing: images -> [B, D] float32.
+
+    Raises:
+        ConfigError: transformers is missing, or there is no such encoder.
+    """
+
+    def __init__(self, path: str, device: str) -> None:
+        try:
+            import torch
+            from transformers import AutoConfig, AutoImageProcessor, AutoModel
+        except ImportError as error:
+            raise ConfigError(f'an image encoder needs {error.name}: pip install "retouch[train]"') from None
+        require_hub("path", path)
+        try:
+            config: Any = AutoConfig.from_pretrained(path)
+            self._is_clip = config.model_type == "clip"
+            self._model: Any = AutoModel.from_pretrained(path).eval().to(device)
+            self._pixels: Any = AutoImageProcessor.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"path: given {path!r}: {str(error).splitlines()[0]}") from None
+        self._torch, self._device = torch, device
+        self.revision = f"{path} {getattr(config, '_commit_hash', None) or 'local'}"
+
+    def __call__(self, images: Sequence[Pixels]) -> Tensor:
+        with self._torch.inference_mode():
+            inputs = self._pixels(images=list(images), return_tensors="pt").to(self._device)
+            if self._is_clip:
+                return self._model.visual_projection(self._model.vision_model(**inputs).pooler_output).float()
+            return self._model(**inputs).last_hidden_state[:, 0].float()

@@ -1,0 +1,73 @@
+"""Pixel errors of the unmasked region, as PSNR and MSE, in the usual form and in BrushBench's.
+
+BrushBench (arXiv 2403.06976) divides the sum over three channels by the number of pixels: its MSE is three times the
+usual one and its PSNR 4.77 dB lower; an MSE below 1e-10 counts as 1000 dB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from retouch.imaging import MASK_THRESHOLD
+from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.types import Failure, Outcome, Score
+
+_HIGHEST = 100.0
+"""PSNR in dB of images without a difference: about 1e-10, the square of the smallest float32 difference to 1."""
+
+
+class KeptAreaReward(RewardEntry):
+    """PSNR of the unmasked region to the source in dB, at most 100; meant for the raw sample."""
+
+    images = frozenset({"mask", "source"})
+    value_range = (0.0, _HIGHEST)
+    cpu_only = NO_NETWORK
+
+    scorer: Literal["kept_area"] = "kept_area"
+    paste_back: bool = False
+    """True scores the composite, whose PSNR is 100 by construction."""
+
+    def make(self) -> KeptAreaScorer:
+        return KeptAreaScorer(self)
+
+
+class KeptAreaScorer(PackageScorer[KeptAreaReward]):
+    """PSNR; detail: `psnr`, `mse`, and as BrushBench computes them `brushbench_psnr`, `brushbench_mse`."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [self._one(item) for item in items]
+
+    def _one(self, item: RewardItem) -> Outcome:
+        assert item.mask is not None and item.source is not None  # spec.needs
+        if item.image.shape != item.source.shape or item.image.shape[:2] != item.mask.shape:
+            shapes = f"image {item.image.shape}, source {item.source.shape}, mask {item.mask.shape}"
+            return Failure("bad_item", f"image, source and mask must have one size; given {shapes}")
+        kept = item.mask < MASK_THRESHOLD
+        if not kept.any():
+            return Failure("bad_item", "the mask is full: there is no unmasked region to compare")
+        summed = squared_error(item.image, item.source, kept)
+        mse = summed / 3
+        psnr = min(_HIGHEST, -10 * math.log10(mse)) if mse > 0 else _HIGHEST
+        detail = {
+            "psnr": psnr,
+            "mse": mse,
+            "brushbench_psnr": 1000.0 if summed < 1e-10 else -10 * math.log10(summed),
+            "brushbench_mse": summed,
+        }
+        return Score(psnr, detail)
+
+
+def squared_error(image: Pixels, source: Pixels, kept: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
+    """Sum over channels of the squared difference of values in [0, 1], mean over the kept pixels.
+
+    Args:
+        image, source: [H, W, 3] uint8.
+        kept: [H, W].
+    """
+    difference = (image.astype(np.float64) - source.astype(np.float64))[kept] / 255
+    return float((difference**2).sum() / kept.sum())

@@ -1,0 +1,152 @@
+"""LPIPS with the VGG16 backbone (arXiv 1801.03924), in plain torch: no torchvision, no package lpips.
+
+Features after relu1_2, 2_2, 3_3, 4_3 and 5_3 are divided by their norm over channels; their squared differences are
+weighted by a 1 x 1 head, averaged over places and summed. Values of other backbones (Alex, Squeeze) do not compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from retouch.config.base import Text
+from retouch.errors import ConfigError
+from retouch.imaging import MASK_THRESHOLD
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.types import Failure, Outcome, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCKS = ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
+"""Numbers of the convolutions in `features` of VGG16, block by block; between blocks the maximum of 2 x 2."""
+
+_SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+
+_SMALLEST = 16  # pixels: four halvings leave one
+
+
+class LpipsReward(RewardEntry):
+    """-LPIPS (VGG16) between sample and source, at most 0; its detail `lpips` is the distance."""
+
+    images = frozenset({"source"})
+    value_range = (-100.0, 0.0)
+    licence = "BSD-2-Clause"
+
+    scorer: Literal["lpips"] = "lpips"
+    backbone: Text
+    """File (.pth or .safetensors) of the ImageNet weights of VGG16, with keys `features.0.weight` as torchvision and
+    timm have them; required."""
+    heads: Text
+    """File of the linear heads, `lpips/weights/v0.1/vgg.pth` of the package lpips, with keys `lin0.model.1.weight`;
+    required."""
+    region: Literal["all", "kept"] = "all"
+    """"kept" multiplies both images by the unmasked region first, as BrushBench does."""
+
+    def required_images(self) -> frozenset[str]:
+        return self.images | ({"mask"} if self.region == "kept" else set())
+
+    def make(self) -> LpipsScorer:
+        return LpipsScorer(self)
+
+
+class LpipsScorer(PackageScorer[LpipsReward]):
+    """One image at a time: sizes may differ."""
+
+    def __init__(self, options: LpipsReward) -> None:
+        super().__init__(options, f"vgg16 {options.region}")
+        self._device = "cpu"
+        self._convolutions: dict[int, tuple[Tensor, Tensor]] = {}
+        self._heads: list[Tensor] = []
+
+    def load(self, device: str) -> None:
+        """Read both files.
+
+        Raises:
+            ConfigError: a missing file, or one without the tensors.
+        """
+        backbone, heads = (_tensors(name, getattr(self.options, name)) for name in ("backbone", "heads"))
+        self._device = device
+        for number in (number for block in _BLOCKS for number in block):
+            weight, bias = (_one(backbone, "backbone", f"features.{number}.{part}") for part in ("weight", "bias"))
+            self._convolutions[number] = (weight.to(device), bias.to(device))
+        names = [f"lin{i}.model.1.weight" for i in range(len(_BLOCKS))]
+        self._heads = [_one(heads, "heads", name).flatten().to(device) for name in names]
+        digests = [_digest(file) for file in (self.options.backbone, self.options.heads)]
+        self.set_revision(f"vgg16 {self.options.region} {' '.join(digests)}")
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [self._one(item) for item in items]
+
+    def _one(self, item: RewardItem) -> Outcome:
+        assert item.source is not None  # spec.needs
+        kept = 1.0
+        if item.image.shape != item.source.shape or min(item.image.shape[:2]) < _SMALLEST:
+            shapes = f"image {item.image.shape}, source {item.source.shape}"
+            return Failure("bad_item", f"image and source must have one size of {_SMALLEST} or more; given {shapes}")
+        if self.options.region == "kept":
+            assert item.mask is not None
+            if item.mask.shape != item.image.shape[:2]:
+                return Failure(
+                    "bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size"
+                )
+            kept = (item.mask < MASK_THRESHOLD).astype(np.float32)[..., None]
+        distance = self._distance(*(self._input(pixels, kept) for pixels in (item.image, item.source)))
+        return Score(-distance, {"lpips": distance})
+
+    def _input(self, pixels: Pixels, kept: Any) -> Tensor:
+        """[1, 3, H, W] in [-1, 1], normalised."""
+        import torch
+
+        image = torch.from_numpy(pixels.astype(np.float32) / 255 * kept).permute(2, 0, 1)[None].float() * 2 - 1
+        shift, scale = (torch.tensor(values)[:, None, None] for values in (_SHIFT, _SCALE))
+        return ((image - shift) / scale).to(self._device)
+
+    def _distance(self, a: Tensor, b: Tensor) -> float:
+        import torch
+        import torch.nn.functional as F
+
+        x, total = torch.cat([a, b]), 0.0
+        with torch.inference_mode():
+            for block, (numbers, head) in enumerate(zip(_BLOCKS, self._heads, strict=True)):
+                x = F.max_pool2d(x, 2) if block else x
+                for number in numbers:
+                    x = F.conv2d(x, *self._convolutions[number], padding=1).relu()
+                unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
+                squared = (unit[0] - unit[1]).square()
+                total += float((squared * head[:, None, None]).sum(0).mean())
+        return total
+
+
+def _tensors(option: str, given: str) -> Mapping[str, Tensor]:
+    """Raises:
+    ConfigError: no such file, or not of tensors.
+    """
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{option}: given {given!r}; no such file")
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        import torch
+
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a foreign file raises is not ours to list
+        raise ConfigError(f"{option}: {file} is no file of tensors: {str(error).splitlines()[0]}") from None
+
+
+def _one(tensors: Mapping[str, Tensor], option: str, name: str) -> Tensor:
+    if name not in tensors:
+        raise ConfigError(f"{option}: the file has no tensor {name}")
+    return tensors[name].float()
+
+
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()[:12]

@@ -1,0 +1,221 @@
+"""Reading text in images: the base of the scorers that read, on rapidocr (PP-OCR on onnxruntime; its weights are in the
+wheel) or PaddleOCR."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from retouch.config.base import Text
+from retouch.config.errors import nearest
+from retouch.errors import ConfigError
+from retouch.imaging import MASK_THRESHOLD, mask_box, widen
+from retouch.lines import Bounds
+from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers import paddle
+from retouch.rewards.scorers.paddle import bgr
+from retouch.types import Failure
+
+_HEIGHT = 48  # pixels to which the recogniser scales the height of a line
+_BUCKET = 32  # line widths are padded to a multiple of this: a score then does not depend on its batch
+_BATCH = 16
+_LONGEST = 32  # ratio of the sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
+
+
+@dataclass(frozen=True)
+class FoundLine:
+    """A box of text that the detector found.
+
+    Attributes:
+        polygon: four corners (x, y) in pixels of the crop.
+    """
+
+    text: str
+    confidence: float
+    polygon: tuple[tuple[float, float], ...]
+
+    @property
+    def bounds(self) -> Bounds:
+        """The smallest upright box around the polygon."""
+        xs, ys = zip(*self.polygon, strict=True)
+        return min(xs), min(ys), max(xs), max(ys)
+
+
+class ReadingEntry(RewardEntry):
+    """Options of the rewards that read text."""
+
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the recogniser; 0 uses all cores."""
+    engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    """Library that reads. PaddleOCR 3 or newer must be installed separately, and downloads its models."""
+    language: Text | None = None
+    """Language of the recogniser by the engine's name for it, like "japan", "korean" or "arabic"; the model is
+    downloaded on first use. Null is the engine's default, which reads Chinese and English."""
+
+    @property
+    def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.engine == "paddleocr":
+            return None
+        return "rapidocr reads on the CPU; leave device out, or set engine: paddleocr"
+
+    def reads_text(self) -> bool:
+        return True
+
+    def extras(self) -> frozenset[str]:
+        return frozenset({"ocr"} if self.engine == "rapidocr" else ())
+
+    def finds_lines(self) -> bool:
+        """Whether the scorer finds the lines of whole images, instead of reading crops of one line."""
+        return True
+
+    def reader(self) -> str:
+        """The engine, its version and language, for revisions."""
+        version = importlib_version("rapidocr") if self.engine == "rapidocr" else paddle.version()
+        return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
+
+
+Reads = TypeVar("Reads", bound=ReadingEntry)
+
+
+class ReadingScorer(PackageScorer[Reads]):
+    """Base of the scorers that read text."""
+
+    def __init__(self, options: Reads, settings: str) -> None:
+        super().__init__(options, f"{options.reader()} {settings}")
+        self._engine: Any = None
+        self._paddle: paddle.PaddleReader | None = None
+
+    def load(self, device: str) -> None:
+        """Build the engine; rapidocr always runs on the CPU.
+
+        Raises:
+            ConfigError: the engine is not installed, or has no such language.
+        """
+        if self.options.engine == "paddleocr":
+            self._paddle = paddle.PaddleReader(device, self.options.threads, self.options.language)
+            self._paddle.load(find=self.options.finds_lines())
+            return
+        try:
+            from rapidocr import RapidOCR
+        except ImportError:
+            raise ConfigError(f'the {self.options.scorer} reward needs rapidocr: pip install "retouch[ocr]"') from None
+        language = {} if self.options.language is None else {"Rec.lang_type": _rapid_language(self.options.language)}
+        self._engine = RapidOCR(
+            params={
+                "Global.log_level": "error",
+                "Global.text_score": 0.0,  # keep unsure readings: a wrong letter is a lower score, not an empty one
+                "Global.use_cls": False,  # the angle classifier turns short words upside down
+                "EngineConfig.onnxruntime.intra_op_num_threads": self.options.threads or -1,
+                **language,
+            }
+        )
+
+    @property
+    def engine(self) -> Any:
+        """The loaded `rapidocr.RapidOCR`; None with PaddleOCR."""
+        return self._engine
+
+    def find_lines(self, crops: Sequence[Pixels]) -> list[list[FoundLine]]:
+        """The lines of each RGB crop, in the engine's order: from top to bottom, then from left to right."""
+        if self._paddle is not None:
+            return [[FoundLine(*line) for line in lines] for lines in self._paddle.find(crops)]
+        return [self._find(crop) for crop in crops]
+
+    def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
+        """The text of all lines of each RGB crop, with spaces between, and its mean confidence; ("", 0.0) without
+        lines."""
+        if self._paddle is not None:
+            found = self._paddle.read_texts(crops)
+        else:
+            outputs = [self._output(crop) for crop in crops]
+            found = [(output.txts or (), output.scores or ()) for output in outputs]  # None where nothing was found
+        return [(" ".join(texts), float(np.mean(scores))) if texts else ("", 0.0) for texts, scores in found]
+
+    def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
+        """Text and confidence of each RGB crop, which holds one line."""
+        return self._paddle.read_lines(crops) if self._paddle is not None else self._read_as_line(crops)
+
+    def _output(self, crop: Pixels) -> Any:
+        # rapidocr keeps these three flags between calls: always pass all of them
+        return self._engine(bgr(crop), use_det=True, use_cls=False, use_rec=True)
+
+    def _find(self, crop: Pixels) -> list[FoundLine]:
+        output = self._output(crop)
+        if not output.txts:  # None where nothing was found
+            return []
+        return [
+            FoundLine(str(text), float(confidence), tuple((float(x), float(y)) for x, y in box))
+            for text, confidence, box in zip(output.txts, output.scores, output.boxes, strict=True)
+        ]
+
+    def _read_as_line(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
+        """The recogniser alone, on batches of one padded width."""
+        from rapidocr.ch_ppocr_rec import TextRecInput
+
+        recognizer = self._engine._load_rec_model()  # the public call takes one image at a time
+        recognizer.rec_batch_num = _BATCH
+        results: list[tuple[str, float]] = [("", 0.0)] * len(crops)
+        buckets: dict[int, list[int]] = {}
+        for i, crop in enumerate(crops):
+            width = math.ceil(_HEIGHT * crop.shape[1] / crop.shape[0])
+            buckets.setdefault(math.ceil(width / _BUCKET) * _BUCKET, []).append(i)
+        for width, members in buckets.items():
+            recognizer.rec_image_shape = [3, _HEIGHT, width]
+            output = recognizer(TextRecInput(img=[bgr(crops[i]) for i in members], return_word_box=False))
+            for i, text, confidence in zip(members, output.txts, output.scores, strict=True):
+                results[i] = (text, float(confidence))
+        return results
+
+
+def _rapid_language(language: str) -> Any:
+    from rapidocr.utils.typings import LangRec
+
+    known = {one.value: one for one in LangRec}
+    if language not in known:
+        raise ConfigError(f"language: given {language!r}, which rapidocr does not read; {nearest(language, known)}")
+    return known[language]
+
+
+def unusable_mask(item: RewardItem) -> Failure | None:
+    """A failure if the item has an empty mask or one of another size; the whole image is not read instead."""
+    if item.mask is None:
+        return None
+    if item.mask.shape != item.image.shape[:2]:
+        return Failure("bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size")
+    if not (item.mask >= MASK_THRESHOLD).any():
+        return Failure("bad_item", "the mask is empty: there is nothing in it to read; leave it out to read the image")
+    return None
+
+
+def unreadable(item: RewardItem, margin: float) -> Failure | None:
+    """A failure if the crop of an item cannot hold text."""
+    wrong = unusable_mask(item)
+    if wrong is not None:
+        return wrong
+    height, width = crop_for(item, margin).shape[:2]
+    if max(height, width) > _LONGEST * min(height, width):
+        return Failure("bad_item", f"no text fits in {width} x {height} pixels; use a less narrow mask")
+    return None
+
+
+def crop_for(item: RewardItem, margin: float) -> Pixels:
+    """The mask box of the image, widened; the whole image without a mask. Check `unusable_mask` first."""
+    if item.mask is None:
+        return item.image
+    left, top, right, bottom = widen(mask_box(item.mask), margin, item.image.shape[1], item.image.shape[0])
+    return item.image[top:bottom, left:right]
+
+
+def importlib_version(package: str) -> str:
+    """Installed version of a package; "missing" without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,259 @@
+"""`retouch eval --benchmark`: sample what is missing, score what is missing, summarise.
+
+Everything is under one folder: images/WEIGHTS/NAME.png, observations/WEIGHTS.jsonl, result.json and grid.png. A start
+after a kill continues there. Several processes may share the work (`Shard`): each samples and scores its share, and
+the last one to end writes the result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from retouch.benchmarks.base import Benchmark
+from retouch.benchmarks.observations import Observations
+from retouch.benchmarks.outputs import Output, Shard, digest_of, find_file, item_digest, outputs_of, own, unused_files
+from retouch.benchmarks.result import Column, result_of
+from retouch.config import ConfigError
+from retouch.config.needs import takes_references
+from retouch.data.dataset import Dataset, load_dataset
+from retouch.imaging import ImageProblem, open_image, to_rgb
+from retouch.observe.comparison import BASE
+from retouch.observe.grids import grid
+from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
+from retouch.use.items import make_folder
+from retouch.use.trained import Trained
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 16  # images of another program by which shards divide the scoring
+_GRID_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A set of weights to sample with.
+
+    Attributes:
+        run: name of its run in `runs`.
+        folder: of the weights; None: the base.
+    """
+
+    run: str
+    folder: Path | None
+
+
+def run_benchmark(
+    benchmark: Benchmark,
+    runs: Mapping[str, Trained],
+    folders: Sequence[Path],
+    out: Path,
+    shard: Shard | None = None,
+) -> dict[str, Any] | None:
+    """Sample, score and summarise -> the content of result.json; None if other shards have not ended.
+
+    Args:
+        runs: runs by name; of several, the newest weights of each, and their base if they have the same.
+        folders: of images that another program made, under the official names.
+        shard: share of this process; None: all that is missing.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: settings, data or weights that cannot work.
+        RewardOutage: scorers stayed away; start again.
+    """
+    make_folder(out)
+    share = shard or Shard()
+    configs = {name: with_settings(trained.config, benchmark) for name, trained in runs.items()}
+    data = _items(benchmark, list(configs.values()))
+    outputs = outputs_of(benchmark, data.items)
+    external = _external(folders, outputs)
+    weights = _weights(runs)
+    if clash := external.keys() & weights.keys():
+        raise ConfigError(f"--images: given a folder named {min(clash)!r}, as weights of the run are; rename it")
+    from retouch.use.benchmark_scores import scorers_of
+
+    with scorers_of(benchmark) as scorers:
+        abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
+        abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
+        places = {**external, **{name: out / "images" / name for name in weights}}
+        from retouch.use import benchmark_scores
+
+        columns: dict[str, Column] = {}
+        waiting = 0
+        for name, folder in places.items():
+            size = batch_size(configs[weights[name].run], benchmark) if name in weights else _BATCH
+            mine = [output for batch in own(outputs, share, size) for output in batch]
+            found, _ = benchmark_scores.found_in(folder, mine)
+            part = f"{share.index + 1}-of-{share.count}" if share.count > 1 else ""
+            record = Observations(out / "observations", name, part)
+            benchmark_scores.score(benchmark, found, data.config, scorers, record)
+        for name, folder in places.items():
+            found, missing = benchmark_scores.found_in(folder, outputs)
+            rows, untried = benchmark_scores.rows_of(found, scorers, Observations(out / "observations", name))
+            waiting += len(untried) + (len(missing) if name in weights else 0)
+            columns[name] = Column(rows, missing, abouts[name])
+        if waiting and share.count > 1:
+            logger.info("shard %s is done; %d images of other shards are not scored yet", share, waiting)
+            return None
+        provenance = {
+            "path": benchmark.path,
+            "items": len(data),
+            "unusable_items": len(data.config.items()) - len(data),
+            "digest": digest_of([item_digest(item) for item in data.items]),
+        }
+        result = result_of(benchmark, columns, provenance, scorers.provenance())
+    if benchmark.distances:
+        from retouch.use.benchmark_distances import distances_of
+
+        result["distances"] = distances_of(benchmark, outputs, places)
+    _write(result, out / "result.json")
+    _grid(outputs, places, columns).save(out / "grid.png")
+    return result
+
+
+def launcher_shard() -> Shard | None:
+    """The share of a process that torchrun started; None without it. The processes do not talk to each other: the
+    variables of the launcher are dropped, and its local rank chooses the GPU."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return None
+    shard = Shard(int(os.environ["RANK"]), count)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else None
+    if visible != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)] if devices else str(local)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return shard
+
+
+def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
+    """The usable items, read as the benchmark reads them.
+
+    Raises:
+        ConfigError: a model that cannot sample them.
+    """
+    section = benchmark.data()
+    needs = {name for entry in benchmark.rewards.values() for name in entry.example_images()}
+    sections = [as_trained(section, benchmark, config) for config in configs]
+    if any(other != sections[0] for other in sections):
+        raise ConfigError("--run: the runs trained with different sizes or reference strips; evaluate them one by one")
+    section = sections[0] if sections else section
+    for config in configs:
+        needs |= config.model.spec.needs
+        needs |= {"reference"} if takes_references(config, scored=False) else set()
+    data = load_dataset(section, "--path", needs)
+    for config in configs:
+        from retouch.training.build import fit_one_batch
+
+        multiple = config.model.size_multiple
+        if any(side % multiple for side in section.size):
+            raise ConfigError(
+                f"resolution: given {list(section.size)}; {config.model.family} needs multiples of {multiple}; set "
+                "resolution in the benchmark file"
+            )
+        fit_one_batch(config, "--path", data)
+    return data
+
+
+def _weights(runs: Mapping[str, Trained]) -> dict[str, Sampled]:
+    """The weights to sample with, by the name of their folder; the base first."""
+    from retouch.use.comparison import one_base
+
+    if not runs:
+        return {}
+    first = next(iter(runs))
+    base = {BASE: Sampled(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
+    if len(runs) > 1:
+        return base | {_as_folder(name): Sampled(name, trained.newest) for name, trained in runs.items()}
+    return base | {_as_folder(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
+
+
+def _as_folder(name: str) -> str:
+    return name.replace(" ", "-").replace("/", "-")
+
+
+def _sample(
+    benchmark: Benchmark,
+    runs: Mapping[str, Trained],
+    configs: Mapping[str, Any],
+    weights: Mapping[str, Sampled],
+    data: Dataset,
+    outputs: Sequence[Output],
+    out: Path,
+    shard: Shard,
+) -> dict[str, dict[str, Any]]:
+    """Sample the missing outputs of every set of weights -> their provenance."""
+    abouts: dict[str, dict[str, Any]] = {}
+    for name, sampled in weights.items():
+        abouts[name] = about_weights(configs[sampled.run], sampled.folder, benchmark, data.config)
+        claim(out / "images" / name, abouts[name])
+    for run in runs:
+        folders = {name: sampled.folder for name, sampled in weights.items() if sampled.run == run}
+        sample_outputs(configs[run], folders, data.config, outputs, out / "images", shard, benchmark)
+    return abouts
+
+
+def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, Path]:
+    """Folders of images by their name.
+
+    Raises:
+        ConfigError: no folder, none of the outputs in it, or two of one name.
+    """
+    named: dict[str, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--images: given {folder}; expected a folder of images, or a number of images")
+        name = folder.resolve().name
+        if name in named:
+            raise ConfigError(f"--images: two folders are named {name!r}; rename one")
+        present = sum(find_file(folder, output.file) is not None for output in outputs)
+        if not present:
+            raise ConfigError(
+                f"--images: {folder} has none of the {len(outputs)} images; the first would be {outputs[0].file}"
+            )
+        if present < len(outputs):
+            logger.warning("%s: %d of %d images are missing", folder, len(outputs) - present, len(outputs))
+        if unused := unused_files(folder, outputs):
+            logger.warning(
+                "%s: %d images are no outputs of the benchmark and are not scored; the first: %s",
+                folder,
+                len(unused),
+                unused[0].relative_to(folder),
+            )
+        named[name] = folder
+    return named
+
+
+def _write(result: Mapping[str, Any], path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mapping[str, Column]) -> Image.Image:
+    """The first items: the source or the prompt, and the first output of each column."""
+    rows: list[list[tuple[Any, str]]] = []
+    for output in [output for output in outputs if output.index == 0][:_GRID_ROWS]:
+        item = output.item
+        files = [None if item.source_path is None else item.source_path]
+        files += [find_file(folder, output.file) for folder in places.values()]
+        labels = [str(item.metadata.get("text") or item.prompt), *("" for _ in places)]
+        rows.append([(_shown(file), label) for file, label in zip(files, labels, strict=True)])
+    return grid(rows, ["input", *columns])
+
+
+def _shown(file: Any) -> Image.Image:
+    """An image; white where there is none, or where it cannot be read."""
+    try:
+        return Image.new("RGB", (96, 96), "white") if file is None else to_rgb(open_image(file))
+    except ImageProblem:
+        return Image.new("RGB", (96, 96), "white")

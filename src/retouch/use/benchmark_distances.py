@@ -1,0 +1,130 @@
+"""Distances between the outputs of a benchmark and real images: features of both, then `observe.distances`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retouch.benchmarks.base import Benchmark, DistanceEntry
+from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
+from retouch.data.identity import digest
+from retouch.errors import ConfigError
+from retouch.imaging import ImageProblem, PackedImage, open_image, to_rgb
+from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
+from retouch.rewards.devices import own_device
+
+logger = logging.getLogger(__name__)
+
+Images = Sequence[Path | PackedImage]
+
+_BATCH = 16
+
+
+def distances_of(
+    benchmark: Benchmark, outputs: Sequence[Output], places: Mapping[str, Path]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Column -> name of the distance -> its value, interval, numbers of images, and extractor.
+
+    Raises:
+        ConfigError: no such extractor, or fewer than two real images.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in places}
+    for name, entry in benchmark.distances.items():
+        where = f"distances.{name}"
+        extract, extractor = _extractor(entry, where)
+        real = extract(_real(entry, outputs, where))
+        for column, folder in places.items():
+            files = [path for output in outputs if (path := find_file(folder, output.file)) is not None]
+            features = extract(files)
+            if min(len(features), len(real)) < 2:
+                raise ConfigError(
+                    f"{where}: {column} has {len(features)} images and real has {len(real)}; give 2 or more"
+                )
+            distance = DISTANCES[entry.measure]
+            told: dict[str, Any] = {
+                "measure": entry.measure,
+                "value": distance(features, real),
+                "interval": interval(distance, features, real, entry.draws) if entry.draws else None,
+                "images": len(features),
+                "real_images": len(real),
+                "real": entry.real,
+                "extractor": extractor,
+            }
+            if entry.measure == "fid" and min(len(features), len(real)) < FEWEST_FOR_FID:
+                told["warning"] = f"FID of fewer than {FEWEST_FOR_FID} images is mostly bias; use cmmd or kid"
+                logger.warning("%s: %s has %d images: %s", where, column, len(features), told["warning"])
+            found[column][name] = told
+    return found
+
+
+def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images:
+    """The real images: a folder, or the sources or targets of the items, each once."""
+    if entry.real in ("source", "target"):
+        items = {output.position: output.item for output in outputs}.values()
+        images = [getattr(item, f"{entry.real}_path") for item in items]
+        return [image for image in images if image is not None]
+    folder = Path(entry.real).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def _extractor(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
+    """A function from images to features [N, D], and its name with its revision.
+
+    Raises:
+        ConfigError: no such file or encoder.
+    """
+    if entry.extractor == "torchscript":
+        return _torchscript(entry, where)
+    from retouch.rewards.scorers.image_similarity import Encoder
+
+    try:
+        encoder = Encoder(entry.path, own_device())
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from None
+
+    def extract(images: Images) -> Features:
+        parts: list[Any] = []
+        for start in range(0, len(images), _BATCH):
+            batch = [pixels for image in images[start : start + _BATCH] if (pixels := _read(image)) is not None]
+            parts += [encoder(batch).cpu().numpy().astype(np.float64)] if batch else []
+        return np.concatenate(parts) if parts else np.zeros((0, 1))
+
+    return extract, encoder.revision
+
+
+def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
+    import torch
+
+    file, device = Path(entry.path).expanduser(), own_device()
+    if not file.is_file():
+        raise ConfigError(f"{where}.path: given {entry.path!r}; expected a TorchScript file")
+    try:
+        module: Any = torch.jit.load(str(file), map_location=device).eval()
+    except RuntimeError as error:
+        raise ConfigError(f"{where}.path: {file} is no TorchScript file: {str(error).splitlines()[0]}") from None
+    options = {"return_features": True} if "return_features" in str(module.forward.schema) else {}
+
+    def extract(images: Images) -> Features:
+        parts: list[Any] = []
+        with torch.inference_mode():
+            for pixels in filter(lambda pixels: pixels is not None, map(_read, images)):
+                batch = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)[None].to(device)
+                parts.append(module(batch, **options).flatten(1).cpu().numpy().astype(np.float64))
+        return np.concatenate(parts) if parts else np.zeros((0, 1))
+
+    return extract, f"{file.name} {digest(file)[:12]}"
+
+
+def _read(image: Path | PackedImage) -> np.ndarray[Any, Any] | None:
+    """[H, W, 3] uint8; None for an image that cannot be read, which scorers report."""
+    try:
+        return np.asarray(to_rgb(open_image(image)))
+    except ImageProblem as problem:
+        logger.warning("%s; left out of the distances", problem)
+        return None

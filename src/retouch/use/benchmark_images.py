@@ -1,0 +1,193 @@
+"""Sample the outputs of a benchmark that are missing, under their official names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from retouch.benchmarks.base import Benchmark
+from retouch.benchmarks.outputs import Output, Shard, own
+from retouch.config import ConfigError, RunConfig
+from retouch.data.base import DataSection, ImageSection
+from retouch.data.dataset import Dataset, all_embedded, read_item
+from retouch.data.identity import digest
+from retouch.data.sampler import derive_seed
+from retouch.imaging import open_image, write_png
+
+logger = logging.getLogger(__name__)
+
+
+def with_settings(config: RunConfig, benchmark: Benchmark) -> RunConfig:
+    """The run file with the solver steps and the guidance scale of the benchmark file."""
+    steps = benchmark.num_steps or config.evaluation.num_steps or config.rollout.num_steps
+    rollout: dict[str, Any] = {"num_steps": steps}
+    if benchmark.guidance_scale is not None:
+        rollout["guidance_scale"] = benchmark.guidance_scale
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update=rollout),
+            "evaluation": config.evaluation.model_copy(update={"num_steps": None}),
+        }
+    )
+
+
+def as_trained(section: DataSection, benchmark: Benchmark, config: RunConfig) -> DataSection:
+    """The section of the benchmark with what the model was trained with: the strip of references and, where the
+    benchmark sets none, the size."""
+    trained: dict[str, Any] = {} if benchmark.size else {"resolution": (config.evaluation.data or config.data).size}
+    options = config.data.image_options
+    if isinstance(section, ImageSection):
+        trained |= {
+            "reference_strip": options.reference_strip,
+            "reference_strip_fit": options.reference_strip_fit,
+        }
+    return section.model_copy(update=trained)
+
+
+def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, section: DataSection) -> dict[str, Any]:
+    """Provenance of samples: the model, the weights with their hash, and how they are sampled."""
+    hashes = {} if folder is None else {p.name: digest(p) for p in sorted(folder.glob("*")) if p.is_file()}
+    return {
+        "model": config.model.model_dump(mode="json", exclude={"train"}),
+        "folder": None if folder is None else str(folder),
+        "sha256": hashes,
+        "sampling": {
+            "num_steps": config.rollout.num_steps,
+            "guidance_scale": config.rollout.guidance_scale,
+            "resolution": list(section.size),
+            "seed": benchmark.seed,
+            "mixed_precision": config.training.mixed_precision,
+        },
+    }
+
+
+def batch_size(config: RunConfig, benchmark: Benchmark) -> int:
+    """Outputs that are sampled together; shards divide the work by it."""
+    return benchmark.count if config.algorithm.trains_text_encoder else config.rollout.batch_size_per_device
+
+
+def claim(folder: Path, about: Mapping[str, Any]) -> None:
+    """Record where the images of a folder come from.
+
+    Raises:
+        ConfigError: it holds images of other weights or settings.
+    """
+    record = folder.with_name(f"{folder.name}.json")
+    told = {name: value for name, value in about.items() if name != "folder"}  # a run directory may be moved
+    if record.is_file():
+        before = json.loads(record.read_text(encoding="utf-8"))
+        if different := [name for name in told if before.get(name) != told[name]]:
+            raise ConfigError(
+                f"--out: {folder} holds images of another {different[0]} ({before.get(different[0])}); give another "
+                "--out, or delete that folder and its .json"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = record.with_suffix(".tmp")
+    temporary.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(record)
+
+
+def sample_outputs(
+    config: RunConfig,
+    weights: Mapping[str, Path | None],
+    section: DataSection,
+    outputs: Sequence[Output],
+    folder: Path,
+    shard: Shard,
+    benchmark: Benchmark,
+) -> None:
+    """Write the outputs of a shard that are missing as PNG to FOLDER/WEIGHTS. An image depends on its item, its index
+    and the seed alone.
+
+    Args:
+        config: see `with_settings`.
+        weights: by the name of their folder; None is the base, which comes first.
+    """
+    chunks = own(outputs, shard, batch_size(config, benchmark))
+    missing = {
+        name: [part for part in chunks if not all((folder / name / output.own_file).is_file() for output in part)]
+        for name in weights
+    }
+    if not any(missing.values()):
+        return
+    if config.algorithm.trains_text_encoder:
+        _sample_completions(config, weights, section, missing, folder, benchmark)
+        return
+    from retouch.use.loaded import Loaded, free_memory
+
+    free_memory()  # of the run before
+    loaded = Loaded(config, embedded=all_embedded([output.item for output in outputs]))
+    for name, weights_folder in weights.items():
+        loaded.load(weights_folder)
+        for done, part in enumerate(missing[name]):
+            _sample_chunk(loaded, part, section, folder / name, benchmark)
+            if done % 10 == 9 or done + 1 == len(missing[name]):
+                logger.info("%s: sampled %d of %d batches", name, done + 1, len(missing[name]))
+    del loaded
+    free_memory()
+
+
+def _sample_chunk(
+    loaded: Any, part: Sequence[Output], section: DataSection, folder: Path, benchmark: Benchmark
+) -> None:
+    """Sample a batch of outputs. It is sampled whole although some of its files may be there: rounding depends on the
+    batch."""
+    from retouch.use.sampling import draw
+
+    read = [read_item(output.item, section) for output in part]
+    examples = [example for example, _ in read]
+    seeds = [derive_seed("benchmark", benchmark.seed, o.item.id, o.index) for o in part]
+    condition = loaded.model.encode(examples, loaded.guidance_scale)
+    images = draw(loaded, examples, condition, seeds, loaded.config.rollout.num_steps)
+    for output, image, (_, reading) in zip(part, images, read, strict=True):
+        placed = _placed(output, image, reading.box, section, benchmark)
+        write_png(placed, folder / output.own_file)
+
+
+def _placed(
+    output: Output, image: Image.Image, box: tuple[int, int, int, int], section: DataSection, benchmark: Benchmark
+) -> Image.Image:
+    """A sample as it is saved: composited into its source, or at the size of a source that was stretched."""
+    from retouch.use.sampling import into_source
+
+    item = output.item
+    if item.source_path is None:
+        return image
+    if item.mask_path is not None and benchmark.composites:
+        return into_source(item, image, box, section, 0.0)
+    if section.image_options.fit == "stretch":
+        return image.resize(open_image(item.source_path).size, Image.Resampling.LANCZOS)
+    return image
+
+
+def _sample_completions(
+    config: RunConfig,
+    weights: Mapping[str, Path | None],
+    section: DataSection,
+    missing: Mapping[str, Sequence[Sequence[Output]]],
+    folder: Path,
+    benchmark: Benchmark,
+) -> None:
+    """Sample with a text encoder that writes its own completions; they are saved beside the images."""
+    from retouch.algorithms.vlm_grpo.use import sample_trained
+
+    for name, weights_folder in weights.items():
+        items = [part[0].item for part in missing[name]]
+        if not items:
+            continue
+        counters = {item.id: itertools.count() for item in items}
+        by_id = {item.id: item for item in items}
+
+        def path_of(item: int, name: str = name, counters: Any = counters, by_id: Any = by_id) -> Path:
+            file = benchmark.file_name(by_id[item], next(counters[item]))
+            return (folder / name / file).with_suffix(".png")
+
+        data = Dataset(section, items)
+        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of)

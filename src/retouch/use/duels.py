@@ -1,0 +1,124 @@
+"""Win rates of weights against each other, by judges of two images: the same examples and seeds, both orders.
+
+A judge's preference for a position is measured and does not enter the rate: swapping the two weights mirrors it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from retouch.observe.statistics import bootstrap_intervals
+from retouch.rewards.base import RewardEntry
+from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.pairing import PairEntry, PairScorer, Preference, order_statistics
+from retouch.rewards.views import View, viewed
+from retouch.types import Example
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluated(Protocol):
+    """The parts of an evaluation that are compared: a row and an image [H, W, 3] uint8 for each sample."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def images(self) -> Sequence[Pixels]: ...
+
+
+def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
+    """The rewards that compare two images and run in this process."""
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if isinstance(entry, PairEntry) and entry.compares_pairs() and entry.is_made_here
+    }
+
+
+def win_rates(
+    judges: Mapping[str, PairEntry],
+    results: Mapping[str, Evaluated],
+    examples: Sequence[Example],
+    pairs: Sequence[tuple[str, str]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """How often a judge prefers the samples of some weights over those of others.
+
+    Args:
+        results: evaluations of the same examples and seeds, by the name of the weights.
+        pairs: names (a, b) of weights; the rate is that of b over a.
+
+    Returns:
+        "b over a" -> judge -> `win_rate_of` of its preferences; without judges that gave no answer.
+
+    Raises:
+        ConfigError: a judge that cannot be reached.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, entry in judges.items():
+        scorer: Any = entry.make()
+        assert isinstance(scorer, PairScorer)
+        scorer.load("cpu")
+        items = {weights: items_of(result, examples, entry) for weights, result in results.items()}
+        for before, after in pairs:
+            keys = [key for key in items[after] if key in items[before]]
+            told = scorer.compare([(items[after][key], items[before][key]) for key in keys])
+            answered = {key: one for key, one in zip(keys, told, strict=True) if isinstance(one, Preference)}
+            if not answered:
+                logger.warning("%s: no pair of %s and %s has an answer: %s", name, after, before, told[:1])
+                continue
+            rate = win_rate_of([key[0] for key in answered], list(answered.values()))
+            found.setdefault(f"{after} over {before}", {})[name] = {**rate, "missing": len(keys) - len(answered)}
+    return found
+
+
+def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[str, Any]:
+    """The mean probability to win as [rate, low, high], with a 95 % interval that is bootstrapped over the examples;
+    the rate minus 1/2, whose sign changes exactly if the weights are swapped; the number of pairs; the share of pairs
+    whose orders have different winners; and the preference for the first image.
+
+    Args:
+        examples: of each preference. The images of an example are one unit: they are not independent.
+    """
+    units = [[i for i, one in enumerate(examples) if one == example] for example in dict.fromkeys(examples)]
+    margins = np.asarray([one.margin for one in found])
+    sums, counts = (np.asarray([f(margins[unit]) for unit in units]) for f in (np.sum, len))
+
+    def rate(chosen: Any) -> dict[str, float]:
+        return {"rate": 0.5 + float(sums[chosen].sum() / counts[chosen].sum())}
+
+    margin = float(sums.sum() / counts.sum())
+    low, high = bootstrap_intervals(len(units), rate).get("rate", (0.0, 1.0))  # of one example nothing is known
+    return {"win_rate": [0.5 + margin, low, high], "margin": margin, "pairs": len(found), **order_statistics(found)}
+
+
+def items_of(result: Evaluated, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
+    """Items for a judge by example and index, cropped by the options of its entry."""
+    view = View(crop=entry.crop == "mask_box", margin=entry.box_margin, least=entry.box_min_side)
+    by_id = {example.id: example for example in examples}
+    found: dict[tuple[int, int], RewardItem] = {}
+    for number, (row, image) in enumerate(zip(result.rows, result.images, strict=True)):
+        example = by_id[row["example"]]
+        source, mask, reference = (
+            None if one is None else np.asarray(one) for one in (example.source, example.mask, example.reference)
+        )
+        item = RewardItem(number, example.prompt, image, mask, source, reference, example.id, dict(example.metadata))
+        found[row["example"], row["index"]] = viewed(item, view)
+    return found
+
+
+def win_rate_lines(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """Lines for the terminal."""
+    lines: list[str] = []
+    for label, judges in found.items():
+        for name, told in judges.items():
+            rate, low, high = told["win_rate"]
+            lines.append(
+                f"{name}: {label} in {rate:.1%} [{low:.1%}, {high:.1%}] of {told['pairs']} pairs, both orders; "
+                f"{told['order_dependent']:.0%} depend on the order (first position {told['position_bias']:+.2f})"
+            )
+    return lines

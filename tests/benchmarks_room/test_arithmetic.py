@@ -1,0 +1,168 @@
+"""The official arithmetic of the benchmarks: against outputs of the published scripts, and by hand. No torch."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.benchmarks.base import Benchmark, ImageRow
+from retouch.benchmarks.brushbench import BrushBench, blend
+from retouch.benchmarks.load import load_benchmark
+from retouch.data.formats.brushbench import Runs
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import make_scorer
+from retouch.types import Failure, Outcome, Score
+
+DATA = Path(__file__).parents[1] / "benchmarks_data"
+
+
+def row(metadata: Mapping[str, Any], **outcomes: Outcome) -> ImageRow:
+    return ImageRow("key", 0, metadata, outcomes)
+
+
+def benchmark(name: str, **keys: object) -> Any:
+    found = load_benchmark(name, Path("data"))
+    return type(found).model_validate({"name": name, "path": "data", **keys})
+
+
+# --- BrushBench, against its evaluate_brushnet.py ---
+
+
+@pytest.fixture(scope="module")
+def brushnet() -> dict[str, Any]:
+    return json.loads((DATA / "brushbench.json").read_text(encoding="utf-8"))
+
+
+def pixels(png: str) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"))
+
+
+def mask_of(recorded: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    runs: Runs = np.array(recorded["runs"]).reshape(-1, 2) - (1, 0)
+    flat = np.zeros(np.prod(recorded["size"]), np.uint8)
+    for start, length in runs:
+        flat[start : start + length] = 255
+    return flat.reshape(recorded["size"])
+
+
+@pytest.mark.parametrize("case", ["other", "near", "composite"])
+def test_the_kept_area_is_measured_as_brushnet_does(brushnet: dict[str, Any], case: str) -> None:
+    """The usual MSE is a third of it, the usual PSNR 4.77 dB higher."""
+    recorded, source, mask = brushnet["cases"][case], pixels(brushnet["source"]), mask_of(brushnet)
+    item = RewardItem(0, "", pixels(recorded["image"]), mask=mask, source=source)
+    [outcome] = make_scorer("kept_area").score([item])
+    assert isinstance(outcome, Score)
+    assert outcome.detail["brushbench_psnr"] == pytest.approx(recorded["psnr"], abs=2e-5)  # float32 there
+    assert outcome.detail["brushbench_mse"] == pytest.approx(recorded["mse"], rel=1e-6)
+    kept = mask == 0
+    usual = np.mean(((item.image[kept].astype(float) - source[kept]) / 255) ** 2)
+    assert outcome.detail["mse"] == pytest.approx(usual, rel=1e-12)
+    if case == "composite":
+        assert (outcome.value, outcome.detail["brushbench_psnr"]) == (100.0, 1000.0)
+    else:
+        assert outcome.value == outcome.detail["psnr"] == pytest.approx(recorded["psnr"] + 10 * np.log10(3), abs=2e-5)
+
+
+def test_a_full_mask_keeps_nothing_to_compare() -> None:
+    grey = np.full((4, 4, 3), 127, np.uint8)
+    [outcome] = make_scorer("kept_area").score([RewardItem(0, "", grey, np.full((4, 4), 255, np.uint8), grey)])
+    assert isinstance(outcome, Failure)
+
+
+def test_outputs_are_blended_as_brushnet_does(brushnet: dict[str, Any]) -> None:
+    """Its Gaussian computes in fixed point: a level more or less where the mask's edge is."""
+    image = pixels(brushnet["cases"][brushnet["blended"]["image"]]["image"])
+    found = blend(pixels(brushnet["source"]), image, mask_of(brushnet))
+    difference = np.abs(found.astype(int) - pixels(brushnet["blended"]["result"]))
+    assert difference.max() <= 1
+    assert (difference == 0).mean() > 0.9
+
+
+def test_brushbench_averages_over_images_and_names_the_usual_forms() -> None:
+    def scored(psnr: float, clip: float) -> ImageRow:
+        detail = {"brushbench_psnr": psnr, "brushbench_mse": psnr / 1000, "psnr": psnr + 5, "mse": psnr / 3000}
+        return row({}, kept_area=Score(psnr, detail), clip=Score(clip), hpsv2=Score(0.3), imagereward=Score(1.5))
+
+    failed = row({}, kept_area=Failure("bad_item", "broken"), clip=Score(0.4))
+    found = benchmark("brushbench").summary([scored(20, 0.2), scored(30, -0.1), failed])
+    assert found == pytest.approx(
+        {
+            "psnr": 25, "mse": 25, "psnr_usual": 30, "mse_usual": 25 / 3,
+            "clip": 100 * (0.2 + 0 + 0.4) / 3, "hps_v2.1": 30, "image_reward": 15,
+        }
+    )  # fmt: skip
+
+
+def test_brushbench_compares_only_with_rows_of_its_settings() -> None:
+    inside, blended = benchmark("brushbench", saved_as="jpeg"), benchmark("brushbench", blended=True)
+    assert (inside.departures(), next(r.model for r in inside.published_rows())) == ([], "BrushNet")
+    assert [r.model for r in blended.published_rows()] == ["BrushNet, blended"]
+    assert blended.departures() == ["scored as PNG; saved_as: jpeg compresses as the paper does"]
+    assert benchmark("brushbench", region="outside").published_rows() == ()
+
+
+def test_jpeg_files_are_not_compressed_again() -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8).astype(np.uint8))
+    jpeg: BrushBench = benchmark("brushbench", saved_as="jpeg")
+    once = jpeg.prepared(noise, None, None)
+    assert not np.array_equal(np.asarray(once), np.asarray(noise))
+    noise.format = "JPEG"
+    assert jpeg.prepared(noise, None, None) is noise
+
+
+# --- others, by hand ---
+
+
+def test_complex_edit_has_the_means_of_its_three_scores() -> None:
+    def scored(complexity: int, *parts: float) -> ImageRow:
+        names = ("instruction_following", "identity_preservation", "perceptual_quality")
+        return row({"complexity": complexity}, complex_edit=Score(0.5, dict(zip(names, parts, strict=True))))
+
+    rows = [scored(8, 0.9, 0.6, 0.3), scored(8, 0.7, 1.0, 0.7)]
+    parts = {"instruction_following": 8, "identity_preservation": 8, "perceptual_quality": 5, "overall": 7}
+    assert benchmark("complex_edit").summary(rows) == pytest.approx(parts)
+    both = benchmark("complex_edit").summary(
+        [*rows, scored(1, 0.2, 0.2, 0.2), row({"complexity": 1}, complex_edit=_NO)]
+    )
+    assert (both["overall C8"], both["overall C1"]) == pytest.approx((7, 2))
+    assert both["overall"] == pytest.approx((7 + 7 + 2) / 3)
+
+
+_NO = Failure("scorer_error", "no answer")
+
+
+def test_mmmg_has_means_by_level_and_discipline() -> None:
+    def scored(level: str, discipline: str, value: float) -> ImageRow:
+        return row({"level": level, "discipline": discipline}, mmmg=Score(value, {"fidelity": value + 0.1}))
+
+    rows = [scored("PhD", "Biology", 0.2), scored("PhD", "Math", 0.4), scored("preschool", "Math", 0.9)]
+    rows.append(row({"level": "PhD", "discipline": "Math"}, mmmg=_NO))
+    assert benchmark("mmmg").summary(rows) == pytest.approx(
+        {"mmmg_style": 50, "fidelity": 60, "preschool": 90, "PhD": 30, "Biology": 20, "Math": 65}
+    )
+
+
+def test_mmmg_is_called_so_only_by_its_whole_protocol(tmp_path: Path) -> None:
+    (tmp_path / "question.txt").write_text("[ELEM_DEPEND]", encoding="utf-8")
+    keys = {"wording": "published", "prompts": str(tmp_path / "question.txt"), "readability": "my:regions"}
+    published = benchmark("mmmg", rewards={"mmmg": keys})
+    assert published.departures() == []
+    assert "mmmg" in published.summary([row({"level": "PhD", "discipline": "Math"}, mmmg=Score(1, {"fidelity": 1}))])
+    assert benchmark("mmmg").departures() == ["MMMG-style: without the published question, distance and readability"]
+
+
+def test_calligrapher_has_the_means_of_reading_and_style() -> None:
+    def scored(ned: float, exact: bool, style: Outcome) -> ImageRow:
+        return row({}, ocr=Score(ned, {"ned": ned, "exact": exact}), style=style)
+
+    cross: Benchmark = benchmark("calligrapher_cross")
+    found = cross.summary([scored(1.0, True, Score(0.8)), scored(0.5, False, _NO)])
+    assert found == {"ned": 0.75, "exact": 0.5, "style": 0.8}

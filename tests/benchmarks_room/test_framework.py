@@ -1,0 +1,233 @@
+"""Settings, names, records and results of benchmarks, without a model. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.benchmarks.base import ImageRow, numbered
+from retouch.benchmarks.load import load_benchmark
+from retouch.benchmarks.observations import Asked, Observations, reward_digest
+from retouch.benchmarks.outputs import Output, Shard, find_file, outputs_of, own, unused_files
+from retouch.benchmarks.result import Column, benchmark_table, result_of
+from retouch.config import ConfigError
+from retouch.data.base import ItemFiles
+from retouch.observe.statistics import bootstrap_intervals
+from retouch.rewards.scorers.ocr import OcrReward
+from retouch.types import Failure, Outcome, Score
+
+
+def file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "benchmark.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# --- settings ---
+
+
+def test_given_keys_lie_over_the_benchmarks_own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.delenv("JUDGE_MODEL", raising=False)
+    text = "name: complex_edit\npath: x\nlimit: 3\nrewards: {complex_edit: {samples: 2}, clip: {path: mine}}\n"
+    found = load_benchmark(file(tmp_path, text), tmp_path)
+    entry: Any = found.rewards["complex_edit"]
+    assert (entry.samples, entry.temperature, entry.model) == (2, 1.0, "gpt-4o-2024-11-20")
+    assert (entry.address, entry.paste_back) == ("http://127.0.0.1:9/v1", False)
+    assert (found.rewards["clip"].paste_back, found.path) == (False, str(tmp_path))
+    questions = "the judge is asked this package's questions, not the published ones"
+    assert found.departures() == ["only the first 3 items", questions]
+
+
+def test_null_removes_a_reward_and_a_server_has_its_own_options(tmp_path: Path) -> None:
+    text = "name: calligrapher_self\npath: x\nrewards: {ocr: null, style: {url: 'http://127.0.0.1:9'}}\n"
+    found = load_benchmark(file(tmp_path, text), None)
+    assert list(found.rewards) == ["style"]
+    assert found.rewards["style"].url == "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: brushbenc\npath: x\n", "{}: name: given 'brushbenc'; did you mean 'brushbench'?"),
+        ("name: brushbench\npath: x\nlimt: 3\n", "{}: limt: unknown key; did you mean 'limit'?"),
+        ("name: brushbench\npath: x\nrewards: {clip: {pth: x}}\n", "{}: rewards.clip.pth: unknown key; did you mean"),
+        ("name: brushbench\n", "--path: not set; give the data of brushbench (arXiv 2403.06976"),
+        ("name: brushbench\npath: ${NOT_SET_HERE}\n", "path: ${{NOT_SET_HERE}} is not set in the environment"),
+    ],
+)
+def test_mistakes_in_a_benchmark_file_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = file(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        load_benchmark(path, None)
+    assert str(raised.value).startswith(message.format(path))
+
+
+def test_sizes_and_counts_are_the_official_ones_unless_given(tmp_path: Path) -> None:
+    plain = load_benchmark("calligrapher_self", tmp_path)
+    assert (plain.count, plain.data().size, plain.departures()) == (2, (512, 512), [])
+    text = "name: calligrapher_self\npath: x\nimages_per_item: 1\nresolution: [32, 64]\n"
+    other = load_benchmark(file(tmp_path, text), None)
+    assert (other.count, other.data().size) == (1, (32, 64))
+    assert other.departures() == [
+        "1 images per item instead of 2",
+        "sampled at 32 x 64 pixels instead of 512 x 512",
+    ]
+
+
+# --- outputs ---
+
+
+def output(name: str, position: int = 0, index: int = 0) -> Output:
+    return Output(ItemFiles(position, "p"), str(position), position, index, name)
+
+
+def test_shards_divide_the_batches_of_one_process() -> None:
+    outputs = [output(f"{i}.png", i) for i in range(7)]
+    whole = own(outputs, Shard(), 2)
+    parts = [own(outputs, Shard(i, 3), 2) for i in range(3)]
+    assert [len(part) for part in parts] == [2, 1, 1]
+    assert sorted(batch[0].file for part in parts for batch in part) == [batch[0].file for batch in whole]
+    assert all(batch in whole for part in parts for batch in part)
+
+
+def test_a_shard_is_counted_from_one() -> None:
+    assert Shard.parse("2/4") == Shard(1, 4)
+    assert str(Shard(1, 4)) == "2/4"
+    for wrong in ("0/4", "5/4", "2", "a/b", "-1/2"):
+        with pytest.raises(ConfigError, match=r"--shard: given .*write I/N with I from 1 to N"):
+            Shard.parse(wrong)
+
+
+def test_an_output_is_found_under_other_suffixes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("a/1.jpg", "a/2.png", "a/3.webp", "b.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    (tmp_path / "a" / "note.txt").write_text("x", encoding="utf-8")
+    asked = [output("a/1.png"), output("a/2.png"), output("a/3.jpg"), output("a/4.png")]
+    found = [find_file(tmp_path, one.file) for one in asked]
+    assert [None if path is None else path.name for path in found] == ["1.jpg", "2.png", "3.webp", None]
+    assert [path.name for path in unused_files(tmp_path, asked)] == ["b.png"]
+    assert output("a/1.jpg").own_file == "a/1.png"
+
+
+def test_two_outputs_of_one_name_are_a_fault(tmp_path: Path) -> None:
+    benchmark = load_benchmark("calligrapher_self", tmp_path)
+    items = [ItemFiles(3, "p"), ItemFiles(3, "p")]
+    with pytest.raises(ConfigError, match="two outputs have one file name"):
+        outputs_of(benchmark, items)
+    assert [o.file for o in outputs_of(benchmark, items[:1])] == ["test3_0.png", "test3_1.png"]
+    assert (numbered("a/b.c.png", 0), numbered("a/b.c.png", 2)) == ("a/b.c.png", "a/b.c_2.png")
+
+
+# --- observations ---
+
+ONE, TWO = Asked("1.png", "image", "item"), Asked("2.png", "image", "item")
+AWAY = Failure("unavailable", "no answer", True)
+
+
+def test_outcomes_are_read_back_for_the_same_image_item_and_revision(tmp_path: Path) -> None:
+    record = Observations(tmp_path, "base")
+    record.add([(ONE, {"ocr": Score(0.5, {"text": "é"}), "judge": AWAY})], {"ocr": "r1", "judge": "r2"})
+    back = Observations(tmp_path, "base")
+    assert back.outcome(ONE, "ocr", "r1") == Score(0.5, {"text": "é"})
+    assert back.outcome(ONE, "judge", "r2") == AWAY
+    assert back.outcome(ONE, "ocr", "other revision") is None
+    assert back.outcome(Asked("1.png", "other image", "item"), "ocr", "r1") is None
+    assert back.outcome(Asked("1.png", "image", "other item"), "ocr", "r1") is None
+    assert Observations(tmp_path, "other").outcome(ONE, "ocr", "r1") is None
+
+
+def test_a_line_that_a_kill_cut_off_is_missing_and_harms_no_other(tmp_path: Path) -> None:
+    Observations(tmp_path, "base").add([(ONE, {"ocr": Score(1.0)}), (TWO, {"ocr": Score(2.0)})], {"ocr": "r"})
+    path = tmp_path / "base.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    resumed = Observations(tmp_path, "base")
+    assert (resumed.outcome(ONE, "ocr", "r"), resumed.outcome(TWO, "ocr", "r")) == (Score(1.0), None)
+    resumed.add([(TWO, {"ocr": Score(3.0)})], {"ocr": "r"})
+    again = Observations(tmp_path, "base")
+    assert (again.outcome(ONE, "ocr", "r"), again.outcome(TWO, "ocr", "r")) == (Score(1.0), Score(3.0))
+
+
+def test_files_of_shards_are_read_together_and_a_score_outweighs_a_failure(tmp_path: Path) -> None:
+    for part, outcome in (("1-of-2", Score(1.0)), ("2-of-2", AWAY)):
+        Observations(tmp_path, "base", part).add([(ONE, {"ocr": outcome})], {"ocr": "r"})
+    assert Observations(tmp_path, "base").outcome(ONE, "ocr", "r") == Score(1.0)
+
+
+def test_a_reward_is_known_by_what_changes_its_scores() -> None:
+    plain = reward_digest(OcrReward(), "v1")
+    assert reward_digest(OcrReward(weight=2.0, threads=1), "v1") == plain
+    assert reward_digest(OcrReward(detect=False), "v1") != plain
+    assert reward_digest(OcrReward(), "v2") != plain
+
+
+# --- intervals and results ---
+
+
+def test_the_bootstrap_interval_of_a_mean_is_the_normal_one() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    found = bootstrap_intervals(400, lambda drawn: {"mean": float(values[drawn].mean())})
+    half = 1.96 * values.std() / 20
+    assert found["mean"] == pytest.approx((values.mean() - half, values.mean() + half), abs=0.03)
+    assert bootstrap_intervals(400, lambda drawn: {"mean": float(values[drawn].mean())}) == found
+    assert bootstrap_intervals(1, lambda drawn: {"mean": 0.0}) == {}
+    rare = bootstrap_intervals(50, lambda drawn: {"rare": 1.0} if drawn[0] == 0 else {})
+    assert rare == {}
+
+
+def rows(values: Mapping[int, Sequence[float | None]]) -> list[ImageRow]:
+    """Images of items with these NEDs; None is a failure."""
+
+    def outcome(value: float | None) -> Outcome:
+        return AWAY if value is None else Score(value, {"ned": value, "exact": value == 1})
+
+    return [
+        ImageRow(str(item), k, {}, {"ocr": outcome(value), "style": Score(0.5)})
+        for item, of in values.items()
+        for k, value in enumerate(of)
+    ]
+
+
+def test_columns_are_compared_over_the_items_that_both_have(tmp_path: Path) -> None:
+    """Items 0 to 3 gain .1 each, whatever their level: the interval of the difference has no width."""
+    levels = (0.1, 0.4, 0.6, 0.8)
+    before = rows({i: [level, level] for i, level in enumerate(levels)} | {9: [0.0, None]})
+    after = rows({i: [level + 0.1, level + 0.1] for i, level in enumerate(levels)})
+    columns = {"base": Column(before, [], {}), "trained": Column(after, ["test9_0.png", "test9_1.png"], {})}
+    result = result_of(load_benchmark("calligrapher_self", tmp_path), columns, {"items": 5}, {})
+    assert json.loads(json.dumps(result)) == result
+    assert result["measures"]["base"]["ned"] == pytest.approx(2 * sum(levels) / 9)
+    assert result["differences"]["trained - base"]["ned"] == pytest.approx([0.1, 0.1, 0.1])
+    low, high = result["intervals"]["trained"]["ned"]
+    assert low < result["measures"]["trained"]["ned"] < high
+    assert result["weights"]["base"]["failures"] == {"ocr": {"unavailable": 1}}
+    assert result["weights"]["trained"]["missing_files"] == ["test9_0.png", "test9_1.png"]
+    assert result["published"]["reasons"] == [
+        "no evaluator and no table are published", "base: 1 scores failed", "trained: 2 images are missing",
+    ]  # fmt: skip
+    table = benchmark_table(result)
+    assert "trained - base [95 %]" in table.splitlines()[0]
+    assert "+0.1 [+0.1, +0.1]" in table
+    assert "base: 10 images, failed scores: 1 x ocr" in table
+    assert "trained: 8 images, 2 missing" in table
+    assert "not comparable with published numbers: no evaluator" in table
+
+
+def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> None:
+    text = f"name: brushbench\npath: {tmp_path}\nsaved_as: jpeg\n"
+    detail = {"brushbench_psnr": 20.0, "brushbench_mse": 0.01, "psnr": 25.0, "mse": 0.003}
+    scored = [ImageRow(str(i), 0, {}, {"kept_area": Score(25.0, detail), "clip": Score(0.25)}) for i in range(2)]
+    column = {"base": Column(scored, [], {})}
+    lines = benchmark_table(result_of(load_benchmark(file(tmp_path, text), None), column, {}, {})).splitlines()
+    assert "published, BrushNet: psnr 21.65, mse 9.31, clip 26.48 (arXiv 2403.06976, inside)" in lines
+    limited = load_benchmark(file(tmp_path, f"{text}limit: 2\n"), None)
+    shown = benchmark_table(result_of(limited, column, {}, {}))
+    assert "published," not in shown
+    assert "not comparable with published numbers: only the first 2 items" in shown

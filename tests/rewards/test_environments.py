@@ -1,0 +1,142 @@
+"""Environments of rewards: the data files, the commands, and that the releases of each fit together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from retouch.cli import app
+from retouch.config import ConfigError
+from retouch.rewards import REWARDS
+from retouch.rewards import environments as module
+from retouch.rewards.environments import environment_of, environments, make, own_dependencies, own_requirement, resolve
+
+NAMES = sorted(environments())
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that are run; each is recorded, and a virtual environment appears where one is asked for."""
+    commands: list[list[str]] = []
+
+    def run(command: Sequence[str], problem: str) -> None:
+        commands.append(list(command))
+        if "--report" in command:
+            found = [{"metadata": {"name": "torch", "version": "2.15.0"}}]
+            Path(command[command.index("--report") + 1]).write_text(json.dumps({"install": found}))
+
+    monkeypatch.setattr(module, "_run", run)
+    return commands
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_data_file_is_consistent(name: str) -> None:
+    """Known rewards, and pins that satisfy the requirements and pin each package once."""
+    environment = environments()[name]
+    assert {*environment.rewards} <= {*REWARDS} and {*environment.start} - {"default"} <= {*environment.rewards}
+    wanted = {one.name: one for one in map(Requirement, environment.requirements)}
+    for pin in map(Requirement, environment.constraints):
+        [release] = pin.specifier
+        assert release.operator == "==" and wanted.get(pin.name, Requirement("x")).specifier.contains(release.version)
+    assert "torchvision" not in wanted or {"torch", "torchvision"} <= {*environment.paired}
+    for reward in environment.rewards:
+        for words in environment.commands(reward, Path("e"), "0,1", Path("ends.json")):
+            assert Path(words[0]).parent == Path.cwd() / "e" / "bin" and "{" not in "".join(words).replace('{"', "")
+
+
+def test_the_commands_name_the_reward_and_the_devices() -> None:
+    [words] = environments()["imscore"].commands("aesthetic", Path("/e"), "0,1", Path("ends.json"))
+    told = "/e/bin/retouch reward serve aesthetic --port 8100 --devices 0,1 --endpoints ends.json"
+    assert words == told.split()
+    [words] = environments()["paddleocr"].commands("ocr", Path("/e"), "0", Path("ends.json"))
+    assert json.loads(words[words.index("--options") + 1]) == {"ocr": {"engine": "paddleocr"}}
+
+
+def test_a_reward_names_its_environment() -> None:
+    assert environment_of("editscore")[0].name == "vllm" and environment_of("editscore")[1] == "editscore"
+    assert environment_of("imscore")[1] == "imagereward"
+    with pytest.raises(ConfigError, match="'seam', which needs no environment of its own; serve it with"):
+        environment_of("seam")
+    with pytest.raises(ConfigError, match="did you mean 'imscore'"):
+        environment_of("imscor")
+
+
+def test_an_environment_is_made_by_venv_and_pip(ran: list[list[str]], tmp_path: Path) -> None:
+    folder = tmp_path / "e"
+    make(environments()["imscore"], folder, "https://torch.example/cpu")
+    venv, paired, rest = ran
+    assert venv == [sys.executable, "-m", "venv", str(folder)]
+    python = [str(folder / "bin" / "python"), "-m", "pip"]
+    assert paired[:3] == rest[:3] == python
+    assert paired[-4:] == ["--index-url", "https://torch.example/cpu", "torch>=2.6", "torchvision"]
+    assert rest[-1] == own_requirement(["serve"]) and "-c" in rest and "imscore>=0.0.11,<0.1" in rest
+
+
+def test_a_judge_server_has_no_retouch(ran: list[list[str]], tmp_path: Path) -> None:
+    make(environments()["vllm"], tmp_path / "e")
+    assert len(ran) == 2 and ran[1][-2:] == ["vllm>=0.12", "peft>=0.17"]
+
+
+def test_a_folder_with_other_files_is_kept(ran: list[list[str]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exists and is no virtual environment; set --path"):
+        make(environments()["imscore"], tmp_path)
+    assert not ran
+
+
+def test_a_dry_run_installs_nothing(ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_PIP", (1, 0))
+    done = CliRunner().invoke(app, ["reward", "env", "imagereward", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "torch==2.15.0" in done.output and "1 packages fit together; nothing was installed" in done.output
+    assert not any(tmp_path.iterdir()) and all("--dry-run" in command for command in ran)
+    [command] = ran
+    assert {"--ignore-installed", "transformers>=4.53,<5", "fastapi>=0.115"} <= {*command}
+
+
+def test_an_old_pip_which_would_download_is_replaced(ran: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIP", (99, 0))
+    resolve(environments()["imscore"])
+    venv, update, dry = ran
+    assert venv[1:3] == ["-m", "venv"] and update[-1] == "pip>=24.1" and dry[0] == update[0] != sys.executable
+
+
+def test_the_commands_are_printed(ran: list[list[str]], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["reward", "env", "unified_reward", "--path", str(tmp_path / "e")])
+    assert done.exit_code == 0 and f"{tmp_path}/e/bin/vllm serve CodeGoat24/UnifiedReward" in done.output
+    assert "address" in done.output
+
+
+def test_requirements_of_this_package_come_from_its_metadata() -> None:
+    found = own_dependencies(["serve"])
+    assert any(one.startswith("uvicorn") for one in found) and any(one.startswith("numpy") for one in found)
+    assert not any(one.startswith("torch") for one in found)
+
+
+def test_a_failure_has_the_last_error_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; sys.exit('ERROR: no matching distribution\\nmore')"
+    with pytest.raises(ConfigError, match="it failed: no matching distribution"):
+        module._run([sys.executable, "-c", code], "it failed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_the_releases_of_an_environment_fit_together(name: str, tmp_path: Path) -> None:
+    """pip resolves it from the metadata of the configured index; no package is downloaded (8 to 18 s of CPU time)."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("this environment has no pip")
+    asked = [sys.executable, "-m", "pip", "index", "versions", "packaging", "--retries", "0", "--timeout", "10"]
+    if subprocess.run(asked, capture_output=True).returncode:
+        pytest.skip("no package index can be reached")
+    found = resolve(environments()[name])
+    pins = [Requirement(one) for one in environments()[name].constraints]
+    assert all(pin.specifier.contains(found[pin.name]) for pin in pins if pin.name in found)
+    assert {one.name for one in map(Requirement, environments()[name].requirements)} <= {*found}
