@@ -177,14 +177,12 @@ def train_vae(vae: Any, signs: Sequence[Sign], steps: int, seed: int, batch: int
 
 def train_spelling(text: TextEncoders, steps: int, batch: int, seed: int) -> None:
     """Train encoders of tokens to hold each letter's identity and place, and encoders of whole prompts to hold all
-    letters, as linear probes read them; chat models stay as they are."""
+    letters, as linear probes read them."""
     words = draw_words(4096, "train", derive_seed(seed, "spelling"), LETTERS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "probes"))
-        readers = [Reader(encoder) for encoder in text.encoders.values() if isinstance(encoder, TextEncoder)]
-    if not readers:
-        return
-    modules = [*encoder_networks(text), *(r.probes for r in readers)]
+        readers = [Reader(encoder) for encoder in text.encoders.values()]
+    modules = [*dict.fromkeys(r.encoder.model for r in readers), *(r.probes for r in readers)]
     parameters = [p for module in modules for p in module.requires_grad_(True).parameters()]
     draw = torch.Generator().manual_seed(derive_seed(seed, "text"))
     updates = Updates("spelling", parameters, steps, 3e-3, ramp=30, betas=(0.9, 0.98))
@@ -202,14 +200,15 @@ def encoder_networks(text: TextEncoders) -> list[nn.Module]:
 class Reader:
     """Linear probes that read a word from the encoding of its prompt."""
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    def __init__(self, encoder: Any) -> None:
         self.encoder = encoder
-        self.whole = encoder.output in ("pooler_output", "text_embeds")
-        config = encoder.model.config
-        width = config.projection_dim if encoder.output == "text_embeds" else config.hidden_size
+        prompts = [PROMPT.format(letter + "A" * (LETTERS - 1)) for letter in "AB"]
+        with torch.no_grad():
+            shape = encoder(prompts[:1])[0].shape  # [D], or [S, D]
+        self.whole = len(shape) == 1
         outputs = [LETTERS * ALPHABET] if self.whole else [LETTERS, ALPHABET]
-        self.probes = nn.ModuleList(nn.Linear(width, count) for count in outputs)
-        a, b = encoder.tokens([PROMPT.format("A" * LETTERS), PROMPT.format("B" + "A" * (LETTERS - 1))])
+        self.probes = nn.ModuleList(nn.Linear(shape[-1], count) for count in outputs)
+        a, b = (_tokens(encoder, prompt) for prompt in prompts)
         self.first = int((a != b).nonzero()[0])  # token of the first letter; a letter is a token
 
     def errors(self, words: Sequence[str]) -> list[Tensor]:
@@ -224,6 +223,13 @@ class Reader:
             nn.functional.cross_entropy(probe(at_letters).flatten(0, 1), target.flatten())
             for probe, target in zip(self.probes, targets, strict=True)
         ]
+
+
+def _tokens(encoder: Any, prompt: str) -> Tensor:
+    """[S] int64."""
+    if isinstance(encoder, TextEncoder):
+        return encoder.tokens([prompt])[0]
+    return encoder.tokens(prompt)["input_ids"][0]  # of a chat
 
 
 def train_denoiser(
