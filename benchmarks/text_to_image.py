@@ -1,8 +1,8 @@
 """Does RL raise the reward of text-to-image models? GRPO and DiffusionNFT on a tiny SD3 and a tiny FLUX.2 klein.
 
 `retouch tiny build` trains each base from random weights; an existing base is used again. Every run is a published run
-file of configs/tiny with another seed: RL on prompts without images. All runs of a family are evaluated before and after
-on the same 192 held-out words, noise and solver; the gain is paired by word.
+file of configs/tiny with another seed: RL on prompts without images. All runs of a family are evaluated before and
+after on the same 192 held-out words, noise and solver; the gain is paired by word.
 
     python benchmarks/text_to_image.py --out benchmarks/results/text_to_image.json             # 2 x 2 x 3 runs
     python benchmarks/text_to_image.py --families sd3 --algorithms nft --seeds 0 --out ...     # one of them
@@ -122,7 +122,9 @@ def order(row: Row) -> Sequence[int]:
 def line(row: Row) -> str:
     before, after = (row["held_out"][name]["ocr.ned"] for name in ("base", "last"))
     mean, low, high = row["gain"]["ocr.ned"]
-    return f"{row['run']}: NED {before:.3f} -> {after:.3f}, gain {mean:+.3f} [{low:+.3f}, {high:+.3f}], {row['seconds']} s"
+    return (
+        f"{row['run']}: NED {before:.3f} -> {after:.3f}, gain {mean:+.3f} [{low:+.3f}, {high:+.3f}], {row['seconds']} s"
+    )
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class Reader:
         self.whole = len(shape) == 1
         outputs = [LETTERS * ALPHABET] if self.whole else [LETTERS, ALPHABET]
         self.probes = nn.ModuleList(nn.Linear(shape[-1], count) for count in outputs)
-        a, b = (_tokens(encoder, prompt) for prompt in prompts)
+        a, b = (tokens_of(encoder, prompt) for prompt in prompts)
         self.first = int((a != b).nonzero()[0])  # token of the first letter; a letter is a token
 
     def errors(self, words: Sequence[str]) -> list[Tensor]:
@@ -237,11 +237,11 @@ class Reader:
         ]
 
 
-def _tokens(encoder: Any, prompt: str) -> Tensor:
-    """[S] int64."""
+def tokens_of(encoder: Any, prompt: str) -> Tensor:
+    """[S] int64, of a prompt or of the chat that it is put into."""
     if isinstance(encoder, TextEncoder):
         return encoder.tokens([prompt])[0]
-    return encoder.tokens(prompt)["input_ids"][0]  # of a chat
+    return encoder.tokens(prompt)["input_ids"][0]
 
 
 def train_denoiser(
