@@ -18,8 +18,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -115,8 +115,38 @@ def add(row: Row, work: Path, out: Path) -> None:
     out.write_text(json.dumps({"machine": machine, "bases": bases, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def order(row: Row) -> Sequence[int]:
+def order(row: Row) -> tuple[int, int, int]:
     return FAMILIES.index(row["family"]), ALGORITHMS.index(row["algorithm"]), row["seed"]
+
+
+def table(rows: list[Row]) -> str:
+    """Gains by seed with their intervals, as markdown."""
+    head = "family|algorithm|steps|NED before|gain of seed 0|gain of seed 1|gain of seed 2|saturation|seconds"
+    lines = [f"| {' | '.join(head.split('|'))} |", "|---" * 9 + "|"]
+    for family in FAMILIES:
+        for algorithm in ALGORITHMS:
+            mine = [r for r in rows if (r["family"], r["algorithm"]) == (family, algorithm)]
+            before, after = (mean_of(mine, name, "picture.saturation") for name in ("base", "last"))
+            cells = [
+                family,
+                algorithm,
+                str(mine[0]["steps"]),
+                f"{mean_of(mine, 'base', 'ocr.ned'):.3f}",
+                *(interval(r) for r in mine),
+                f"{before:.3f} → {after:.3f}",
+                f"{fmean(r['seconds'] for r in mine):.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mean_of(rows: list[Row], point: str, measure: str) -> float:
+    return fmean(r["held_out"][point][measure] for r in rows)
+
+
+def interval(row: Row) -> str:
+    mean, low, high = row["gain"]["ocr.ned"]
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def line(row: Row) -> str:
