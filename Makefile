@@ -12,7 +12,7 @@ WORKERS := -n auto --dist worksteal
 EVERYTHING := -m "not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-deepspeed test-gpu lint style types docs mutants clean
+.PHONY: help demo test test-all trust test-slow test-deepspeed test-gpu lint style types docs mutants clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -29,6 +29,9 @@ test-all: .venv/.installed style ## Run every test that needs no GPU (hours), be
 # A command while the types are checked; fails if either does.
 beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types=$$!; \
 	$(1); tests=$$?; wait $$types; types=$$?; cat .venv/types.log; exit $$((tests + types))
+
+trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes
+	RETOUCH_FUZZ_CASES=1000 $(TEST) -q -W ignore tests/fuzz
 
 test-slow: .venv/.installed ## Run the tests that take minutes
 	$(TEST) -m slow

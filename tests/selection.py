@@ -3,7 +3,7 @@ rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -41,3 +41,8 @@ def cells(rows: Iterable[Sequence[Hashable]], strength: int = 2) -> list[Any]:
     rows = list(rows)
     chosen = covering(rows, strength)
     return [row if row in chosen else pytest.param(*row, marks=pytest.mark.full) for row in rows]
+
+
+def rows(given: Iterable[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Arguments of `parametrize` with several values each; those that are not chosen are marked `full`."""
+    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.full) for row in given]

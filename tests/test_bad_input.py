@@ -4,7 +4,9 @@ and what to set. Never a traceback."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,12 @@ from diffusers import FluxTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from retouch.errors import ConfigError, ImageProblem
 from retouch.families.loading import tiny_path
+from retouch.imaging import open_image
+from retouch.observe.run_lock import RunLock
+from retouch.rewards.client.endpoints import resolve_urls
+from retouch.training.stopping import ENDING
 from tests.command_line import Outcome, retouch
 
 Finished = Callable[[str], Path]
@@ -419,3 +426,51 @@ def test_a_missing_extra_is_named_with_its_command(
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and line.endswith(f'pip install "retouch[{extra}]"')
     assert module in line
+
+
+# --- names, pipes and signals ---
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("data", "validate"), ("report",), ("export", "--to", "diffusers")])
+def test_names_that_no_file_can_have(arguments: tuple[str, ...]) -> None:
+    outcome = retouch(*arguments, "x" * 300)
+    assert outcome.code == 2
+    assert outcome.err == f"error: {'x' * 80}: file name too long; give another path\n"
+
+
+def test_links_that_lead_to_themselves(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert refused(retouch("check", tmp_path / "a")).endswith("; give another path")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, run_yaml: Callable[..., Path]) -> None:
+    pipe, run = tmp_path / "pipe.png", tmp_path / "runs" / "run"
+    os.mkfifo(pipe)
+    with pytest.raises(ImageProblem, match="not a file"):
+        open_image(pipe)
+    run.mkdir(parents=True)
+    os.mkfifo(run / ".lock")
+    with pytest.raises(ConfigError, match="not a file; delete it"):
+        RunLock(run).require_free()
+    with pytest.raises(ConfigError, match="not a file; delete it"):
+        RunLock(run).take()
+
+
+def test_a_device_is_no_endpoints_file() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero"):
+        resolve_urls("/dev/zero", "ocr")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_model_loads_is_a_stop(
+    run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = {n: signal.getsignal(n) for n in ENDING}
+    monkeypatch.setattr("retouch.algorithms.train.train", lambda config: os.kill(os.getpid(), number))
+    try:
+        outcome = retouch("train", run_yaml())
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ def open_image(path: Path | PackedImage) -> Image.Image:
     Raises:
         ImageProblem: missing, not an image, truncated, or floating-point values.
     """
+    if isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  no error
+        raise ImageProblem(f"{path}: not a file")  # opening a pipe would wait for its other end
     try:
         with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
             shown = as_shown(image)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from retouch import plain_json
 from retouch.errors import ModelFilesError
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ def has_component(folder: Path, name: str) -> bool:
 
 def _index(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = plain_json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return cast("dict[str, Any]", found)
     except ValueError as error:
         raise ModelFilesError(f"model.path: {file} is damaged ({error}); copy the model anew") from None
 

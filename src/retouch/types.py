@@ -15,6 +15,7 @@ from retouch.errors import Diverged as Diverged
 from retouch.errors import Stopped as Stopped
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from PIL.Image import Image
@@ -126,6 +127,10 @@ class DiffusionModel(Protocol):
 
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
         """Text, mask and masked image of a batch of one size -> condition on the model's device."""
+        ...
+
+    def encoding(self) -> AbstractContextManager[None]:
+        """Inside, text encoders that wait on the CPU between uses are moved to the device once for many `encode`."""
         ...
 
     def encode_images(self, images: Tensor) -> Tensor:

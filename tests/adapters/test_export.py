@@ -126,6 +126,7 @@ def drawn_here(loaded: Loaded, weights: Path | None) -> np.ndarray:
     return (((loaded.model.decode(final) + 1) / 2).permute(0, 2, 3, 1)).numpy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXPORTS)
 def test_plain_diffusers_draws_the_same_image(drawn: Drawn, name: str) -> None:
     assert np.abs(drawn.theirs[name] - drawn.ours[name]).max() <= 1e-4

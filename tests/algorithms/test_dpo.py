@@ -20,6 +20,7 @@ from retouch.data.base import DataError
 from retouch.engine import Engine
 from retouch.training.noised import NoisedRows
 from retouch.types import Failure, Score
+from tests.selection import default
 from tests.tiny_models import WITH_BASE
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
@@ -39,7 +40,7 @@ def dpo_run(config: Config) -> Config:
 # --- ln 2 ---
 
 
-@pytest.mark.parametrize("family", WITH_BASE)
+@pytest.mark.parametrize("family", default(WITH_BASE, lambda family: family == "flux_fill"))
 def test_the_loss_is_ln_2_wherever_policy_and_reference_agree(family: str, dpo_run: Config, scripted: Use) -> None:
     """At the start and after each refresh, exactly, with LoRA and recomputed activations; elsewhere it is not."""
     scripted(brightness)
@@ -246,7 +247,7 @@ def pairs_file(signs: Path, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", WITH_BASE)
+@pytest.mark.parametrize("family", default(WITH_BASE, lambda family: family == "flux_fill"))
 def test_offline_pairs_train_without_rewards_or_rollouts(family: str, dpo_run: Config, pairs_file: Path) -> None:
     """The preferred pictures become easier to denoise than the others: accuracy 1 after a few steps on four pairs."""
     run, records = train(
@@ -297,6 +298,7 @@ def test_micro_batches_change_memory_not_gradients(dpo_run: Config, scripted: Us
     assert of_kind(runs[0][1], "train")[0]["rows"] == 2.0
 
 
+@pytest.mark.full
 def test_the_preferred_images_get_closer_than_the_others(dpo_run: Config, scripted: Use) -> None:
     """Rewarding brightness makes rollouts brighter; rewarding darkness, darker."""
 

@@ -127,6 +127,7 @@ def test_two_steps_on_edits_without_masks(
     assert derive(run.config).vision_tokens == (0 if task == "draw" else 2)
 
 
+@pytest.mark.full
 def test_the_command_line_edits_without_a_mask(
     config: Config, folders: dict[str, dict[str, Any]], manifest: Path, tmp_path: Path
 ) -> None:

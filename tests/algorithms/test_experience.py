@@ -110,6 +110,7 @@ def test_every_image_of_a_step_counts_the_same_however_it_is_split(config: Confi
 KL = {"optimizer__lr": 1e-3, "algorithm__inner_epochs": 2, "optimizer__batch_size_per_device": 4}
 
 
+@pytest.mark.full
 def test_the_kl_pulls_back_to_the_reference(config: Config, scripted: Use) -> None:
     scripted(brightness)
     free, _ = train(config(name="free", **KL))
@@ -142,6 +143,7 @@ def test_the_average_follows_the_weights(config: Config, scripted: Use) -> None:
     assert moved(states[0], states[1]) > 1e-3
 
 
+@pytest.mark.full
 def test_the_ceiling_of_the_decay_holds(config: Config, scripted: Use) -> None:
     scripted(brightness)
     run, _ = train(config(training__max_steps=1, ema={"decay": 0.1}))

@@ -382,6 +382,7 @@ def test_region_mask_reaches_the_log_probabilities(config: Config) -> None:
     assert any(not torch.equal(t, weights(hole)[n]) for n, t in weights(everywhere).items())
 
 
+@pytest.mark.full
 def test_two_rewards_are_normalised_before_they_are_summed(
     config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +408,7 @@ def test_two_rewards_are_normalised_before_they_are_summed(
 # --- seeds and files ---
 
 
+@pytest.mark.full
 def test_runs_repeat_and_seeds_differ(config: Config) -> None:
     first, a = train(config(name="a"))
     second, b = train(config(name="b"))

@@ -16,6 +16,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
+from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, of_kind, train, weights
 
@@ -35,7 +36,7 @@ def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preservation, "PreservationScorer", lambda _: Scripted(next(rules)))
 
 
-@pytest.mark.parametrize("action", ["warn", "stop"])
+@pytest.mark.parametrize("action", default(["warn", "stop"], lambda action: action == "stop"))
 def test_gold_that_falls_while_the_rewards_rise(action: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     falling_gold(monkeypatch)
     run = config(rewards=GOLD, training__eval_every=2, evaluation__on_gold_fall=action)
@@ -51,7 +52,7 @@ def test_gold_that_falls_while_the_rewards_rise(action: str, config: Config, mon
     assert [r["gold"] for r in of_kind(records, "eval")] == [-0.5, -2.5, -4.5]
 
 
-@pytest.mark.parametrize("action", ["warn", "stop"])
+@pytest.mark.parametrize("action", default(["warn", "stop"], lambda action: action == "stop"))
 def test_a_scorer_that_drifts(action: str, config: Config, scripted: Use) -> None:
     """Every epoch the same two pictures are scored; the third time they score otherwise."""
     probes = itertools.count()
@@ -130,6 +131,7 @@ def test_images_that_are_thrown_away_are_not_counted(config: Config, scripted: U
     assert (run.rewards.asked, run.rewards.failed) == (8, 0)
 
 
+@pytest.mark.full
 def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use) -> None:
     """Stopped by a signal in the very last step: that an earlier end was told is no reason to leave out this one."""
     whole: dict[str, Any] = {"rollout__batch_size_per_device": 4, "optimizer__batch_size_per_device": 4}
@@ -150,6 +152,7 @@ def test_a_run_that_gets_more_steps_ends_once_more(config: Config, scripted: Use
     assert [r["step"] for r in of_kind(records, "eval") if r["moment"] == "end"] == [1, 2]
 
 
+@pytest.mark.full
 def test_an_evaluation_that_met_an_outage_inside_an_epoch_costs_no_step(config: Config, scripted: Use) -> None:
     """Two steps an epoch; the reward is away in the evaluation after the first. What was sampled is trained on
     afterwards, to the same bits as without an outage."""
@@ -201,6 +204,7 @@ def test_the_end_of_the_warm_up_is_evaluated_once(config: Config, scripted: Use)
     ]
 
 
+@pytest.mark.full
 def test_a_run_that_stops_where_an_evaluation_is_due_has_each_once(config: Config, scripted: Use) -> None:
     """At the start, at the end of the warm-up, and in the last step."""
     scripted(brightness)

@@ -85,10 +85,10 @@ def test_guidance_of_training(
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
-        ("dpo", {"beta": 100.0}),
+        pytest.param("dpo", {"beta": 100.0}, marks=pytest.mark.full),
         ("nft", {"kl_weight": 0.1}),
         ("grpo", {"kl_weight": 0.1}),
-        ("grpo", {"guard": True, "kl_weight": 0.1}),
+        pytest.param("grpo", {"guard": True, "kl_weight": 0.1}, marks=pytest.mark.full),
     ],
     ids=["dpo", "nft", "grpo", "guard"],
 )

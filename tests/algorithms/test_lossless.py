@@ -20,6 +20,7 @@ from retouch.rewards.table import RewardTable
 from retouch.training import experience
 from retouch.training.build import build
 from retouch.types import Outcome
+from tests.selection import default
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
@@ -136,7 +137,7 @@ def train_in(config: RunConfig, fits: int) -> tuple[dict[str, Tensor], int]:
     return weights(run), sizes[-1]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", default(ALGORITHMS, lambda name: name == "nft"))
 def test_a_step_that_does_not_fit_is_taken_in_halves(
     name: str, config: Config, scripted: Use, gradients: Gradients, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_copied_old_policy_is_the_policy_at_every_epoch(nft_run: Config, scrip
     assert [d == 0.0 for d in distances] == [True, False, True, False]
 
 
+@pytest.mark.full
 def test_a_frozen_old_policy_is_left_behind(nft_run: Config, scripted: Use) -> None:
     scripted(brightness)
     base = base_weights(nft_run(name="base"))
@@ -218,6 +219,7 @@ def test_micro_batches_change_memory_not_gradients(nft_run: Config, scripted: Us
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_kl_pulls_back_to_the_reference(nft_run: Config, scripted: Use) -> None:
     scripted(brightness)
     kl: dict[str, list[float]] = {}
@@ -228,6 +230,7 @@ def test_the_kl_pulls_back_to_the_reference(nft_run: Config, scripted: Use) -> N
     assert kl["held"][-1] < 0.7 * kl["free"][-1]
 
 
+@pytest.mark.full
 def test_the_reward_moves_the_policy_its_way(nft_run: Config, scripted: Use) -> None:
     """Rewarding brightness makes rollouts brighter; rewarding darkness, darker."""
 

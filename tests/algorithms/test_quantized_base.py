@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.families.test_quantized import SCHEMES
+from tests.selection import default
 
 from .runs import Config, brightness, of_kind, train, weights
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", default(SCHEMES, lambda scheme: scheme == "int8"))
 def test_training_is_on_policy_and_resumes_bitwise(scheme: Any, config: Config, scripted: Any) -> None:
     """The first ratio is 1, exactly: rollout and training use one forward. int8 in fp32, the others as large runs are
     trained."""

@@ -43,7 +43,11 @@ def reads_of(options: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[
     return weights(run), sorted(ids), sorted(own)
 
 
-@pytest.mark.parametrize("algorithm", [{"name": "sft"}, {"name": "dpo", "pairs": "offline"}], ids=["sft", "dpo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"name": "sft"}, pytest.param({"name": "dpo", "pairs": "offline"}, marks=pytest.mark.full)],
+    ids=["sft", "dpo"],
+)
 def test_pictures_are_read_while_the_step_before_trains(
     algorithm: dict[str, Any], config: Config, signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def train_and_repaint(data: Path, work: Path) -> None:
         assert np.abs(made - source)[mask >= 128].mean() > 5
 
 
+@pytest.mark.full
 def test_photographs(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -334,6 +334,7 @@ def test_rollouts_of_another_algorithm_are_no_type_error(kind: Any) -> None:
         Session.kept(cast("Any", kept), kind)
 
 
+@pytest.mark.full
 def test_an_average_that_the_run_file_no_longer_has_is_dropped(signs: Path, tmp_path: Path) -> None:
     """It would be written to every checkpoint from then on, and `retouch sample` would take it for the average."""
     run = small_run(signs, tmp_path / "runs", ema={"decay": 0.9}, training__max_steps=2, training__checkpoint_every=1)

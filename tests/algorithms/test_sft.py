@@ -132,6 +132,7 @@ def rows_of(shares: list[float], config: Config, monkeypatch: pytest.MonkeyPatch
     return found
 
 
+@pytest.mark.full
 def test_a_row_without_caption_is_one_of_the_empty_prompt(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 32 rows, each as it was or encoded with "", which is the text that guidance steers away from; noise, time
     and pictures are those of a run without dropout."""
@@ -162,6 +163,7 @@ def test_caption_dropout_is_refused_where_there_is_no_guidance_to_train_for(conf
 # --- repetition ---
 
 
+@pytest.mark.full
 def test_runs_repeat_and_seeds_differ(config: Config) -> None:
     first, a = train(config(**SFT, name="a"))
     second, b = train(config(**SFT, name="b"))

@@ -27,6 +27,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.training.scoring import RewardOutage
 from retouch.types import Failure
 from tests.command_line import retouch
+from tests.selection import default
 
 from . import vlm_runs
 from .test_vlm_grpo import answered, parts_of
@@ -64,7 +65,7 @@ def falling(items: list[Any]) -> list[float]:
 CALLS: list[str] = []
 
 
-@pytest.mark.parametrize("then", ["stop", "warn"])
+@pytest.mark.parametrize("then", default(["stop", "warn"], lambda then: then == "stop"))
 def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: str) -> None:
     """A reward whose name sounds like a duration rises."""
     CALLS.clear()
@@ -196,7 +197,9 @@ GREEDY = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": PAD}
 BEAMS = {"generation_kwargs": {"num_beams": 2}}
 
 
-@pytest.mark.parametrize("trl", [{}, SAID_BEFORE, BEAMS], ids=["sampling", "penalty", "beams"])
+@pytest.mark.parametrize(
+    "trl", [{}, SAID_BEFORE, pytest.param(BEAMS, marks=pytest.mark.full)], ids=["sampling", "penalty", "beams"]
+)
 def test_answers_do_not_depend_on_what_they_are_batched_with(
     parts_of: Any, trl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +257,7 @@ def test_a_row_is_drawn_as_transformers_would_alone(parts_of: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.full
 def test_a_run_evaluates_as_retouch_eval_does(vlm_file: RunFile, tmp_path: Path) -> None:
     """Word by word, in other batches: the base and the trained weights."""
     tasks = str(vlm_runs.tasks())

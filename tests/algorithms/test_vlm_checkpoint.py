@@ -63,6 +63,7 @@ def test_what_a_killed_run_left_does_not_stop_the_next(parts_of: Any) -> None:
     assert [path.name for path in parts.dir.checkpoints.iterdir()] == ["step-000000"]
 
 
+@pytest.mark.full
 def test_adaptive_entropy_goes_on_where_it_was(parts_of: Any) -> None:
     options = {"use_adaptive_entropy": True, "entropy_coef": 0.25}
     trainer = VlmTrainer(*parts_of(options))
@@ -76,6 +77,7 @@ def test_adaptive_entropy_goes_on_where_it_was(parts_of: Any) -> None:
     assert again.entropy_coef == 0.5
 
 
+@pytest.mark.full
 def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path) -> None:
     file = vlm_file()
     (tmp_path / "a").mkdir()
@@ -92,6 +94,7 @@ def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.full
 def test_a_reward_that_is_the_same_everywhere_alarms_once(vlm_file: RunFile, tmp_path: Path) -> None:
     """Steps before a resume count."""
     reward = {"scorer": "fn", "fn": "tests.algorithms.vlm_runs:alike", "paste_back": False}
@@ -102,6 +105,7 @@ def test_a_reward_that_is_the_same_everywhere_alarms_once(vlm_file: RunFile, tmp
     assert [r["step"] for r in records(tmp_path / "a", "event") if r["event"] == "alarm"] == [10]
 
 
+@pytest.mark.full
 def test_rewards_go_on_counting_and_the_last_checkpoint_stays_pinned(
     vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,7 @@ def test_what_was_generated_conditions_and_trains(parts_of: Any, monkeypatch: py
     assert all(torch.equal(plain[name], tensor) for name, tensor in policy.items())
 
 
-@pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], lambda loss: loss != "dr_grpo"))
+@pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], lambda loss: loss == "grpo"))
 def test_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """30 % of the rewards fail, with KL and entropy in the loss: what the failed rows said does not matter, and the
     others are compared with each other alone."""
@@ -238,6 +238,7 @@ def test_one_failed_reward_of_two_is_none() -> None:
     assert rewards(Scores({"a": [Score(1.0), Score(0.5), Score(1.0), failure]}, {"a": 2}), 2) == [1.5, None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss_type", default(["dr_grpo", None, "grpo"], lambda loss: loss == "dr_grpo"))
 def test_what_the_other_reward_says_of_a_failed_row_moves_nothing(loss_type: str | None, parts_of: Any) -> None:
     """Two rewards, of which one fails on three rows of eight: gradients to the bit, whatever the other one says."""
@@ -336,6 +337,7 @@ def test_one_failed_reward_of_two_masks_the_row(parts_of: Any) -> None:
     assert record["reward/other"] > 0
 
 
+@pytest.mark.full
 def test_pictures_of_other_processes_count_in_the_rate(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of eight fail here, of eight on another process none: less than a fifth of both."""
     monkeypatch.setattr(vlm_grpo, "gather_list", lambda own: [*own, Tally(8, 0, [], (0, 0))])
@@ -345,6 +347,7 @@ def test_pictures_of_other_processes_count_in_the_rate(parts_of: Any, monkeypatc
     assert (parts.rewards.asked, parts.rewards.failed) == (8, 3)
 
 
+@pytest.mark.full
 def test_a_dead_judge_stops_resumable_and_the_run_goes_on_bit_for_bit(vlm_file: RunFile, tmp_path: Path) -> None:
     CALLS.clear()
     options = {"rewards": {"letters": reward("fail_from_the_second_batch")}, "training__max_steps": 3}
@@ -368,6 +371,7 @@ def test_a_dead_judge_stops_resumable_and_the_run_goes_on_bit_for_bit(vlm_file: 
     assert any(record["grad_norm"] > 0 for record in records(tmp_path / "whole"))
 
 
+@pytest.mark.full
 def test_an_evaluation_that_met_an_outage_is_made_up_for(vlm_file: RunFile, tmp_path: Path) -> None:
     """Batches: the evaluation at the start, two of completions, the evaluation after the second step."""
     CALLS.clear()
@@ -443,6 +447,7 @@ def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFil
     assert other.code == 2 and "lora_r changed" in other.err
 
 
+@pytest.mark.full
 def test_full_fine_tuning_leaves_what_sees_alone(parts_of: Any) -> None:
     full = {"use_peft": None, "lora_r": None, "lora_alpha": None, "lora_dropout": None, "learning_rate": 1e-3}
     parts, arguments = parts_of(full)
@@ -623,6 +628,7 @@ def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -
     assert list(result["means"]) == ["base", "after RL"] and "letters" in result["gains"]["after RL - base"]
 
 
+@pytest.mark.full
 def test_a_signal_stops_between_cycles(vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """During the first of three optimizer steps of a cycle; the run stops after the third."""
     trl = {"per_device_train_batch_size": 4, "steps_per_generation": 3, "num_generations": 4}

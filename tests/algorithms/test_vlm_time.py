@@ -23,6 +23,7 @@ from .vlm_runs import RunFile, train, vlm_file
 __all__ = ["vlm_file"]
 
 
+@pytest.mark.full
 def test_the_time_of_a_step_is_explained(vlm_file: RunFile, tmp_path: Path) -> None:
     """Two steps a generation; evaluation and checkpoint after the second, which belong to the third."""
     file = vlm_file(
@@ -60,6 +61,7 @@ def test_the_time_of_a_step_is_explained(vlm_file: RunFile, tmp_path: Path) -> N
     assert len(evaluations) == 3
 
 
+@pytest.mark.full
 def test_each_computation_is_charged_to_its_part(vlm_file: RunFile) -> None:
     """Two passes of four completions; the KL asks the reference, which is the policy without its adapter."""
     trl = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.1}

@@ -197,6 +197,7 @@ def test_two_ranks_of_sharded_weights_train_as_one_process_does(run_yaml: Path) 
     same_records(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
 
 
+@pytest.mark.full
 def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) -> None:
     """Of four groups of two both of rank 0 are flat: the four rows left are two for each, not four and none. Before
     that each has checked one half of the data."""
@@ -210,6 +211,7 @@ def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) 
     assert sorted(examined(two, 0) + examined(two, 1)) == sorted(examined(one, 0))
 
 
+@pytest.mark.full
 def test_pairs_whose_images_lie_on_two_ranks_train_as_on_one(run_yaml: Path) -> None:
     """DPO on three groups of three over 5 + 4 slots: the group in the middle is split; each rank gets two pairs, the
     last of which is padding."""

@@ -156,7 +156,12 @@ def counted_of(run: RunConfig, found: Found | None = None) -> Counted:
 
 @pytest.mark.parametrize(
     ("train", "family"),
-    [(t, f) for t in TRAINED for f in FAMILIES if t["kind"] != "ip_adapter" or FAMILIES[f].spec.adapter],
+    [
+        pytest.param(t, f, marks=() if (i + j) % 3 == 0 else pytest.mark.full)
+        for i, t in enumerate(TRAINED)
+        for j, f in enumerate(FAMILIES)
+        if t["kind"] != "ip_adapter" or FAMILIES[f].spec.adapter
+    ],
     ids=str,
 )
 def test_weights_are_counted_as_the_run_has_them(family: str, train: dict[str, Any]) -> None:

@@ -541,6 +541,7 @@ def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.Monke
         assert (what, says == "ready, but it did not score an image: bad_item: no") == ("reward preservation", True)
 
 
+@pytest.mark.full
 def test_the_reward_that_a_run_starts_by_itself(run_yaml: Callable[..., Path]) -> None:
     [line] = [
         line for line in lines(run_yaml(rewards={"preservation": {"url": "auto"}})) if line["what"].startswith("reward")

@@ -148,7 +148,9 @@ def measure(config: RunConfig, patch: pytest.MonkeyPatch) -> Measured:
 @pytest.mark.parametrize(
     ("trl", "sections"),
     [
-        ({"beta": 0.1}, {"model__dtype": "bf16", "training__mixed_precision": "bf16"}),
+        pytest.param(
+            {"beta": 0.1}, {"model__dtype": "bf16", "training__mixed_precision": "bf16"}, marks=pytest.mark.full
+        ),
         (FULL, {"training__gradient_checkpointing": True}),
         pytest.param({}, {}, marks=pytest.mark.slow),
         pytest.param(FULL, {"training__mixed_precision": "bf16"}, marks=pytest.mark.slow),
@@ -314,6 +316,7 @@ def test_the_released_text_encoder_is_trained_as_counted() -> None:
     assert (policy.trained, policy.frozen, policy.trained_bytes, policy.frozen_bytes) == (LORA, VLM, 2, 2)
 
 
+@pytest.mark.full
 def test_phases_bring_what_waits_and_gather_what_is_sharded(tmp_path: Path) -> None:
     """ZeRO-3 gathers the weights for all but training; what waits on the CPU comes to draw."""
     reports: dict[str, dict[str, Any]] = {}

@@ -283,7 +283,7 @@ def without_t5(model: Path) -> None:
         shutil.rmtree(model / part)
 
 
-@pytest.mark.parametrize("freed", [False, True])
+@pytest.mark.parametrize("freed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_t5_is_not_loaded_where_every_example_brings_its_states(freed: bool, signs: Path, tmp_path: Path) -> None:
     """Warm-up, rollouts and evaluation of held-out examples: the same weights, without T5 on the machine."""
     model = copied("flux_fill", tmp_path / "model")

@@ -20,6 +20,7 @@ from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack, unpack
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
+from retouch.families.qwen.base import without_common_padding
 from retouch.families.qwen.tiny import byte_qwen_tokenizer
 from retouch.families.qwen_image.model import (
     NEGATIVE,
@@ -172,6 +173,39 @@ def test_padding_changes_nothing(pipeline: Any, model: QwenImage) -> None:
     longer = QwenImage.from_pipeline(pipeline, LENGTH + 40)
     expected = model.predict(model.network, x, t, model.encode([example], 4.0))
     torch.testing.assert_close(longer.predict(model.network, x, t, longer.encode([example], 4.0)), expected)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_the_network_gets_a_bucket_of_text(model: QwenImage, monkeypatch: pytest.MonkeyPatch, guidance: float) -> None:
+    """Rows are the same, bit for bit, whichever rows of their bucket they are batched with, and equal those of the
+    whole padding."""
+    seen: list[tuple[int, bool]] = []
+    forward = model.network.forward
+
+    def watched(*args: Any, **given: Any) -> Any:
+        seen.append((given["encoder_hidden_states"].shape[1], given["encoder_hidden_states_mask"] is None))
+        return forward(*args, **given)
+
+    monkeypatch.setattr(model.network, "forward", watched)
+    examples = [drawn_at(number, (32, 64)) for number in (4, 5, 8)]
+    x, t = torch.randn(3, 4, 8, 16), torch.tensor([0.9, 0.5, 0.1])
+    short = model.predict(model.network, x[:2], t[:2], model.encode(examples[:2], guidance))
+    long = model.predict(model.network, x, t, model.encode(examples, guidance))
+    assert seen == [(64, False), (96, False)]
+    torch.testing.assert_close(long[:2], short, atol=3e-6, rtol=3e-6)
+    other = model.predict(model.network, x[[0, 0]], t[[0, 0]], model.encode([examples[0]] * 2, guidance))
+    assert torch.equal(other[0], short[0])
+
+
+def test_text_without_padding_needs_no_mask() -> None:
+    states, mask = torch.randn(2, 80, 3), torch.zeros(2, 80)
+    mask[:, :64] = 1
+    kept, none = without_common_padding(states, mask)
+    assert none is None and torch.equal(kept, states[:, :64])
+    mask[0, 40:] = 0
+    assert without_common_padding(states, mask)[1] is not None
+    mask[0, :70] = 1  # over the last whole bucket
+    assert without_common_padding(states, mask)[0].shape == (2, 80, 3)
 
 
 def test_the_system_part_is_cut_off_once_and_only_there(pipeline: Any, model: QwenImage) -> None:

@@ -39,3 +39,41 @@ def test_what_was_cached_on_purpose_stays() -> None:
     text = TextEncoders({"text": made}, capacity=1)
     text.cache_and_release(["a", "bb", "ccc"])
     assert [text.of(prompt)["text"].item() for prompt in ("ccc", "a", "bb")] == [3.0, 1.0, 2.0]
+
+
+class Moved(nn.Linear):
+    """Remembers where it was moved."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.moves: list[str] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.moves.append(str(args[0]))
+        return self
+
+
+def test_encoders_are_moved_once_for_many_prompts() -> None:
+    made: Any = Lengths()
+    made.model = moved = Moved()
+    text = TextEncoders({"text": made}, device="meta")
+    with text.placed():
+        assert moved.moves == []  # nothing to encode yet
+        with text.placed():
+            text.of("a")
+        text.of("bb")
+        assert moved.moves == ["meta"] * 2  # the second finds it there
+    assert moved.moves == ["meta", "meta", "cpu"]
+    with text.placed():
+        text.of("a")  # kept
+    text.of("ccc")
+    assert moved.moves[3:] == ["meta", "cpu"]
+
+
+def test_encoders_that_are_not_offloaded_stay() -> None:
+    made: Any = Lengths()
+    made.model = moved = Moved()
+    text = TextEncoders({"text": made}, device="meta", offload=False)
+    with text.placed():
+        text.of("a")
+    assert "cpu" not in moved.moves

@@ -189,6 +189,7 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
     }
 
 
+@pytest.mark.full
 def test_a_server_of_a_run_has_an_instance_for_each_device(tmp_path: Path) -> None:
     """Started as a run starts it: two addresses, each with its GPU. Preservation needs no GPU to be there."""
     server = LocalServer({"kept": {"scorer": "preservation"}}, tmp_path / "server.log", ("cuda:0", "cuda:2"))

@@ -160,6 +160,7 @@ def test_json_as_one_would_write_it_for_curl(server: Served, sign: Mapping[str, 
     assert set(response.json()["scorers"]) == {"ocr", "preservation"}
 
 
+@pytest.mark.full
 def test_sigterm_ends_it(tmp_path: Path) -> None:
     with served(tmp_path, "preservation") as one:
         one.process.send_signal(signal.SIGTERM)
@@ -302,6 +303,7 @@ def test_wrong_arguments_of_score_are_one_line_and_exit_2(
 # --- url: auto ---
 
 
+@pytest.mark.full
 def test_a_server_of_a_run_is_closed_with_it(tmp_path: Path) -> None:
     """Two entries of one scorer, each with its own name."""
     log = tmp_path / "run" / "server.log"

@@ -14,9 +14,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.server.admission import Limits
+from retouch.rewards.server.app import app_of
+from retouch.rewards.server.worker import ThreadWorker
 from retouch.rewards.wire import encode_request
 from retouch.types import Score
 from tests.rewards.fakes import (
@@ -390,3 +393,31 @@ def test_the_token_is_compared_in_constant_time(http: httpx.Client, monkeypatch:
 def test_without_a_token_set_none_is_asked_for(http: httpx.Client) -> None:
     with serving({"b": Brightness()}) as url:
         assert http.get(f"{url}/info").status_code == 200
+
+
+# --- web pages ---
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_415_for_bodies_that_any_web_page_may_send(http: httpx.Client, kind: str) -> None:
+    body = json.dumps(as_json(items(1))).encode()
+    with serving({"b": Brightness()}) as url:
+        reply = http.post(f"{url}/score", content=body, headers={"content-type": kind})
+    assert reply.status_code == 415 and "application/json" in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]"}, 200),
+        ({"host": "rebound.example"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "https://page.example"}, 403),
+    ],
+)
+def test_without_a_token_only_programs_of_this_machine_are_answered(headers: dict[str, str], status: int) -> None:
+    app = app_of(ThreadWorker({"b": Brightness()}, "cpu"), "cpu", local=True)
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        assert client.get("/info", headers=headers).status_code == status

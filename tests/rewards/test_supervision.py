@@ -107,6 +107,7 @@ def test_sigterm_finishes_what_is_under_way(tmp_path: Path) -> None:
         assert one.process.wait(20) == 0
 
 
+@pytest.mark.full
 def test_a_worker_that_cannot_load_is_given_up(tmp_path: Path) -> None:
     dies = json.dumps({"fn": {"fn": "tests.rewards.user_scorers:DiesLoading"}})
     with served(tmp_path, "fn", "--options", dies, wait=False) as one:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -54,6 +55,9 @@ class FakeModel:
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
         del guidance_scale
         return condition_of([example.id for example in examples])
+
+    def encoding(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def encode_images(self, images: Tensor) -> Tensor:
         return nn.functional.avg_pool2d(images[:, :CHANNELS], 2)

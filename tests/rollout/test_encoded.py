@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +75,21 @@ def test_conditions_are_encoded_alone_and_once(data: EncodedData) -> None:
     data.conditions([0], CPU)
     model: Any = data.model
     assert model.encoded == [([11], 30.0), ([10], 30.0)]
+
+
+def test_text_encoders_are_placed_once_for_all_missing_conditions(data: EncodedData) -> None:
+    model: Any = data.model
+    inside: list[str] = []
+
+    @contextmanager
+    def encoding() -> Iterator[None]:
+        inside.append("in")
+        yield
+        inside.append(f"out after {len(model.encoded)}")
+
+    model.encoding = encoding
+    data.conditions([1, 0], CPU)
+    assert inside == ["in", "out after 2"]
 
 
 def test_an_uncaptioned_row_has_the_empty_prompt_of_its_family(data: EncodedData) -> None:

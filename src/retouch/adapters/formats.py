@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from retouch import plain_json
 from retouch.adapters.projections import HEADS, SOURCES
 from retouch.adapters.tensor_file import write_tensors
 from retouch.adapters.weights_folder import newest_weights
@@ -264,7 +265,7 @@ def _two_layers(name: str, width: int, out: int) -> dict[str, tuple[int, ...]]:
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
-    return load_file(path), cast("dict[str, Any]", json.loads(metadata.get("retouch_adapter", "{}")))
+    return load_file(path), cast("dict[str, Any]", plain_json.loads(metadata.get("retouch_adapter", "{}")))
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:

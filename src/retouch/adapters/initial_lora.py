@@ -10,7 +10,6 @@ through the converters of diffusers, which multiply alpha / rank into the factor
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from retouch import plain_json
 from retouch.adapters.lora import ADAPTER, FILE, adapted_modules
 from retouch.adapters.weights_folder import newest_weights
 from retouch.config.errors import ConfigError
@@ -204,9 +204,9 @@ def _recorded_alpha(path: Path, network: str, metadata: Mapping[str, str]) -> fl
     config, start = path.parent / PEFT_CONFIG, ""
     try:
         if path.name == PEFT_FILE and config.is_file():
-            found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+            found: dict[str, Any] = plain_json.loads(config.read_text(encoding="utf-8"))
         else:
-            found, start = json.loads(metadata.get("lora_adapter_metadata", "{}")), f"{network}."
+            found, start = plain_json.loads(metadata.get("lora_adapter_metadata", "{}")), f"{network}."
     except ValueError:
         raise ConfigError(f"{KEY}: {config if not start else path}: its LoRA config is damaged; copy it anew") from None
     about = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from retouch import plain_json
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
 
@@ -99,7 +100,7 @@ def lora_shape(folder: Path, prefix: str = "transformer") -> tuple[int, float, l
     """
     with safe_open(folder / FILE, "pt") as file:
         metadata = file.metadata() or {}
-    adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    adapter = plain_json.loads(metadata.get("lora_adapter_metadata", "{}"))
     try:
         return (
             int(adapter[f"{prefix}.r"]),

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from retouch import plain_json
 from retouch.adapters.formats import (
     NAME,
     AdapterFile,
@@ -200,7 +201,7 @@ class IpAdapterWeights:
             raise ValueError(f"no {FACTORS} in it, which model.train.weights=kv_lora needs")
         try:
             with safe_open(path, "pt") as file:
-                factor = json.loads((file.metadata() or {}).get("factor", "null"))
+                factor = plain_json.loads((file.metadata() or {}).get("factor", "null"))
             state = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"damaged weights ({error})") from None

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 stopped on purp
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -130,6 +131,10 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
     if hasattr(error, "format_message"):  # usage errors of click, which typer may bring its own copy of
         message = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
         return 2, f"{message}; see --help"
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib's, before Python 3.13
+        return 2, f"{error}; give another path"
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return 2, f"{str(error.filename)[:80]}: {(error.strerror or '').lower()}; give another path"
     if isinstance(error, OSError) and (problem := file_problem(error)):
         return 1, problem
     return None

@@ -84,7 +84,7 @@ def synth(
     half: Half = "train",
     seed: Annotated[int, typer.Option(help="Random seed of texts and signs.")] = 0,
     size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels.")] = "32x64",
-    length: Annotated[int, typer.Option(min=1, help="Number of letters of a text.")] = 4,
+    length: Annotated[int, typer.Option(min=1, max=64, help="Number of letters of a text.")] = 4,
     targets: Annotated[bool, typer.Option(help="Target images; --no-targets writes backgrounds and prompts.")] = True,
     exclude: Annotated[Path | None, typer.Option(help="self_bench folder whose texts are left out.")] = None,
     caption_noise: Annotated[

@@ -28,6 +28,9 @@ def train(
     """Train from a run file; also under accelerate launch and torchrun."""
     config = load_run(run, overrides or [])
     start_logging(verbose)
+    from retouch.training.stopping import interrupt_on_signals
+
+    interrupt_on_signals()
     from retouch.algorithms import train as recipes
 
     with writing(Path(config.logging.dir) / config.name):

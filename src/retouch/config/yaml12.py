@@ -113,6 +113,8 @@ def _size(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int
         raise _problem(node, "an anchor that holds itself")
     if len(above) > MAX_DEPTH:
         raise _problem(node, f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+        raise _problem(node, "a null character")
     if id(node) not in known:
         inside: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from retouch import plain_json
 from retouch.data.base import DataError
 
 SUFFIXES = (".json", ".jsonl", ".csv")
@@ -22,12 +24,15 @@ def read_text(path: Path) -> str:
     """A text file, without a byte-order mark.
 
     Raises:
-        DataError: not UTF-8.
+        DataError: not UTF-8, or with a null character.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    if "\0" in text:
+        raise DataError(f"{path}: holds a null character; is it a text file?")
+    return text
 
 
 def lines_of(path: Path) -> list[tuple[int, str]]:
@@ -43,12 +48,33 @@ def parsed(text: str, where: str, remedy: str | None = None) -> Any:
         where, remedy: for the message; without a remedy it has the line of the text.
 
     Raises:
-        DataError: not JSON.
+        DataError: not JSON, or with a string that no file name or prompt can be.
     """
     try:
-        return json.loads(text)
+        value = plain_json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error.msg}{remedy or f' (line {error.lineno})'}") from None
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+    if _ESCAPE.search(text) and (problem := _unusable(value)):
+        raise DataError(f"{where}: {problem}")
+    return value
+
+
+_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
+"""Escapes of half a surrogate pair (which a whole pair has too) and of the null character."""
+
+
+def _unusable(value: Any) -> str | None:
+    """The problem of the strings in a value; None if there is none."""
+    text = json.dumps(value, ensure_ascii=False)
+    if "\\u0000" in text:
+        return "holds a null character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "holds half of a surrogate pair, which is no character"
+    return None
 
 
 def entries_of(path: Path) -> list[Any]:

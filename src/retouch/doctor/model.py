@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from retouch import plain_json
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
 from retouch.model_files import has_component
@@ -174,7 +174,7 @@ def _header(file: Path) -> Shapes:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = cast("dict[str, Any]", json.loads(stream.read(min(length, file.stat().st_size))))
+            header = cast("dict[str, Any]", plain_json.loads(stream.read(min(length, file.stat().st_size))))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
@@ -206,7 +206,7 @@ def _processor(folder: Path) -> list[str]:
 def _json(file: Path) -> dict[str, Any]:
     """Raises: Damaged: it is not there, or holds no JSON object."""
     try:
-        value: object = json.loads(file.read_text(encoding="utf-8"))
+        value: object = plain_json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise Damaged(f"no {file.parent.name}/{file.name}") from None
     except ValueError:

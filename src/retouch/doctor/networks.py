@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import Found, loaded
 from retouch.families.base import Model, TrainIpAdapter
@@ -117,7 +117,7 @@ def encoder_class(folder: Path) -> tuple[Any, str]:
     from retouch.image_encoder import KINDS
 
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        kind = plain_json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):
         raise ConfigError(f"{folder} has no config.json of a model") from None
     if kind not in KINDS:

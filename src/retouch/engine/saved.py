@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from retouch import plain_json
 from retouch.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -138,8 +139,8 @@ def read_complete(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {COMPLETE}, so it is not a complete checkpoint; give another")
     try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found: object = plain_json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("files", []), list | dict):  # pyright: ignore[reportUnknownMemberType]
         raise damaged(folder, f"{COMPLETE} cannot be read")
@@ -225,9 +226,12 @@ def read_state(folder: Path) -> dict[str, Any]:
         CheckpointError: missing, or damaged.
     """
     try:
-        return cast("dict[str, Any]", json.loads((folder / "state.json").read_text(encoding="utf-8")))
+        found: object = plain_json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise damaged(folder, reason_of(error)) from None
+    if not isinstance(found, dict):
+        raise damaged(folder, "state.json holds no object")
+    return cast("dict[str, Any]", found)
 
 
 def reason_of(error: Exception) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -189,6 +190,10 @@ class FamilyModel(ABC):
         if self.text is None:
             raise RuntimeError(f"{self.spec.family} was opened without its text encoder; open it with one to encode")
         return self.text
+
+    def encoding(self) -> AbstractContextManager[None]:
+        """Inside, the text encoders stay on the device between calls of `encode`."""
+        return nullcontext() if self.text is None else self.text.placed()
 
     def arranged(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors [B, ...] of the text encoders -> those of a condition."""

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.families.loading import component_path, transformer_folder
 from retouch.image_encoder import TINY, ImageEncoder, picture_key
@@ -261,7 +262,7 @@ def _local(path: str, file: str) -> Path | None:
 
 def _read_identity(file: Path) -> dict[str, Any]:
     try:
-        made = json.loads(file.read_text(encoding="utf-8"))
+        made = plain_json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(
             f"model.embeddings: {file.parent} holds no embeddings (no cache.json); run `retouch data precompute "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from retouch import plain_json
 from retouch.families.base import FamilySpec
 from retouch.families.loading import ModelFilesError
 
@@ -67,7 +67,7 @@ def component_on_meta(folder: Path, kind: str) -> Any:
         ModelFilesError: no config, one of another class, or one that this class cannot be built from.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = plain_json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = config.get("_class_name") or next(iter(config.get("architectures") or []), kind)
         if found != kind and not _of_one_config(found, kind):
             raise ValueError(f"it is of a {found}")

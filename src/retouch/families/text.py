@@ -6,7 +6,8 @@ run is cached: a T5-XXL beside the network would take 9.5 GB for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,12 +97,26 @@ class TextEncoders:
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
         self._cache: LruCache[Hashable, dict[str, Tensor]] = LruCache(capacity)
+        self._stays = self._moved = False
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         if not self.offload:
             self._place(self.device)
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Inside, encoders that `encode` moved to the device stay there: they are moved once for many prompts."""
+        if self._stays:
+            yield
+            return
+        self._stays = True
+        try:
+            yield
+        finally:
+            self._stays = False
+            self._leave()
 
     def encode(self, prompts: Sequence[Hashable]) -> dict[str, Tensor]:
         """Look up or encode.
@@ -139,11 +154,18 @@ class TextEncoders:
                 f"the text encoders were released and {prompts[0]!r} is not cached; set model.free_text_encoders=false"
             )
         self._place(self.device)
+        self._moved = True
         # one by one: an embedding must not depend on what it was batched with
         made = [{name: encoder([p])[0].cpu() for name, encoder in self.encoders.items()} for p in prompts]
-        if self.offload:
-            self._place(torch.device("cpu"))
+        if not self._stays:
+            self._leave()
         return made
+
+    def _leave(self) -> None:
+        """Move the encoders back to the CPU if they are between uses there and not already."""
+        if self.offload and self._moved:
+            self._place(torch.device("cpu"))
+        self._moved = False
 
     @staticmethod
     def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:

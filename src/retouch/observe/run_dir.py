@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch import plain_json
 from retouch.config import ConfigError, RunConfig, dump_run
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log_file import LogFile
@@ -227,8 +228,8 @@ def environment() -> dict[str, Any]:
 def _records(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            yield plain_json.loads(line)
+        except ValueError:
             continue
 
 

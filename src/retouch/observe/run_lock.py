@@ -29,6 +29,7 @@ class RunLock:
         """
         if self._lock.is_locked:
             return
+        self._require_file()
         self._run.mkdir(parents=True, exist_ok=True)
         self._place.touch()  # a full or read-only disk is an error
         try:
@@ -46,6 +47,7 @@ class RunLock:
         Raises:
             ConfigError: another process holds it.
         """
+        self._require_file()
         if self._lock.is_locked or not os.access(self._place, os.W_OK):
             return
         try:
@@ -58,6 +60,10 @@ class RunLock:
 
     def release(self) -> None:
         self._lock.release()
+
+    def _require_file(self) -> None:
+        if self._place.exists() and not self._place.is_file():  # opening a pipe waits for its other end
+            raise ConfigError(f"{self._place} is not a file; delete it")
 
     def _taken(self) -> ConfigError:
         number = self._place.read_text(encoding="utf-8").strip() or "unknown"

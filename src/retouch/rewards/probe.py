@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from retouch import plain_json
 from retouch.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.addresses import is_local, reward_token
@@ -206,7 +206,7 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = plain_json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(row, dict) or not {"image", "prompt", "label"} <= row.keys() <= _LABELLED:

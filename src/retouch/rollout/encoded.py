@@ -99,7 +99,7 @@ class EncodedData:
                 guidance steers away from.
         """
         keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
-        with self.clock.part("text"):
+        with self.clock.part("text"), self.model.encoding():
             rows = [self._conditions.get(key, partial(self._encode, *key)) for key in keys]
             names = rows[0].tensors.keys()
             tensors = {name: torch.cat([row.tensors[name] for row in rows]).to(device) for name in names}

@@ -11,6 +11,20 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of a scheduler, and of a terminal that is closed."""
+
+
+def interrupt_on_signals() -> None:
+    """From here on, a signal that would end the process raises KeyboardInterrupt: exit code 3 while a model loads."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, interrupt)
+
 
 class StopRequests:
     """A signal, an alarm, or the end of `training.max_minutes`.
@@ -29,8 +43,10 @@ class StopRequests:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Inside, SIGINT and SIGTERM request a stop; a second one raises KeyboardInterrupt."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Inside, SIGINT, SIGTERM and SIGHUP (unless nohup ignores it) request a stop; a second one raises
+        KeyboardInterrupt."""
+        heard = [signal.SIGINT, *(n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN)]
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             yield
         finally:

@@ -7,7 +7,6 @@ instruction of complexity C is the C-th. Its splits are test_real and test_syn; 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import field_validator
 
+from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
 from retouch.imaging import Fit, PackedImage
@@ -137,7 +137,7 @@ def _instructions(edit: object) -> list[str]:
     of datasets, an object of lists."""
     if isinstance(edit, str):
         try:
-            edit = json.loads(edit)
+            edit = plain_json.loads(edit)
         except ValueError:
             return []
     compound: object = cast("Mapping[str, Any]", edit).get("compound") if isinstance(edit, Mapping) else None

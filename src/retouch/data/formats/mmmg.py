@@ -8,7 +8,6 @@ discipline -> list of `key`, `question`, `Visual Components` (the graph) and `Ke
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Any, Literal, cast
 
 from pydantic import field_validator
 
+from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.lists import parsed, read_text
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
@@ -221,7 +221,7 @@ def _item(number: int, level: str, discipline: str, row: Mapping[str, Any], colu
     graph = row.get(columns["graph"])
     if isinstance(graph, str):
         try:
-            graph = json.loads(graph)
+            graph = plain_json.loads(graph)
         except ValueError as error:
             raise DataError(f"{columns['graph']} is not JSON: {error}") from None
     if not isinstance(graph, Mapping):

@@ -11,7 +11,6 @@ Legend: B samples, C latent channels, h w latent sides, N image tokens, S text t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -29,6 +28,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
+from retouch import plain_json
 from retouch.core.schedule import FlowSchedule, Schedule
 from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import FamilyModel
@@ -263,7 +263,7 @@ def _require_variant(config: Flux2KleinModel, index: Path) -> None:
     """Refuse a local folder whose model_index.json is of the other variant."""
     if not index.is_file():  # a hub id
         return
-    found = _variant(json.loads(index.read_text(encoding="utf-8")))
+    found = _variant(plain_json.loads(index.read_text(encoding="utf-8")))
     if found != config.variant:
         raise ModelFilesError(
             f"model.variant: given {config.variant!r}, but {index} is of a {found} model; set model.variant={found}"

@@ -116,11 +116,12 @@ class QwenModel(FamilyModel):
         if guided:
             tokens, timestep = torch.cat([tokens] * 2), torch.cat([timestep] * 2)
             text, mask = torch.cat([c["negative_text"], text]), torch.cat([c["negative_text_mask"], mask])
+        text, mask = without_common_padding(text, mask)
         output = network(
             hidden_states=tokens,
             timestep=timestep,
             encoder_hidden_states=text.to(self.dtype),
-            encoder_hidden_states_mask=mask > 0,
+            encoder_hidden_states_mask=mask,
             img_shapes=[[(1, p.shape[2] // 2, p.shape[3] // 2) for p in (x, *pictures)]] * len(tokens),
             return_dict=False,
             **options,
@@ -130,6 +131,21 @@ class QwenModel(FamilyModel):
             both = without + c["guidance"].view(-1, 1, 1) * (with_text - without)
             output = both * (with_text.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
         return unpack(output, h, w)
+
+
+BUCKET = 32
+"""Text is cut to a multiple of this many tokens: few lengths, rows of one bucket then get the same numbers whatever
+they are batched with, and a compiled network is compiled for few shapes."""
+
+
+def without_common_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Text states [B, S, D] padded on the right, with a mask [B, S] -> [B, S', D] and [B, S'] bool, S' the multiple of
+    BUCKET (S at most) that holds the longest row; None in place of a mask without padding, which attention takes
+    faster."""
+    counts: list[int] = (mask > 0).sum(1).tolist()
+    length = min(-(-max(counts) // BUCKET) * BUCKET, mask.shape[1])
+    kept = None if min(counts) == length else mask[:, :length] > 0
+    return states[:, :length], kept
 
 
 def padded(rows: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:

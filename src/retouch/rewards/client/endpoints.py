@@ -12,11 +12,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from filelock import FileLock
 
+from retouch import plain_json
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import base_url
 
@@ -37,9 +39,10 @@ def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
         with suppress(OSError):  # a file system without locks
             stack.enter_context(FileLock(path.parent / f".{path.name}.lock", fallback_to_soft=False))
         others = [one for one in read_endpoints(path) if one["url"] not in ours and _listens(one["url"])]
-        temporary = path.with_suffix(path.suffix + ".tmp")
-        temporary.write_text(json.dumps({"endpoints": [*others, *endpoints]}, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as stream:  # follows no link
+            json.dump({"endpoints": [*others, *endpoints]}, stream, indent=2)
+        Path(stream.name).chmod(0o644)
+        Path(stream.name).replace(path)
 
 
 def read_endpoints(path: Path) -> list[dict[str, Any]]:
@@ -51,8 +54,10 @@ def read_endpoints(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
+    if not path.is_file():  # a device or a pipe may never end
+        raise ValueError(f"{path} is not a file")
     try:
-        entries = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))["endpoints"]
+        entries = cast("dict[str, Any]", plain_json.loads(path.read_text(encoding="utf-8")))["endpoints"]
         return [{**one, "url": str(one["url"]), "rewards": [str(name) for name in one["rewards"]]} for one in entries]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None

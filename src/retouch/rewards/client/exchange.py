@@ -8,7 +8,6 @@ messages.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, cast
 
 import httpx
 
+from retouch import plain_json
 from retouch.rewards.addresses import is_local, retry_after_s
 from retouch.rewards.messages import ScoreReply
 from retouch.rewards.protocol import RewardItem
@@ -215,7 +215,7 @@ def _text(body: bytes) -> str:
 def _json_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a reply; empty for anything else."""
     try:
-        value: object = json.loads(body)
-    except (ValueError, RecursionError):
+        value: object = plain_json.loads(body)
+    except ValueError:
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

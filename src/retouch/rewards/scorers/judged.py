@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import PositiveInt, model_validator
 
+from retouch import plain_json
 from retouch.config.base import NonNegative, Positive
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -212,7 +213,7 @@ def read_object(text: str, keys: Sequence[str]) -> dict[str, Any]:
         ValueError: anything else; the judge gets the message when it is asked again.
     """
     try:
-        found: Any = json.loads(text)
+        found: Any = plain_json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -11,11 +11,12 @@ one of the elements; a graph without elements is an error instead of a score.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+
+from retouch import plain_json
 
 _REVERSED = "requires"
 """requires(a, b): b comes first."""
@@ -167,7 +168,7 @@ def readability(regions: float) -> float:
 def _object(value: object) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = plain_json.loads(value)
         except ValueError as error:
             raise ValueError(f"the knowledge graph is not JSON: {error}") from None
     if not isinstance(value, Mapping):

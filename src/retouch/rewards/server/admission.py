@@ -13,6 +13,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from retouch.rewards.addresses import is_local
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -109,6 +111,33 @@ class Admission:
             except TimeoutError:
                 raise TooSlow("the body did not arrive in time") from None
             yield chunk
+
+
+class WrongType(Exception):
+    """A body of a content type that is not of the protocol."""
+
+
+class LocalOnly:
+    """Rejects what a web page sends: requests with an `Origin`, and those for another name than this machine's, to
+    which a page's own server can point its name (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            host = headers.get(b"host", b"").decode("latin-1")
+            try:
+                named = is_local(f"http://{host}")
+            except ValueError:  # half an IPv6 address
+                named = False
+            if b"origin" in headers or not named:
+                await error_reply(403, "this server has no token: it answers programs on its own machine alone")(
+                    scope, receive, send
+                )
+                return
+        await self._app(scope, receive, send)
 
 
 class Authorize:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from retouch.rewards.messages import (
     PROTOCOL_VERSION,
@@ -30,7 +31,17 @@ from retouch.rewards.messages import (
     WireScorer,
 )
 from retouch.rewards.protocol import PICTURES, RewardItem, Scorer, ScorerSpec
-from retouch.rewards.server.admission import Admission, Authorize, Busy, Limits, TooLarge, TooSlow, error_reply
+from retouch.rewards.server.admission import (
+    Admission,
+    Authorize,
+    Busy,
+    Limits,
+    LocalOnly,
+    TooLarge,
+    TooSlow,
+    WrongType,
+    error_reply,
+)
 from retouch.rewards.server.batcher import Batcher
 from retouch.rewards.server.telemetry import Telemetry
 from retouch.rewards.server.worker import ThreadWorker, Worker
@@ -94,12 +105,20 @@ def create_app(
     return app_of(ThreadWorker(scorers, device), device, token, limits)
 
 
-def app_of(worker: Worker, device: str, token: str | None = None, limits: Limits | None = None) -> FastAPI:
-    """The ASGI app over a worker that is not started yet."""
+def app_of(
+    worker: Worker, device: str, token: str | None = None, limits: Limits | None = None, *, local: bool = False
+) -> FastAPI:
+    """The ASGI app over a worker that is not started yet.
+
+    Args:
+        local: serve this machine alone, and no web page that a browser shows on it.
+    """
     front = _Front(worker, device, limits or Limits())
     app = FastAPI(title="retouch rewards", lifespan=front.lifespan, docs_url=None, redoc_url=None)
     if token is not None:
         app.add_middleware(Authorize, token=token)  # pyright: ignore[reportArgumentType]
+    if local:
+        app.add_middleware(LocalOnly)
     for route in (front.livez, front.readyz, front.info, front.metrics):
         app.get(f"/{route.__name__}", response_model=None)(route)
     app.post("/score")(front.score)
@@ -190,6 +209,10 @@ class _Front:
             return error_reply(429, "no memory for this request", retry_after=1)
         except TooSlow as slow:
             return error_reply(408, str(slow), close=True)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except WrongType as wrong:
+            return error_reply(415, str(wrong))
         except TooLarge as large:
             return error_reply(413, f"{large}; send fewer items in a request (reward_client.batch_size)")
         except ValueError as broken:  # pydantic's ValidationError is one
@@ -240,15 +263,17 @@ def _parse(
     """A body -> its message, its binary parts if it is multipart, and a digest that identifies the request.
 
     Raises:
-        TooLarge, ValueError: over the limits, or not of the protocol.
+        TooLarge, WrongType, ValueError: over the limits, or not of the protocol.
     """
     if content_type.startswith("multipart/form-data"):
         parts = parse_multipart(body, content_type, len(PICTURES) * limits.items + 1)
         if "manifest" not in parts:
             raise ValueError('a multipart request needs a part "manifest"')
         manifest, _ = parts.pop("manifest")
-    else:
+    elif content_type.partition(";")[0].strip().lower() in ("", "application/json"):
         manifest, parts = body, None
+    else:  # a web page may post other types to any address without being asked
+        raise WrongType(f"content type {content_type[:80]!r}; send application/json or multipart/form-data")
     marks = sum(manifest.count(mark) for mark in (b",", b"[", b"{"))
     if marks > _MARKS * limits.items:  # before they become objects
         raise TooLarge(f"{marks} values, over the limit of {_MARKS * limits.items}")

@@ -36,7 +36,8 @@ def main() -> None:
     listener = socket.socket(fileno=settings["listener"])
     logger.info("serving %s on %s (pid %d)", ", ".join(settings["scorers"]), settings["url"], os.getpid())
     worker = ProcessWorker(settings["scorers"], settings["device"])
-    run_app(app_of(worker, settings["device"], settings["token"], Limits(**settings["limits"])), listener)
+    token, limits = settings["token"], Limits(**settings["limits"])
+    run_app(app_of(worker, settings["device"], token, limits, local=token is None), listener)
 
 
 def _exit_at_end_of(stream: BinaryIO) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from retouch import plain_json
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
@@ -291,8 +292,8 @@ def requested_one(name: str, options: str) -> dict[str, Any]:
 
 def _option_table(options: str, name: str) -> dict[str, Any]:
     try:
-        given: object = json.loads(options)
-    except json.JSONDecodeError as error:
+        given: object = plain_json.loads(options)
+    except ValueError as error:
         raise ConfigError(f"--options: not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise _not_a_table(options, name)
@@ -331,7 +332,7 @@ class LocalServer:
                 lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
                 raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(lines))
             time.sleep(0.05)
-        found = json.loads(self._endpoints.read_text(encoding="utf-8"))["endpoints"]
+        found = plain_json.loads(self._endpoints.read_text(encoding="utf-8"))["endpoints"]
         return [str(instance["url"]) for instance in found]
 
     @property
