@@ -187,7 +187,7 @@ def test_the_network_gets_a_bucket_of_text(model: QwenImage, monkeypatch: pytest
         return forward(*args, **given)
 
     monkeypatch.setattr(model.network, "forward", watched)
-    examples = [drawn_at(number, (32, 64)) for number in (4, 5, 8)]
+    examples = [text_example(number, (32, 64)) for number in (4, 5, 8)]
     x, t = torch.randn(3, 4, 8, 16), torch.tensor([0.9, 0.5, 0.1])
     short = model.predict(model.network, x[:2], t[:2], model.encode(examples[:2], guidance))
     long = model.predict(model.network, x, t, model.encode(examples, guidance))
