@@ -15,13 +15,22 @@ from retouch.families.loading import tiny_path
 SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
 
 
-def inputs(file: Path) -> dict[str, str]:
-    """Digests of the keys of a run file that training depends on, and of the tiny base of its family."""
+def inputs(file: Path, base: Path | None = None) -> dict[str, str]:
+    """Digests of the keys of a run file that training depends on, and of the network of its base.
+
+    Args:
+        base: folder of the base; None is the tiny base of the family in the package.
+    """
+    base = base or tiny_path(load_run(file).model.family)
+    [network] = [file for name in ("transformer", "unet") for file in (base / name).glob("*.safetensors")]
+    return {"run": run_digest(file), "base": digest(network.read_bytes())}
+
+
+def run_digest(file: Path) -> str:
+    """Digest of the keys of a run file that training depends on."""
     config = load_run(file)
     run = {name: _first_names(getattr(config, name)) for name in SECTIONS if name in config.model_fields_set}
-    base = tiny_path(config.model.family)
-    [network] = [file for name in ("transformer", "unet") for file in (base / name).glob("*.safetensors")]
-    return {"run": digest(json.dumps(run, sort_keys=True).encode()), "base": digest(network.read_bytes())}
+    return digest(json.dumps(run, sort_keys=True).encode())
 
 
 def _first_names(value: object) -> Any:

@@ -22,6 +22,7 @@ from retouch.tiny.signs import (
     write_signs,
 )
 from tests.command_line import retouch
+from tests.families.facts import text_length
 
 torch.set_num_threads(1)
 settings.register_profile("fast", max_examples=30, deadline=None)
@@ -45,19 +46,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 SIZE = (32, 64)
-
-TEXT_LENGTH = {
-    "flux_fill": 24,
-    "flux_dev": 24,
-    "flux_kontext": 24,
-    "sd3": 24,
-    "qwen_image": 96,
-    "qwen_image_edit": 96,
-    "qwen_image_21": 96,
-    "z_image": 64,
-    "flux2_klein": 64,
-}
-"""Tokens of a prompt where the default would be padding, and take most of a test's time."""
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +148,6 @@ def small_run(signs: Path, runs: Path, **overrides: Any) -> dict[str, Any]:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
-    if length := TEXT_LENGTH.get(data["model"].get("family")):
+    if length := text_length(data["model"].get("family")):
         data["model"] = {"max_sequence_length": length, **data["model"]}
     return data

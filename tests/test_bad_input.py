@@ -116,7 +116,10 @@ def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: 
         (["trian", "x.yaml"], "No such command 'trian'"),
         (
             ["tiny", "build", "nope", "--out", "x"],
-            "FAMILY: given 'nope'; known: flux2_klein, flux_fill, image_encoder, qwen_image_edit, sd3, sd_inpaint",
+            (
+                "FAMILY: given 'nope'; known: flux2_klein, flux_fill, glyph_structure, image_encoder, "
+                "qwen_image_edit, sd3, sd_inpaint"
+            ),
         ),
         (["sample", "--count", "0", "--out", "x"], "Invalid value for '--count': "),
     ],

@@ -10,10 +10,11 @@ import torch
 
 from retouch.config.errors import ConfigError
 from retouch.families.loading import family_class, load_model
-from retouch.families.text import TextEncoder
 from retouch.families.tiny import tiny_pipeline
 from retouch.tiny import writing as tiny_base
+from retouch.tiny.signs import draw_words
 from retouch.tiny.writing import (
+    CHAT_TOKENS,
     HIGHEST_WEIGHT,
     LETTERS,
     MODELS,
@@ -23,6 +24,8 @@ from retouch.tiny.writing import (
     Reader,
     build,
     build_and_measure,
+    tokens_of,
+    train_spelling,
     velocity_weight,
 )
 from tests.selection import default
@@ -54,10 +57,8 @@ def test_readers_find_the_letters(family: str) -> None:
     """The tokens at the place of the word are all that two prompts differ in."""
     text = family_class(family).from_pipeline(tiny_pipeline(family)).text
     for encoder in text.encoders.values():
-        if not isinstance(encoder, TextEncoder):  # a chat, which is not trained
-            continue
         first = Reader(encoder).first
-        one, two = encoder.tokens([PROMPT.format("KEBO"), PROMPT.format("LIGA")])
+        one, two = (tokens_of(encoder, PROMPT.format(word)) for word in ("KEBO", "LIGA"))
         assert (one != two).nonzero().flatten().tolist() == list(range(first, first + LETTERS))
 
 
@@ -91,3 +92,31 @@ def test_errors_weigh_as_those_of_the_velocity() -> None:
     assert float(expected[0]) > HIGHEST_WEIGHT > float(expected[1])
     expected[0] = HIGHEST_WEIGHT
     torch.testing.assert_close(velocity_weight(sd, times), expected)
+
+
+@torch.no_grad()
+def test_chats_are_encoded_together_as_one_by_one() -> None:
+    """Padding included, which a causal model computes from the chat."""
+    chat = family_class("flux2_klein").from_pipeline(tiny_pipeline("flux2_klein")).text.encoders["text"]
+    prompts = ["W", PROMPT.format("KEBO")]
+    together = chat(prompts)
+    for prompt, states in zip(prompts, together, strict=True):
+        torch.testing.assert_close(states, chat([prompt])[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_chat_model_learns_the_places_of_letters() -> None:
+    """Random weights hold them in a small part of the variance of the states, which a denoiser takes long to find."""
+    text = family_class("flux2_klein").from_pipeline(tiny_pipeline("flux2_klein"), length=CHAT_TOKENS).text
+    [encoder] = text.encoders.values()
+
+    @torch.no_grad()
+    def share_of_places() -> float:
+        states = encoder([PROMPT.format(word) for word in draw_words(64, "held_out", 0, LETTERS)])
+        first = Reader(encoder).first
+        states = states[:, first : first + LETTERS]  # [B, LETTERS, D]
+        return float(states.mean(0).var(0).sum() / states.flatten(0, 1).var(0).sum())
+
+    before = share_of_places()
+    train_spelling(text, steps=60, batch=16, seed=0)
+    after = share_of_places()
+    assert after > 2 * before

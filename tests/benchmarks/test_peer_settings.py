@@ -20,7 +20,9 @@ def test_every_file_has_its_peer() -> None:
     assert {path.stem for path in FILES} == set(peer_settings.peers())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=pytest.mark.full if i else ()) for i, p in enumerate(FILES)]
+)
 def test_a_file_has_the_published_settings(path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same forwards, trained steps, images and optimizer steps; and the committed result is current."""
     monkeypatch.setenv("DATA_PATH", "prompts.txt")

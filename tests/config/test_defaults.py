@@ -9,6 +9,7 @@ import pytest
 from retouch.config import parse_run
 from retouch.config.run import RunConfig
 from retouch.families import FAMILIES
+from tests.families.facts import facts_of
 
 from .conftest import BASE
 from .leaves import leaves
@@ -64,17 +65,6 @@ def test_the_table_names_options_that_exist() -> None:
     assert {key for _, key, *_ in GUIDE} - {leaf.key for leaf in leaves(RunConfig)} == {"ema"}
 
 
-def test_a_guidance_of_null_is_the_models() -> None:
-    assert {family: section.spec.guidance_scale for family, section in FAMILIES.items()} == {
-        "flux2_klein": 4.0,
-        "flux_fill": 30.0,
-        "flux_dev": 3.5,
-        "flux_kontext": 2.5,
-        "qwen_image": 4.0,
-        "qwen_image_edit": 4.0,
-        "sd3": 4.5,
-        "qwen_image_21": 1.0,
-        "sd_inpaint": 7.5,
-        "z_image": 5.0,
-        "sdxl_inpaint": 7.5,
-    }
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_guidance_of_null_is_the_models(family: str) -> None:
+    assert FAMILIES[family].spec.guidance_scale == facts_of(family).guidance_scale

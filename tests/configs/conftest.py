@@ -16,7 +16,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
-from tests.conftest import TEXT_LENGTH
+from tests.families.facts import text_length
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures
 from tests.tiny_models import WITH_BASE, tiny_calligrapher, tiny_clip, tiny_model
 
@@ -117,7 +117,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     published = read_yaml(path)
     algorithm, rollout = published["algorithm"], published["rollout"]
     overrides = [f"model.path={tiny_model(published['model']['family'])}", "model.dtype=fp32", f"logging.dir={out}"]
-    if length := TEXT_LENGTH.get(published["model"]["family"]):
+    if length := text_length(published["model"]["family"]):
         overrides += [f"model.max_sequence_length={length}"]
     if "transformer" in published["model"]:
         overrides += ["model.transformer=null"]  # tests/test_other_transformer.py has one

@@ -28,46 +28,15 @@ from retouch.families.loading import load_model
 from retouch.families.meta import released_networks
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
+from tests.families.facts import facts_of
 from tests.rewards.openai_server import OpenAIServer
 from tests.selection import covering, default
-from tests.tiny_models import WITH_BASE, tiny_model
+from tests.tiny_models import PACKAGED, WITH_BASE, tiny_model
 
 from .conftest import CONFIGS, RUNS, name_of, shrink
 
 TINY = [path for path in RUNS if path.parent.name == "tiny"]
 RELEASED = [path for path in RUNS if path not in TINY]
-
-FLUX = ("flux_fill", "flux_dev", "flux_kontext")
-
-PARAMETERS = {
-    **dict.fromkeys(FLUX, 11.9e9),
-    "qwen_image_21": 7.12e9,
-    "sd_inpaint": 0.8595e9,
-    "qwen_image": 20.4e9,
-    "qwen_image_edit": 20.4e9,
-    "z_image": 6.15e9,
-    "flux2_klein": 3.88e9,
-    "sdxl_inpaint": 2.57e9,
-    "sd3": 2.24e9,
-}
-"""Of the released networks."""
-
-LORA_MODULES = {
-    **dict.fromkeys(FLUX, 19 * 12 + 38 * 3),
-    "qwen_image_21": 32 * 7,
-    "sd_inpaint": 16 * 8,
-    "qwen_image": 60 * 12,
-    "qwen_image_edit": 60 * 12,
-    "z_image": 34 * 7,
-    "flux2_klein": 5 * 12 + 20 * 2,
-    "sdxl_inpaint": 70 * 8,
-    "sd3": 24 * 8 - 1,
-}
-"""Adapted weights. FLUX: attention and feed-forward of both streams in 19 double blocks, q, k and v in 38 single ones.
-SD1.5 and SDXL: self- and cross-attention of 16 and 70 blocks. SD3.5: attention of both streams in 24 blocks, of which
-the last returns no text. Qwen-Image: attention and feed-forward of both streams in 60 blocks. Z-Image: attention and
-feed-forward of 30 layers and 4 refiners. Qwen-Image-2.1: of 32 blocks. klein: attention and feed-forward of both
-streams in 5 double blocks, input and output of 20 single ones."""
 
 ADAPTER_PARAMETERS = {"flux_fill": 2.65e9, "sd_inpaint": 22.7e6, "qwen_image": 2.38e9}
 """Of the style adapters, on vectors of SigLIP so400m."""
@@ -76,23 +45,6 @@ QUERY_FORMER_PARAMETERS = 0.37e9
 """Of Calligrapher's second head."""
 
 SIGLIP_WIDTH = 1152
-
-HUB = {
-    "flux_fill": "black-forest-labs/FLUX.1-Fill-dev",
-    "flux_dev": "black-forest-labs/FLUX.1-dev",
-    "flux_kontext": "black-forest-labs/FLUX.1-Kontext-dev",
-    "sd_inpaint": "stable-diffusion-v1-5/stable-diffusion-inpainting",
-    "sdxl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
-    "sd3": "stabilityai/stable-diffusion-3.5-medium",
-    "qwen_image": "Qwen/Qwen-Image",
-    "qwen_image_edit": "Qwen/Qwen-Image-Edit",
-    "z_image": "Tongyi-MAI/Z-Image",
-    "flux2_klein": "black-forest-labs/FLUX.2-klein-base-4B",
-    "qwen_image_edit_2511": "Qwen/Qwen-Image-Edit-2511",
-    "qwen_image_21": "Qwen/Qwen-Image-2.1",
-}
-"""By the name of the file without its algorithm, else by family."""
-
 
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
 
@@ -127,7 +79,8 @@ def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytes
     assert run.model.path == "somebody/model"
     assert run.data.path in ("a/folder", "a/manifest.json")
     monkeypatch.delenv("MODEL_PATH")
-    assert load_run(path).model.path == HUB.get(path.stem.rpartition("_")[0], HUB[run.model.family])
+    facts = facts_of(run.model.family)
+    assert load_run(path).model.path == facts.other_hub_ids.get(path.stem.rpartition("_")[0], facts.hub_id)
     variable = "DATA_JSON_PATH" if "_manifest_" in path.stem else "DATA_PATH"
     monkeypatch.delenv(variable)
     with pytest.raises(ConfigError, match=rf"\$\{{{variable}\}} is not set in the environment"):
@@ -168,7 +121,9 @@ def test_a_tiny_run_needs_no_environment(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MODEL_PATH")
     monkeypatch.delenv("DATA_PATH")
     run = load_run(path)
-    assert (run.model.path, run.data.path.split("/")[0]) == ("tiny", "runs")
+    built = f"runs/text-to-image/{run.model.family}"  # by `retouch tiny build`
+    assert run.model.path == ("tiny" if run.model.family in PACKAGED else built)
+    assert run.data.path.split("/")[0] == "runs"
 
 
 def kind_of(path: Path) -> tuple[str, str, str]:
@@ -231,7 +186,7 @@ def test_guidance_has_what_it_needs(path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_released_network_on_the_meta_device(family: str) -> None:
-    assert parameters(released_network(family)) == pytest.approx(PARAMETERS[family], rel=0.01)
+    assert parameters(released_network(family)) == pytest.approx(facts_of(family).parameters, rel=0.01)
 
 
 @pytest.mark.parametrize("path", [path for path in RELEASED if path.stem.endswith("_full")], ids=name_of)
@@ -239,7 +194,7 @@ def test_the_memory_that_it_names_is_what_its_state_takes(path: Path) -> None:
     """In its first line, of all weights of the network: beside these, the state of an adapter is nothing."""
     run = load_run(path)
     named = re.search(r"(\d+) GB of state", path.read_text(encoding="utf-8").splitlines()[0])
-    state = derive(run).state_bytes_per_weight * PARAMETERS[run.model.family]
+    state = derive(run).state_bytes_per_weight * facts_of(run.model.family).parameters
     assert named and int(named[1]) == round(state / 1e9)
 
 
@@ -269,7 +224,7 @@ def test_what_it_trains_is_in_the_released_network(path: Path) -> None:
         assert made.whole - made.base == pytest.approx(expected, rel=0.005)
         assert len(made.names) == made.adapter_names
     else:
-        assert len(made.names) == 2 * LORA_MODULES[config.family]
+        assert len(made.names) == 2 * facts_of(config.family).lora_modules
         assert all(".lora_A." in name or ".lora_B." in name for name in made.names)
         assert made.ranks == {train.rank}
 

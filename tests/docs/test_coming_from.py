@@ -14,7 +14,6 @@ from retouch.algorithms.nft.config import NftConfig
 from retouch.cli import EXTRAS
 from retouch.config import RunConfig, derive, load_run
 from retouch.doctor.machine import EXTRAS as LOOKED_AT
-from retouch.families import FAMILIES
 from tests.config.leaves import leaves
 from tests.configs.test_guide import GUIDE, OF
 
@@ -141,11 +140,6 @@ def test_the_files_of_the_page_are_those_of_a_run_directory() -> None:
     assert "log.txt" in PAGE
     assert '"log.txt"' in source
     assert f"weights/{NAME}.bin" in PAGE
-
-
-def test_the_families_are_those_of_the_page() -> None:
-    [row] = [line for line in PAGE.splitlines() if line.startswith("| `--model_type`")]
-    assert set(re.findall(r"`(\w+)`", row)) == {*FAMILIES}
 
 
 def named_keys(path: Path) -> list[str]:

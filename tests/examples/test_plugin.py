@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from retouch.model_files import tiny_path
 from tests import forked
-from tests.conftest import TEXT_LENGTH
 from tests.docs.pages import REPOSITORY
+from tests.families.facts import text_length
 
 PLUGIN = REPOSITORY / "examples/plugin"
 
@@ -55,7 +55,7 @@ def program(site: Path, cwd: Path, *arguments: object) -> subprocess.CompletedPr
 
 def overrides(data: Path) -> list[str]:
     small = ("rollout.global_groups_per_batch=2", "rollout.num_steps=2", "evaluation.num_examples=1")
-    text = f"model.max_sequence_length={TEXT_LENGTH['flux_fill']}"
+    text = f"model.max_sequence_length={text_length('flux_fill')}"
     return [f"model.path={tiny_path('flux_fill')}", text, f"data.path={data}", *small]
 
 

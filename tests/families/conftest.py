@@ -1,18 +1,25 @@
-"""A tiny FLUX.1-Fill with random weights and awkward constants, and examples to repaint."""
+"""Shared by the tests of families: a tiny FLUX.1-Fill with random weights and awkward constants, examples, and images
+of the ODE to compare with those of diffusers' pipelines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
+from torch import Tensor
 
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
-from retouch.types import Example
+from retouch.rollout.plan import ode_plan
+from retouch.rollout.sampler import sample
+from retouch.types import Condition, Example
 
 
 def random_example(number: int, height: int, width: int) -> Example:
@@ -22,6 +29,51 @@ def random_example(number: int, height: int, width: int) -> Example:
     mask[5 : height - 3, 7 : width - 6] = 255
     source = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
     return Example(number, f"The text is 'W{number}'.", source, Image.fromarray(mask), metadata={"text": f"W{number}"})
+
+
+def text_example(number: int, size: tuple[int, int], repeat: int = 1) -> Example:
+    """Prompts of different lengths: the `number`-th has `repeat * number` more parts."""
+    return Example(number, "The text is 'W'." + " Blue." * (repeat * number), size=size)
+
+
+def ode_latents(model: Any, condition: Condition, steps: int, seeds: list[int]) -> Tensor:
+    """Latents that the plain ODE ends with."""
+    plan = ode_plan(model.schedule(steps, condition.size))
+    return sample(model, model.network, plan, condition, seeds).final
+
+
+def image_of_latents(model: Any, latents: Tensor) -> Tensor:
+    """[B, H, W, 3] in [0, 1], as the pipelines return images."""
+    return ((model.decode(latents) + 1) / 2).permute(0, 2, 3, 1)
+
+
+def ode_image(model: Any, condition: Condition, steps: int, seeds: list[int]) -> Tensor:
+    """Images of the plain ODE as the pipelines return them."""
+    return image_of_latents(model, ode_latents(model, condition, steps, seeds))
+
+
+def require_source_outside_mask(condition: Condition, latents: Tensor) -> None:
+    """Latents of unmasked cells, of which there are some, are those of the source."""
+    outside = condition.tensors["mask_cells"] == 0
+    kept = torch.where(outside, latents - condition.tensors["source_latents"], 0.0)
+    assert float(kept.abs().max()) <= 1e-5 and bool(outside.any())
+
+
+@contextmanager
+def recorded_calls(network: Any) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """`hidden_states`, `timestep` and output of each call of a transformer in the block."""
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    hook = network.register_forward_hook(
+        lambda _, a, k, out: calls.append((k["hidden_states"], k["timestep"], out[0])), with_kwargs=True
+    )
+    yield calls
+    hook.remove()
+
+
+@pytest.fixture
+def point_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample of an autoencoder's posterior is its mode, and takes no number from the generator."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
 
 
 @pytest.fixture(scope="session")

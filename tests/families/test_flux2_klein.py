@@ -13,7 +13,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinInpaintPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from PIL import Image
 from pydantic import ValidationError
-from torch import Tensor
 
 from retouch.adapters.lora import add_lora, save_lora
 from retouch.families.base import TrainFull, TrainLora
@@ -22,10 +21,23 @@ from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
 from retouch.families.tiny import tiny_pipeline
-from retouch.rollout.plan import ode_plan
-from retouch.rollout.sampler import noise_for, sample
-from retouch.types import Example
-from tests.families.conftest import random_example
+from retouch.rollout.sampler import noise_for
+from tests.families.conftest import (
+    ode_image,
+    random_example,
+    recorded_calls,
+    text_example,
+)
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=3.88e9,
+    # attention and feed-forward of both streams in 5 double blocks, input and output of 20 single ones
+    lora_modules=5 * 12 + 20 * 2,
+    guidance_scale=4.0,
+    hub_id="black-forest-labs/FLUX.2-klein-base-4B",
+    text_length=64,
+)
 
 LENGTH = 96
 LAYERS = (1, 2, 3)
@@ -45,19 +57,9 @@ def model(pipeline: Any) -> Flux2Klein:
     return Flux2Klein.from_pipeline(pipeline, LENGTH)
 
 
-def drawn_at(number: int, size: tuple[int, int]) -> Example:
-    return Example(number, "The text is 'W'." + " Blue." * number, size=size)
-
-
 def image_of(number: int, size: tuple[int, int]) -> Image.Image:
     pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
     return Image.fromarray(pixels)
-
-
-def pixels_of(model: Flux2Klein, network: Any, condition: Any, steps: int, seeds: list[int]) -> Tensor:
-    """The ODE's images as the pipelines return them."""
-    final = sample(model, network, ode_plan(model.schedule(steps, condition.size)), condition, seeds).final
-    return ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
 
 
 # --- against the pipelines ---
@@ -69,23 +71,19 @@ def test_predict_and_image_are_the_pipelines(
     pipeline: Any, model: Flux2Klein, height: int, width: int, guidance: float
 ) -> None:
     """Every call of the transformer and the image, for two prompts of different lengths."""
-    examples, seeds = [drawn_at(i, (height, width)) for i in range(2)], [11, 12]
+    examples, seeds = [text_example(i, (height, width)) for i in range(2)], [11, 12]
     noise, _ = noise_for((32, height // 8, width // 8), seeds)
-    calls: list[tuple[Tensor, Tensor, Tensor]] = []
-    hook = pipeline.transformer.register_forward_hook(
-        lambda _, a, k, out: calls.append((k["hidden_states"], k["timestep"], out[0])), with_kwargs=True
-    )
-    expected = pipeline(
-        prompt=[e.prompt for e in examples],
-        guidance_scale=guidance,
-        height=height,
-        width=width,
-        num_inference_steps=3,
-        latents=noise,
-        output_type="np",
-        **TEXT,
-    ).images
-    hook.remove()
+    with recorded_calls(pipeline.transformer) as calls:
+        expected = pipeline(
+            prompt=[e.prompt for e in examples],
+            guidance_scale=guidance,
+            height=height,
+            width=width,
+            num_inference_steps=3,
+            latents=noise,
+            output_type="np",
+            **TEXT,
+        ).images
     condition, schedule = model.encode(examples, guidance), model.schedule(3, (height, width))
     per_step = 2 if guidance > 1 else 1
     assert len(calls) == 3 * per_step
@@ -97,7 +95,7 @@ def test_predict_and_image_are_the_pipelines(
         x = tokens.transpose(1, 2).unflatten(2, (height // 8, width // 8))
         velocity = model.predict(pipeline.transformer, x, schedule.times[i].expand(2), condition)
         torch.testing.assert_close(velocity.flatten(2).transpose(1, 2), output, atol=1e-5, rtol=1e-5)
-    found = pixels_of(model, pipeline.transformer, condition, 3, seeds)
+    found = ode_image(model, condition, 3, seeds)
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
 
 
@@ -107,7 +105,7 @@ def test_an_edit_is_the_pipelines(pipeline: Any, guidance: float, references: in
     """The source is the first reference; the reference of the example the second one."""
     size = (64, 80)
     given = [image_of(i, size) for i in range(references)]
-    example = replace(drawn_at(2, size), source=given[0], reference=given[-1])
+    example = replace(text_example(2, size), source=given[0], reference=given[-1])
     expected = pipeline(
         prompt=example.prompt,
         image=given,
@@ -119,18 +117,18 @@ def test_an_edit_is_the_pipelines(pipeline: Any, guidance: float, references: in
     ).images
     model = Flux2Klein.from_pipeline(pipeline, LENGTH, reference_images=references == 2)
     condition = model.encode([example], guidance)
-    found = pixels_of(model, pipeline.transformer, condition, 3, [11])
+    found = ode_image(model, condition, 3, [11])
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
     assert condition.mask is None and condition.size == size
     other = model.encode([replace(example, source=image_of(9, size))], guidance)
-    assert float((pixels_of(model, pipeline.transformer, other, 3, [11]) - found).abs().max()) > 1e-4
+    assert float((ode_image(model, other, 3, [11]) - found).abs().max()) > 1e-4
 
 
 def test_a_reference_without_a_source_is_the_first_image(pipeline: Any) -> None:
     """It is scaled and cropped to the size of the run."""
     size = (64, 80)
     model = Flux2Klein.from_pipeline(pipeline, LENGTH, reference_images=True)
-    example = replace(drawn_at(0, size), reference=Image.new("RGB", (300, 90), "red"))
+    example = replace(text_example(0, size), reference=Image.new("RGB", (300, 90), "red"))
     expected = pipeline(
         prompt=example.prompt,
         image=Image.new("RGB", (80, 64), "red"),
@@ -140,10 +138,10 @@ def test_a_reference_without_a_source_is_the_first_image(pipeline: Any) -> None:
         output_type="np",
         **TEXT,
     ).images
-    found = pixels_of(model, pipeline.transformer, model.encode([example], 1.0), 2, [11])
+    found = ode_image(model, model.encode([example], 1.0), 2, [11])
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match=r"example 0 has no reference image, but model.reference_images is true"):
-        model.encode([drawn_at(0, size)], 1.0)
+        model.encode([text_example(0, size)], 1.0)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -155,7 +153,7 @@ def test_a_repainted_image_is_the_inpainting_pipelines(pipeline: Any, guidance: 
     size = (64, 80)
     mask = np.zeros(size, np.uint8)
     mask[16:48, 8:56] = 255
-    example = replace(drawn_at(1, size), source=image_of(1, size), mask=Image.fromarray(mask))
+    example = replace(text_example(1, size), source=image_of(1, size), mask=Image.fromarray(mask))
     example = replace(example, reference=image_of(2, size)) if reference else example
     expected = inpaint(
         prompt=example.prompt,
@@ -171,7 +169,7 @@ def test_a_repainted_image_is_the_inpainting_pipelines(pipeline: Any, guidance: 
     ).images
     model = Flux2Klein.from_pipeline(pipeline, LENGTH, reference_images=reference)
     condition = model.encode([example], guidance)
-    found = pixels_of(model, pipeline.transformer, condition, 4, [11])
+    found = ode_image(model, condition, 4, [11])
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=0)
     cells = torch.from_numpy(mask[4::8, 4::8] > 0).float()
     assert torch.equal(condition.tensors["mask_cells"][0, 0], cells)
@@ -208,7 +206,7 @@ def test_the_schedule_is_the_pipelines(pipeline: Any, model: Flux2Klein) -> None
 
 def test_the_text_is_the_pipelines(pipeline: Any, model: Flux2Klein) -> None:
     """States of its padding included; the end of a longer chat is cut off."""
-    examples = [drawn_at(i, (64, 80)) for i in range(3)]
+    examples = [text_example(i, (64, 80)) for i in range(3)]
     for length in (LENGTH, 40):
         expected, _ = pipeline.encode_prompt(
             [e.prompt for e in examples], max_sequence_length=length, text_encoder_out_layers=LAYERS
@@ -222,7 +220,7 @@ def test_the_text_is_the_pipelines(pipeline: Any, model: Flux2Klein) -> None:
 
 
 def test_rows_do_not_see_each_other(model: Flux2Klein) -> None:
-    examples = [replace(random_example(i, 64, 80), prompt=drawn_at(i, (0, 0)).prompt) for i in range(3)]
+    examples = [replace(random_example(i, 64, 80), prompt=text_example(i, (0, 0)).prompt) for i in range(3)]
     x, t = torch.randn(3, 32, 8, 10), torch.tensor([0.9, 0.5, 0.1])
     together = model.predict(model.network, x, t, model.encode(examples, 4.0))
     for i in range(3):
@@ -244,11 +242,11 @@ def test_latents_are_normalized_patches(pipeline: Any, model: Flux2Klein) -> Non
 
 def test_errors_say_what_to_do(pipeline: Any, model: Flux2Klein) -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
-        model.encode([drawn_at(0, (36, 64))], 4.0)
+        model.encode([text_example(0, (36, 64))], 4.0)
     with pytest.raises(ValueError, match="multiples of 8"):
-        model.encode([replace(drawn_at(0, (1, 1)), source=image_of(0, (36, 64)))], 4.0)
+        model.encode([replace(text_example(0, (1, 1)), source=image_of(0, (36, 64)))], 4.0)
     with pytest.raises(ValueError, match="no source image"):
-        model.encode([random_example(0, 64, 80), drawn_at(1, (64, 80))], 4.0)
+        model.encode([random_example(0, 64, 80), text_example(1, (64, 80))], 4.0)
     with pytest.raises(ValueError, match="no mask"):
         model.encode([random_example(0, 64, 80), replace(random_example(1, 64, 80), mask=None)], 4.0)
     with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 32; use black-forest-labs/FLUX.2-klein-base"):
@@ -263,7 +261,7 @@ def test_the_distilled_model_takes_no_guidance(pipeline: Any, model: Flux2Klein,
     found = Flux2Klein.from_pipeline(distilled, LENGTH)
     assert (found.spec.guidance_scale, model.spec.guidance_scale) == (1.0, 4.0)
     with pytest.raises(ValueError, match="guidance_scale is 4, but this flux2_klein was distilled"):
-        found.encode([drawn_at(0, (64, 80))], 4.0)
+        found.encode([text_example(0, (64, 80))], 4.0)
     distilled.save_pretrained(tmp_path)
     load_model(Flux2KleinModel(path=str(tmp_path), variant="distilled"))
     with pytest.raises(ModelFilesError, match=r"given 'base', but .* a distilled model; set model.variant=distilled"):
@@ -297,7 +295,7 @@ def test_the_pipeline_reads_a_trained_lora(model: Flux2Klein, tmp_path: Path) ->
                 weight.normal_(std=0.3)
     save_lora({n: p for n, p in trained.named_parameters() if p.requires_grad}, tmp_path, 4.0, 2)
     stock.load_lora_weights(tmp_path)
-    x, t, condition = torch.randn(1, 32, 8, 10), torch.tensor([0.7]), model.encode([drawn_at(0, (64, 80))], 1.0)
+    x, t, condition = torch.randn(1, 32, 8, 10), torch.tensor([0.7]), model.encode([text_example(0, (64, 80))], 1.0)
     with torch.no_grad():
         base, found, expected = (model.predict(n, x, t, condition) for n in (model.network, stock.transformer, trained))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

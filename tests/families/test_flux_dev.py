@@ -26,6 +26,15 @@ from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import noise_for, sample
 from retouch.types import Condition, Example
 from tests.families.conftest import random_example
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=11.9e9,
+    lora_modules=19 * 12 + 38 * 3,  # as in FLUX.1-Fill
+    guidance_scale=3.5,
+    hub_id="black-forest-labs/FLUX.1-dev",
+    text_length=24,
+)
 
 SIZES = [(32, 64), (48, 24)]
 NEGATIVE = "blurry"

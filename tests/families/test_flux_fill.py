@@ -28,6 +28,16 @@ from retouch.rollout.sampler import (
     to_uint8,
 )
 from tests.families.conftest import random_example
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=11.9e9,
+    # attention and feed-forward of both streams in 19 double blocks; q, k and v in 38 single ones
+    lora_modules=19 * 12 + 38 * 3,
+    guidance_scale=30.0,
+    hub_id="black-forest-labs/FLUX.1-Fill-dev",
+    text_length=24,
+)
 
 SIZES = [(32, 32), (32, 64), (48, 24)]
 

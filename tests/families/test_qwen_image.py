@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageInpaintPipeline
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
-from torch import Tensor
 
 from retouch import adapters
 from retouch.adapters.formats import write_safetensors
@@ -31,13 +29,27 @@ from retouch.families.qwen_image.model import (
 from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.tiny import tiny_pipeline
 from retouch.image_encoder import ImageEncoder
-from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
-    sample,
 )
-from retouch.types import Example
-from tests.families.conftest import random_example
+from tests.families.conftest import (
+    image_of_latents,
+    ode_image,
+    ode_latents,
+    random_example,
+    recorded_calls,
+    require_source_outside_mask,
+    text_example,
+)
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=20.4e9,
+    lora_modules=60 * 12,  # attention and feed-forward of both streams in 60 blocks
+    guidance_scale=4.0,
+    hub_id="Qwen/Qwen-Image",
+    text_length=96,
+)
 
 LENGTH = 96
 SIZES = [(32, 64), (48, 24)]
@@ -57,16 +69,6 @@ def model(pipeline: Any) -> QwenImage:
     return QwenImage.from_pipeline(pipeline, LENGTH)
 
 
-@pytest.fixture
-def point_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
-
-
-def drawn_at(number: int, size: tuple[int, int]) -> Example:
-    """Prompts of different lengths."""
-    return Example(number, "The text is 'W'." + " Blue." * number, size=size)
-
-
 # --- against the pipelines ---
 
 
@@ -76,23 +78,19 @@ def test_predict_and_image_are_the_pipelines(
     pipeline: Any, model: QwenImage, height: int, width: int, guidance: float
 ) -> None:
     """Every call of the transformer, and the picture; two prompts of different lengths."""
-    examples, seeds = [drawn_at(i, (height, width)) for i in range(2)], [11, 12]
+    examples, seeds = [text_example(i, (height, width)) for i in range(2)], [11, 12]
     noise, _ = noise_for((4, height // 4, width // 4), seeds)
-    calls: list[tuple[Tensor, Tensor, Tensor]] = []
-    hook = pipeline.transformer.register_forward_hook(
-        lambda _, a, k, out: calls.append((k["hidden_states"], k["timestep"], out[0])), with_kwargs=True
-    )
-    expected = pipeline(
-        prompt=[e.prompt for e in examples],
-        negative_prompt=[NEGATIVE] * 2,
-        true_cfg_scale=guidance,
-        height=height,
-        width=width,
-        num_inference_steps=3,
-        latents=pack(noise),
-        output_type="np",
-    ).images
-    hook.remove()
+    with recorded_calls(pipeline.transformer) as calls:
+        expected = pipeline(
+            prompt=[e.prompt for e in examples],
+            negative_prompt=[NEGATIVE] * 2,
+            true_cfg_scale=guidance,
+            height=height,
+            width=width,
+            num_inference_steps=3,
+            latents=pack(noise),
+            output_type="np",
+        ).images
     condition, schedule = model.encode(examples, guidance), model.schedule(3, (height, width))
     per_step = 2 if guidance > 1 else 1
     assert len(calls) == 3 * per_step
@@ -106,8 +104,7 @@ def test_predict_and_image_are_the_pipelines(
             output = both * output.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True)
         velocity = model.predict(pipeline.transformer, x, schedule.times[i].expand(2), condition)
         torch.testing.assert_close(pack(velocity), output, atol=1e-4, rtol=1e-4)
-    final = sample(model, pipeline.transformer, ode_plan(schedule), condition, seeds).final
-    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    found = ode_image(model, condition, 3, seeds)
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=0)
 
 
@@ -134,13 +131,10 @@ def test_a_repainted_picture_is_the_inpainting_pipelines(
         output_type="np",
     ).images
     condition = model.encode([example], guidance)
-    plan = ode_plan(model.schedule(4, (height, width)))
-    final = sample(model, pipeline.transformer, plan, condition, [11]).final
-    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    final = ode_latents(model, condition, 4, [11])
+    found = image_of_latents(model, final)
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=0)
-    outside = condition.tensors["mask_cells"] == 0
-    kept = torch.where(outside, final - condition.tensors["source_latents"], 0.0)
-    assert float(kept.abs().max()) <= 1e-5 and bool(outside.any())
+    require_source_outside_mask(condition, final)
 
 
 def test_the_schedule_ends_where_the_scheduler_does(pipeline: Any, model: QwenImage) -> None:
@@ -175,7 +169,7 @@ def test_rows_do_not_see_each_other(model: QwenImage) -> None:
 
 
 def test_padding_changes_nothing(pipeline: Any, model: QwenImage) -> None:
-    x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.6]), drawn_at(0, (32, 64))
+    x, t, example = torch.randn(1, 4, 8, 16), torch.tensor([0.6]), text_example(0, (32, 64))
     longer = QwenImage.from_pipeline(pipeline, LENGTH + 40)
     expected = model.predict(model.network, x, t, model.encode([example], 4.0))
     torch.testing.assert_close(longer.predict(model.network, x, t, longer.encode([example], 4.0)), expected)
@@ -193,7 +187,7 @@ def test_the_network_gets_a_bucket_of_text(model: QwenImage, monkeypatch: pytest
         return forward(*args, **given)
 
     monkeypatch.setattr(model.network, "forward", watched)
-    examples = [drawn_at(number, (32, 64)) for number in (4, 5, 8)]
+    examples = [text_example(number, (32, 64)) for number in (4, 5, 8)]
     x, t = torch.randn(3, 4, 8, 16), torch.tensor([0.9, 0.5, 0.1])
     short = model.predict(model.network, x[:2], t[:2], model.encode(examples[:2], guidance))
     long = model.predict(model.network, x, t, model.encode(examples, guidance))
@@ -216,9 +210,9 @@ def test_text_without_padding_needs_no_mask() -> None:
 
 def test_the_system_part_is_cut_off_once_and_only_there(pipeline: Any, model: QwenImage) -> None:
     tokenizer, template = byte_qwen_tokenizer(), pipeline.prompt_template_encode
-    text = model.encode([drawn_at(0, (32, 64))], 1.0).tensors
+    text = model.encode([text_example(0, (32, 64))], 1.0).tensors
     kept = int(text["text_mask"].sum())
-    shown = tokenizer(template.replace("{}", drawn_at(0, (1, 1)).prompt)).input_ids
+    shown = tokenizer(template.replace("{}", text_example(0, (1, 1)).prompt)).input_ids
     assert tokenizer.decode(shown[-kept:]) == "The text is 'W'.<|im_end|>\n<|im_start|>assistant\n"
     assert not text["text"][0, kept:].any() and bool(text["text"][0, :kept].any(-1).all())
 
@@ -236,11 +230,11 @@ def test_errors_say_what_to_do(model: QwenImage) -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
         model.encode([random_example(0, 36, 64)], 4.0)
     with pytest.raises(ValueError, match="multiples of 8"):
-        model.encode([drawn_at(0, (36, 64))], 4.0)
+        model.encode([text_example(0, (36, 64))], 4.0)
     with pytest.raises(ValueError, match="examples without a source need one size"):
-        model.encode([drawn_at(0, (32, 64)), drawn_at(1, (32, 32))], 4.0)
+        model.encode([text_example(0, (32, 64)), text_example(1, (32, 32))], 4.0)
     with pytest.raises(ValueError, match="no source image; qwen_image repaints one"):
-        model.encode([random_example(0, 32, 64), drawn_at(1, (32, 64))], 4.0)
+        model.encode([random_example(0, 32, 64), text_example(1, (32, 64))], 4.0)
     with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 16; use Qwen/Qwen-Image"):
         wrong = tiny_pipeline("qwen_image")
         wrong.transformer.register_to_config(in_channels=20)
@@ -258,7 +252,7 @@ def test_a_stock_pipeline_shows_the_reference_to_both_branches_and_training_to_o
     hook = pipeline.transformer.register_forward_pre_hook(
         lambda _, a, k: seen.append(k["attention_kwargs"]["ip_adapter_image_embeds"]), prepend=True, with_kwargs=True
     )
-    reference, example = Image.new("RGB", (9, 9), "red"), drawn_at(0, (32, 64))
+    reference, example = Image.new("RGB", (9, 9), "red"), text_example(0, (32, 64))
     call = {"prompt": example.prompt, "negative_prompt": NEGATIVE, "true_cfg_scale": 4.0, "height": 32, "width": 64}
     try:
         pipeline(**call, num_inference_steps=2, output_type="np", **adapter.condition([reference]))

@@ -30,6 +30,15 @@ from retouch.rollout.sampler import latent_shape, noise_for, sample
 from retouch.types import Condition, Example
 from retouch.use.precompute import precompute, usable
 from tests.families.conftest import random_example
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=7.12e9,
+    lora_modules=32 * 7,  # attention and feed-forward of 32 blocks
+    guidance_scale=1.0,
+    hub_id="Qwen/Qwen-Image-2.1",
+    text_length=96,
+)
 
 LENGTH = 96
 SIZES = [(32, 64), (64, 32)]

@@ -40,7 +40,17 @@ from retouch.rollout.sampler import (
 )
 from retouch.types import Condition, Example
 from tests.families.conftest import random_example
+from tests.families.facts import Facts
 from tests.tiny_models import attentive
+
+FACTS = Facts(
+    parameters=20.4e9,
+    lora_modules=60 * 12,  # as in Qwen-Image
+    guidance_scale=4.0,
+    hub_id="Qwen/Qwen-Image-Edit",
+    other_hub_ids={"qwen_image_edit_2511": "Qwen/Qwen-Image-Edit-2511"},
+    text_length=96,
+)
 
 LENGTH = 96
 VARIANTS: tuple[EditVariant, ...] = ("edit", "edit_plus")

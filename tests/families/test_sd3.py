@@ -16,7 +16,6 @@ from diffusers import (
     StableDiffusion3InpaintPipeline,
     StableDiffusion3Pipeline,
 )
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor
 
 from retouch.adapters.lora import add_lora
@@ -30,10 +29,24 @@ from retouch.families.meta import released_networks
 from retouch.families.sd3.model import Sd3
 from retouch.families.sd3.spec import Sd3Model
 from retouch.families.tiny import tiny_pipeline
-from retouch.rollout.plan import ode_plan
-from retouch.rollout.sampler import noise_for, sample
-from retouch.types import Example
-from tests.families.conftest import random_example
+from retouch.rollout.sampler import noise_for
+from tests.families.conftest import (
+    ode_image,
+    ode_latents,
+    random_example,
+    recorded_calls,
+    require_source_outside_mask,
+    text_example,
+)
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=2.24e9,
+    lora_modules=24 * 8 - 1,  # attention of both streams in 24 blocks, of which the last returns no text
+    guidance_scale=4.5,
+    hub_id="stabilityai/stable-diffusion-3.5-medium",
+    text_length=24,
+)
 
 LENGTH = 40
 SIZES = [(32, 64), (48, 24)]
@@ -53,17 +66,6 @@ def model(pipeline: Any) -> Sd3:
     return Sd3.from_pipeline(pipeline, LENGTH)
 
 
-@pytest.fixture
-def point_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number of the generator is drawn for the source, as none is here."""
-    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
-
-
-def drawn_at(number: int, size: tuple[int, int]) -> Example:
-    """Prompts of different lengths."""
-    return Example(number, "The text is 'W'." + " Blue." * number, size=size)
-
-
 # --- against the pipelines ---
 
 
@@ -73,23 +75,19 @@ def test_predict_and_image_are_the_pipelines(
     pipeline: Any, model: Sd3, height: int, width: int, guidance: float
 ) -> None:
     """Every call of the transformer, and the image; two prompts of different lengths."""
-    examples, seeds = [drawn_at(i, (height, width)) for i in range(2)], [11, 12]
+    examples, seeds = [text_example(i, (height, width)) for i in range(2)], [11, 12]
     noise, _ = noise_for((16, height // 4, width // 4), seeds)
-    calls: list[tuple[Tensor, Tensor, Tensor]] = []
-    hook = pipeline.transformer.register_forward_hook(
-        lambda _, a, k, out: calls.append((k["hidden_states"], k["timestep"], out[0])), with_kwargs=True
-    )
-    expected = pipeline(
-        prompt=[e.prompt for e in examples],
-        guidance_scale=guidance,
-        max_sequence_length=LENGTH,
-        height=height,
-        width=width,
-        num_inference_steps=3,
-        latents=noise,
-        output_type="np",
-    ).images
-    hook.remove()
+    with recorded_calls(pipeline.transformer) as calls:
+        expected = pipeline(
+            prompt=[e.prompt for e in examples],
+            guidance_scale=guidance,
+            max_sequence_length=LENGTH,
+            height=height,
+            width=width,
+            num_inference_steps=3,
+            latents=noise,
+            output_type="np",
+        ).images
     condition, schedule = model.encode(examples, guidance), model.schedule(3, (height, width))
     assert len(calls) == 3
     for i, (x, timestep, output) in enumerate(calls):
@@ -99,8 +97,7 @@ def test_predict_and_image_are_the_pipelines(
             output = without + guidance * (with_text - without)
         velocity = model.predict(pipeline.transformer, x[:2], schedule.times[i].expand(2), condition)
         torch.testing.assert_close(velocity, output, atol=1e-5, rtol=1e-5)
-    final = sample(model, pipeline.transformer, ode_plan(schedule), condition, seeds).final
-    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    found = ode_image(model, condition, 3, seeds)
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
 
 
@@ -127,12 +124,9 @@ def test_repainted_latents_are_the_inpainting_pipelines(
         output_type="latent",
     ).images
     condition = model.encode([example], guidance)
-    plan = ode_plan(model.schedule(4, (height, width)))
-    final = sample(model, pipeline.transformer, plan, condition, [11]).final
+    final = ode_latents(model, condition, 4, [11])
     torch.testing.assert_close(final, expected, atol=1e-5, rtol=1e-5)
-    outside = condition.tensors["mask_cells"] == 0
-    kept = torch.where(outside, final - condition.tensors["source_latents"], 0.0)
-    assert float(kept.abs().max()) <= 1e-5 and bool(outside.any())
+    require_source_outside_mask(condition, final)
 
 
 @pytest.mark.parametrize("with_t5", [True, False])
@@ -140,7 +134,7 @@ def test_text_is_the_pipelines(pipeline: Any, with_t5: bool) -> None:
     """[S, D] of both CLIPs before T5, or before zeros where the model has no T5."""
     parts = pipeline.components if with_t5 else {**pipeline.components, "text_encoder_3": None, "tokenizer_3": None}
     stock: Any = StableDiffusion3Pipeline(**parts)
-    examples = [drawn_at(i, (32, 64)) for i in range(3)]
+    examples = [text_example(i, (32, 64)) for i in range(3)]
     expected = stock.encode_prompt(
         [e.prompt for e in examples],
         prompt_2=None,
@@ -186,18 +180,18 @@ def test_rows_do_not_see_each_other(model: Sd3) -> None:
 
 
 def test_without_guidance_there_is_no_negative_text(model: Sd3) -> None:
-    assert not [name for name in model.encode([drawn_at(0, (32, 64))], 1.0).tensors if name.startswith("negative")]
+    assert not [name for name in model.encode([text_example(0, (32, 64))], 1.0).tensors if name.startswith("negative")]
 
 
 def test_errors_say_what_to_do(model: Sd3) -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
-        model.encode([drawn_at(0, (36, 64))], 4.5)
+        model.encode([text_example(0, (36, 64))], 4.5)
     with pytest.raises(ValueError, match="images are 32 x 200; this sd3 takes sides of up to 192"):
-        model.encode([drawn_at(0, (32, 200))], 4.5)
+        model.encode([text_example(0, (32, 200))], 4.5)
     with pytest.raises(ValueError, match="images are 32 x 200; this sd3 takes sides of up to 192"):
         model.encode([random_example(0, 32, 200)], 4.5)
     with pytest.raises(ValueError, match="examples without a source need one size"):
-        model.encode([drawn_at(0, (32, 64)), drawn_at(1, (32, 32))], 4.5)
+        model.encode([text_example(0, (32, 64)), text_example(1, (32, 32))], 4.5)
     with pytest.raises(ModelFilesError, match=r"takes 33 channels.*needs 16; use stabilityai/stable-diffusion-3.5-m"):
         wrong = tiny_pipeline("sd3")
         wrong.transformer.register_to_config(in_channels=33)
@@ -209,7 +203,7 @@ def test_the_last_text_queries_have_a_gradient_of_0(pipeline: Any, model: Sd3) -
     spec = Sd3Model.spec
     assert spec.drops_text_stream == "partly"
     network: Any = SD3Transformer2DModel.from_config(pipeline.transformer.config)
-    x, t, condition = torch.randn(1, 16, 8, 16), torch.tensor([0.7]), model.encode([drawn_at(0, (32, 64))], 4.5)
+    x, t, condition = torch.randn(1, 16, 8, 16), torch.tensor([0.7]), model.encode([text_example(0, (32, 64))], 4.5)
     last = "transformer_blocks.3.attn."
 
     def without_effect() -> set[str]:
@@ -249,7 +243,7 @@ def test_gradients_in_fp16_are_nearer_than_in_bf16() -> None:
         trained = [weight for weight in ours.network.parameters() if weight.requires_grad]
         scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)  # type: ignore[attr-defined]
         x = torch.randn(2, 16, 8, 16, generator=torch.Generator().manual_seed(1))
-        condition = ours.encode([drawn_at(i, (32, 64)) for i in range(2)], 4.5)
+        condition = ours.encode([text_example(i, (32, 64)) for i in range(2)], 4.5)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             velocity = ours.predict(ours.network, x, torch.tensor([0.9, 0.3]), condition)
         scaler.scale(1e-4 * velocity.square().mean()).backward()
@@ -273,7 +267,7 @@ def test_blocks_are_compiled() -> None:
 def test_compiled_blocks_predict_the_same() -> None:
     """All three kinds of blocks: with a second attention, without, and the last one."""
     ours = Sd3.from_pipeline(tiny_pipeline("sd3", seed=3))
-    x, t, condition = torch.randn(1, 16, 8, 16), torch.tensor([0.7]), ours.encode([drawn_at(0, (32, 64))], 4.5)
+    x, t, condition = torch.randn(1, 16, 8, 16), torch.tensor([0.7]), ours.encode([text_example(0, (32, 64))], 4.5)
     expected = ours.predict(ours.network, x, t, condition)
     torch._dynamo.reset()
     compile_blocks(ours.network, "eager")
@@ -313,7 +307,7 @@ def test_a_folder_without_t5_loads_with_zeros_in_its_place(
     StableDiffusion3Pipeline(**parts).save_pretrained(tmp_path)
     section = Sd3Model(path=str(tmp_path), dtype="fp32", max_sequence_length=LENGTH)
     assert not is_there(str(tmp_path), "text_encoder_3") and is_there(str(tmp_path), "text_encoder_2")
-    text = load_model(section).encode([drawn_at(0, (32, 64))], 1.0).tensors["text"]
+    text = load_model(section).encode([text_example(0, (32, 64))], 1.0).tensors["text"]
     assert text.shape[1] == 24 + LENGTH and not text[:, 24:].any()
     found = find_model(section)
     assert found.problems == [] and "text_encoder_3" not in loaded(section, embedded=False, folder=found.folder)

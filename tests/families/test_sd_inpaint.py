@@ -32,6 +32,14 @@ from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import sample
 from retouch.types import Condition, Example
 from tests.families.conftest import random_example, with_point_posterior
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=0.8595e9,
+    lora_modules=16 * 8,  # self- and cross-attention of 16 blocks
+    guidance_scale=7.5,
+    hub_id="stable-diffusion-v1-5/stable-diffusion-inpainting",
+)
 
 SIZES = [(32, 32), (32, 64), (48, 24), (36, 20)]
 """The last has a latent grid of odd sides, which the U-Net's levels cannot halve."""

@@ -22,6 +22,14 @@ from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import noise_for, sample
 from retouch.types import Example
 from tests.families.conftest import random_example, with_point_posterior
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=2.57e9,
+    lora_modules=70 * 8,  # self- and cross-attention of 70 blocks
+    guidance_scale=7.5,
+    hub_id="diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
+)
 
 SIZES = [(32, 64), (48, 24)]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImageInpaintPipeline
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from pydantic import ValidationError
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -22,10 +21,24 @@ from retouch.families.meta import component_on_meta, released_networks
 from retouch.families.tiny import tiny_pipeline
 from retouch.families.z_image.model import ZImage
 from retouch.families.z_image.spec import ZImageModel
-from retouch.rollout.plan import ode_plan
-from retouch.rollout.sampler import noise_for, sample
-from retouch.types import Example
-from tests.families.conftest import random_example
+from retouch.rollout.sampler import noise_for
+from tests.families.conftest import (
+    image_of_latents,
+    ode_image,
+    ode_latents,
+    random_example,
+    require_source_outside_mask,
+    text_example,
+)
+from tests.families.facts import Facts
+
+FACTS = Facts(
+    parameters=6.15e9,
+    lora_modules=34 * 7,  # attention and feed-forward of 30 layers and 4 refiners
+    guidance_scale=5.0,
+    hub_id="Tongyi-MAI/Z-Image",
+    text_length=64,
+)
 
 LENGTH = 160
 SIZES = [(32, 64), (48, 24)]
@@ -44,16 +57,6 @@ def model(pipeline: Any) -> ZImage:
     return ZImage.from_pipeline(pipeline, LENGTH)
 
 
-@pytest.fixture
-def point_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
-
-
-def drawn_at(number: int, size: tuple[int, int]) -> Example:
-    """Prompts of 49, 79 and 109 tokens with the chat, of which the network pads each to a multiple of 32."""
-    return Example(number, "The text is 'W'." + " Blue." * 5 * number, size=size)
-
-
 # --- against the pipelines ---
 
 
@@ -65,7 +68,7 @@ def test_predict_and_image_are_the_pipelines(
     """Every call of the transformer and the image, for two prompts of different lengths. The pipeline's scale is one
     less than ours."""
     model = ZImage.from_pipeline(pipeline, LENGTH, ZImageModel(cfg_normalization=limit))
-    examples, seeds = [drawn_at(i, (height, width)) for i in range(2)], [11, 12]
+    examples, seeds = [text_example(i, (height, width), 5) for i in range(2)], [11, 12]
     noise, _ = noise_for((8, height // 4, width // 4), seeds)
     calls: list[tuple[Tensor, Tensor, Tensor]] = []
     hook = pipeline.transformer.register_forward_hook(
@@ -91,15 +94,14 @@ def test_predict_and_image_are_the_pipelines(
             expected_velocity = -(without + guidance * (with_text - without))
             velocity = model.predict(pipeline.transformer, x[:2], schedule.times[i].expand(2), condition)
             torch.testing.assert_close(velocity, expected_velocity, atol=1e-5, rtol=1e-5)
-    final = sample(model, pipeline.transformer, ode_plan(schedule), condition, seeds).final
-    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    found = ode_image(model, condition, 3, seeds)
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
 def test_a_guided_prediction_is_not_longer_than_the_limit(pipeline: Any) -> None:
     free, limited = (ZImage.from_pipeline(pipeline, LENGTH, ZImageModel(cfg_normalization=k)) for k in (None, 0.5))
-    x, t, example = torch.randn(1, 8, 8, 16), torch.tensor([0.7]), drawn_at(1, (32, 64))
+    x, t, example = torch.randn(1, 8, 8, 16), torch.tensor([0.7]), text_example(1, (32, 64), 5)
     guided, unguided = (free.predict(free.network, x, t, free.encode([example], w)) for w in (5.0, 1.0))
     shorter = limited.predict(limited.network, x, t, limited.encode([example], 5.0))
     assert float(guided.norm()) > 0.5 * float(unguided.norm())
@@ -128,13 +130,10 @@ def test_a_repainted_image_is_the_inpainting_pipelines(
         output_type="np",
     ).images
     condition = model.encode([example], guidance)
-    plan = ode_plan(model.schedule(4, (height, width)))
-    final = sample(model, pipeline.transformer, plan, condition, [11]).final
-    found = ((model.decode(final) + 1) / 2).permute(0, 2, 3, 1)
+    final = ode_latents(model, condition, 4, [11])
+    found = image_of_latents(model, final)
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=0)
-    outside = condition.tensors["mask_cells"] == 0
-    kept = torch.where(outside, final - condition.tensors["source_latents"], 0.0)
-    assert float(kept.abs().max()) <= 1e-5 and bool(outside.any())
+    require_source_outside_mask(condition, final)
 
 
 @pytest.mark.parametrize("shift", [6.0, 3.0])
@@ -150,7 +149,7 @@ def test_the_schedule_is_the_schedulers(pipeline: Any, model: ZImage, shift: flo
 
 def test_the_text_is_the_pipelines(pipeline: Any, model: ZImage) -> None:
     """Without its padding, whose number changes nothing; the end of a longer chat is cut off."""
-    examples = [drawn_at(i, (32, 64)) for i in range(3)]
+    examples = [text_example(i, (32, 64), 5) for i in range(3)]
     for length in (LENGTH, 40):
         expected, _ = pipeline.encode_prompt([e.prompt for e in examples], max_sequence_length=length)
         found = ZImage.from_pipeline(pipeline, length).encode(examples, 1.0).tensors
@@ -165,7 +164,7 @@ def test_the_text_is_the_pipelines(pipeline: Any, model: ZImage) -> None:
 
 
 def test_rows_do_not_see_each_other(model: ZImage) -> None:
-    examples = [replace(random_example(i, 32, 64), prompt=drawn_at(i, (0, 0)).prompt) for i in range(3)]
+    examples = [replace(random_example(i, 32, 64), prompt=text_example(i, (0, 0), 5).prompt) for i in range(3)]
     x, t = torch.randn(3, 8, 8, 16), torch.tensor([0.9, 0.5, 0.1])
     together = model.predict(model.network, x, t, model.encode(examples, 5.0))
     for i in range(3):
@@ -181,13 +180,13 @@ def test_latents_are_shifted_and_scaled(model: ZImage) -> None:
 
 def test_errors_say_what_to_do(pipeline: Any, model: ZImage) -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
-        model.encode([drawn_at(0, (36, 64))], 5.0)
+        model.encode([text_example(0, (36, 64), 5)], 5.0)
     with pytest.raises(ValueError, match="no source image; z_image repaints one"):
-        model.encode([random_example(0, 32, 64), drawn_at(1, (32, 64))], 5.0)
+        model.encode([random_example(0, 32, 64), text_example(1, (32, 64), 5)], 5.0)
     turbo = ZImage.from_pipeline(pipeline, LENGTH, ZImageModel(variant="turbo", path="Tongyi-MAI/Z-Image-Turbo"))
     assert (turbo.spec.guidance_scale, model.spec.guidance_scale) == (1.0, 5.0)
     with pytest.raises(ValueError, match=r"guidance_scale is 5, but this z_image was distilled .* set 1, or a base"):
-        turbo.encode([drawn_at(0, (32, 64))], 5.0)
+        turbo.encode([text_example(0, (32, 64), 5)], 5.0)
     with pytest.raises(ModelFilesError, match=r"takes 20 channels.*needs 8; use Tongyi-MAI/Z-Image"):
         wrong = tiny_pipeline("z_image")
         wrong.transformer.register_to_config(in_channels=20)
@@ -212,7 +211,7 @@ def test_the_pipeline_reads_a_trained_lora(model: ZImage, tmp_path: Path) -> Non
                 weight.normal_(std=0.3)
     save_lora({n: p for n, p in trained.named_parameters() if p.requires_grad}, tmp_path, 4.0, 2)
     stock.load_lora_weights(tmp_path)
-    x, t, condition = torch.randn(1, 8, 8, 16), torch.tensor([0.7]), model.encode([drawn_at(0, (32, 64))], 1.0)
+    x, t, condition = torch.randn(1, 8, 8, 16), torch.tensor([0.7]), model.encode([text_example(0, (32, 64), 5)], 1.0)
     with torch.no_grad():
         base, found, expected = (model.predict(n, x, t, condition) for n in (model.network, stock.transformer, trained))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -186,7 +186,7 @@ def get(url: str, path: str, token: str | None = None) -> bytes:
     host, _, port = url.removeprefix("http://").partition(":")
     header = f"Authorization: Bearer {token}\r\n" if token else ""
     with socket.create_connection((host, int(port)), timeout=5) as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}\r\n".encode())
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n{header}\r\n".encode())
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 

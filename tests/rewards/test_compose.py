@@ -180,7 +180,7 @@ def test_a_scorer_with_two_sets_of_options(monkeypatch: pytest.MonkeyPatch) -> N
     assert made == [("ocr", entry.scorer_options()) for entry in entries.values()]
     assert made[0][1] == {
         "score": "ned", "case_sensitive": True, "crop_margin": 0.0, "detect": False, "threads": 0,
-        "engine": "rapidocr",
+        "engine": "rapidocr", "language": None,
     }  # fmt: skip
 
 

@@ -85,4 +85,7 @@ def _told(outcome: Outcome) -> dict[str, Any]:
 
 
 def _outcome(told: Mapping[str, Any]) -> Outcome:
-    return Failure(**told["failure"]) if "failure" in told else Score(told["value"], told["detail"])
+    if "failure" in told:
+        code, message, retryable = (told["failure"][name] for name in ("code", "message", "retryable"))
+        return Failure(code, message, retryable)
+    return Score(told["value"], told["detail"])

@@ -102,8 +102,6 @@ class AnyTextData(AnnotatedData):
     """"generation": an image from nothing, with every line at its polygon. "editing": the image is the source and the
     polygons of all lines are the mask."""
 
-    expects: ClassVar[str] = f"a {_LIST}"
-
     @classmethod
     def recognises(cls, path: Path) -> bool:
         return (path / _LIST).is_file()
@@ -139,8 +137,6 @@ class TextFluxData(AnnotatedData):
     """"other": another word is written (editing); "ori": the word that stands there; "Japan": Japanese."""
     image_root: str | None = None
     """Folder of the images; null is the one below the JSON file that has them."""
-
-    expects: ClassVar[str] = "a ReCTS_other.json"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

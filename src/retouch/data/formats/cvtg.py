@@ -23,7 +23,6 @@ class CvtgData(DataSection):
     part: Literal["all", "CVTG", "CVTG-Style"] = "all"
     """Folder to read: plain prompts, prompts with styles, or both."""
 
-    expects: ClassVar[str] = "a CVTG/2.json"
     has_texts: ClassVar[bool] = True
 
     @classmethod

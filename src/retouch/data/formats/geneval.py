@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of
@@ -19,8 +19,6 @@ class GenEvalData(DataSection):
     layout, like the training prompts of Flow-GRPO: `{"tag", "include", "exclude"?, "prompt"}` in each line."""
 
     format: Literal["geneval"] = "geneval"
-
-    expects: ClassVar[str] = "a .jsonl of GenEval"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

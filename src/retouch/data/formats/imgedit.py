@@ -28,7 +28,6 @@ class ImgEditData(DataSection):
     """"stretch" ignores the aspect ratio; "crop" scales to cover and cuts out the middle."""
 
     has_images: ClassVar[frozenset[str]] = frozenset({"source"})
-    expects: ClassVar[str] = "a folder with basic_edit.json of ImgEdit"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

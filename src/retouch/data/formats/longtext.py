@@ -24,7 +24,6 @@ class LongTextData(DataSection):
     language: Literal["en", "zh"] = "en"
     """File of the folder: English or Chinese."""
 
-    expects: ClassVar[str] = f"a {FILES['en']}"
     has_texts: ClassVar[bool] = True
 
     @classmethod

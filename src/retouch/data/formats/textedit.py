@@ -27,7 +27,6 @@ class TextEditData(ImageSection):
     image_root: str | None = None
     """Folder that the images' names start from; null is `data` in `path`, or `path` itself if it has none."""
 
-    expects: ClassVar[str] = "an eval_prompts/fullset"
     has_texts: ClassVar[bool] = True
 
     @classmethod

@@ -8,7 +8,7 @@ Legend: L tokens of a chat, S tokens with padding, n layers, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,17 @@ class ChatStates:
         return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
-        """[B, S, n D]."""
-        return torch.stack([self._states(prompt) for prompt in prompts])
+        """[B, S, n D]: in one forward where every chat has S tokens, with gradient where the model has it."""
+        chats = [self.tokens(prompt) for prompt in prompts]
+        if self.encodes_padding:
+            return self._states({name: torch.cat([chat[name] for chat in chats]) for name in chats[0]})
+        return torch.cat([self._states(chat) for chat in chats])
 
-    def _states(self, prompt: str) -> Tensor:
-        inputs = {name: ids.to(self.model.device) for name, ids in self.tokens(prompt).items()}
+    def _states(self, chats: Mapping[str, Tensor]) -> Tensor:
+        inputs = {name: ids.to(self.model.device) for name, ids in chats.items()}
         made = self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
-        states = torch.cat([made[layer][0] for layer in self.layers], dim=-1)
-        return nn.functional.pad(states, (0, 0, 0, self.length - len(states)))
+        states = torch.cat([made[layer] for layer in self.layers], dim=-1)
+        return nn.functional.pad(states, (0, 0, 0, self.length - states.shape[1]))
 
 
 @dataclass(frozen=True)

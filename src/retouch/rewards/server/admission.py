@@ -127,7 +127,7 @@ class LocalOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = dict(scope["headers"])
-            host = headers.get(b"host", b"").decode("latin-1")
+            host = headers.get(b"host", b"127.0.0.1").decode("latin-1")  # a browser always sends it
             try:
                 named = is_local(f"http://{host}")
             except ValueError:  # half an IPv6 address
