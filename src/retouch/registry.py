@@ -130,15 +130,16 @@ class Chosen:
             tags = ", ".join(f"'{name}'" for name in self.registry.available())
             names = {"discriminator": f"'{self.key}'", "tag": str(section[self.key]), "expected_tags": tags}
             raise PydanticKnownError("union_tag_invalid", names)
-        return _below_its_tag(chosen, self.key, str(section[self.key])).validate_python(dict(section))
+        return _below_its_tag(chosen, self.key).validate_python(dict(section))
 
 
 @cache
-def _below_its_tag(chosen: type[BaseModel], key: str, tag: str) -> TypeAdapter[Any]:
+def _below_its_tag(chosen: type[BaseModel], key: str) -> TypeAdapter[Any]:
     """The class as the one member of a tagged union; pydantic reduces such a union to its member, and with it the tag
     in the location of errors, so that a second member without keys stands beside it."""
-    other = create_model("Other", **{key: (Literal["\0"], ...)})  # type: ignore[call-overload]
-    return TypeAdapter(Annotated[Union[chosen, other], Field(discriminator=key)])  # noqa: UP007
+    other: Any = create_model("Other", **{key: (Literal["\0"], ...)})  # type: ignore[call-overload]
+    union: Any = Annotated[Union[cast("Any", chosen), other], Field(discriminator=key)]  # noqa: UP007
+    return TypeAdapter(union)
 
 
 def import_from_here(module: str) -> Any:
@@ -149,11 +150,8 @@ def import_from_here(module: str) -> Any:
     return importlib.import_module(module)
 
 
-def import_plugins(modules: Iterable[str] = ()) -> bool:
+def import_plugins(modules: Iterable[str] = ()) -> None:
     """Import modules that register components, with those in RETOUCH_PLUGINS, and name them there for child processes.
-
-    Returns:
-        Whether one of them had not been imported yet.
 
     Raises:
         ImportError: a module that is not there, or fails.
@@ -168,7 +166,6 @@ def import_plugins(modules: Iterable[str] = ()) -> bool:
         _plugins.add(name)
     if new:
         os.environ[PLUGINS] = ",".join(named)
-    return bool(new)
 
 
 def load_attribute(place: str) -> Any:

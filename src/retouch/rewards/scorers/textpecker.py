@@ -17,7 +17,6 @@ The published parser differs on these replies; this one does not share the behav
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
+from retouch import plain_json
 from retouch.config.base import Unit
 from retouch.imaging import text_similarity
 from retouch.rewards.protocol import RewardItem, text_to_read
@@ -113,14 +113,7 @@ def read_transcript(reply: str) -> str:
     Raises:
         ValueError: no object, or no text in it.
     """
-    start = reply.find("{")
-    if start < 0:
-        raise ValueError(f"no JSON object: {reply[:60]!r}")
-    try:
-        found: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0]
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    text = cast("dict[str, Any]", found).get("recognized_text")
+    text = plain_json.first_object(reply).get("recognized_text")
     if isinstance(text, list) and all(isinstance(line, str) for line in cast("list[Any]", text)):
         return " ".join(cast("list[str]", text))
     if not isinstance(text, str):
