@@ -12,12 +12,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, Union, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast
 
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create_model
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +62,20 @@ class Registry(Mapping[str, Component], Generic[Component]):
 
     def available(self) -> dict[str, Component]:
         """Every component that can be imported. One of another package that cannot is left out with a warning."""
-        found: dict[str, Component] = {}
-        for name in self:
-            try:
-                found[name] = self[name]
-            except Exception as error:
-                if name in self._builtin:
-                    raise
-                logger.warning("%s %r (%s) cannot be imported: %s", self.kind, name, self._places[name], error)
-        return found
+        return {name: component for name in self if (component := self.find(name)) is not None}
+
+    def find(self, name: object) -> Component | None:
+        """The component of a name; None without one, and with a warning if another package has it and it cannot be
+        imported."""
+        if not isinstance(name, str) or name not in self:
+            return None
+        try:
+            return self[name]
+        except Exception as error:
+            if name in self._builtin:
+                raise
+            logger.warning("%s %r (%s) cannot be imported: %s", self.kind, name, self._places[name], error)
+            return None
 
     def __getitem__(self, name: str) -> Component:
         if name not in self._loaded:
@@ -89,9 +95,8 @@ class Registry(Mapping[str, Component], Generic[Component]):
 class Chosen:
     """Annotation of a run file's section whose class is chosen from a registry by one of its keys.
 
-    `Annotated[BaseSection, Chosen(REGISTRY, "family")]` validates as the discriminated union of the registered classes.
-    The union is built with the model that holds the annotation: `model_rebuild(force=True)` takes in classes that were
-    registered later.
+    `Annotated[BaseSection, Chosen(REGISTRY, "family")]` validates as the discriminated union of the registered classes,
+    with the same errors, and imports only the class that is chosen.
     """
 
     def __init__(self, registry: Registry[Any], key: str) -> None:
@@ -104,8 +109,37 @@ class Chosen:
         return list(self.registry.available().values())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        union = Union[tuple(self.classes)]  # noqa: UP007
-        return handler.generate_schema(Annotated[union, Field(discriminator=self.key)])
+        del source, handler
+        return core_schema.no_info_plain_validator_function(self._validated)
+
+    def of(self, section: Mapping[str, Any], tag: str | None = None) -> type[Any] | None:
+        """The class that a section names, or `tag` if it names none; None without one, or for an unknown one."""
+        return self.registry.find(section.get(self.key, tag))
+
+    def _validated(self, value: object) -> Any:
+        """The section of its class; its errors are located below the tag, as those of a union."""
+        if isinstance(value, BaseModel) and self.key in type(value).model_fields:
+            return value
+        if not isinstance(value, Mapping):
+            raise PydanticKnownError("model_attributes_type")
+        section = cast("Mapping[str, Any]", value)
+        if self.key not in section:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": f"'{self.key}'"})
+        chosen = self.of(section)
+        if chosen is None:
+            tags = ", ".join(f"'{name}'" for name in self.registry.available())
+            names = {"discriminator": f"'{self.key}'", "tag": str(section[self.key]), "expected_tags": tags}
+            raise PydanticKnownError("union_tag_invalid", names)
+        return _below_its_tag(chosen, self.key).validate_python(dict(section))
+
+
+@cache
+def _below_its_tag(chosen: type[BaseModel], key: str) -> TypeAdapter[Any]:
+    """The class as the one member of a tagged union; pydantic reduces such a union to its member, and with it the tag
+    in the location of errors, so that a second member without keys stands beside it."""
+    other: Any = create_model("Other", **{key: (Literal["\0"], ...)})  # type: ignore[call-overload]
+    union: Any = Annotated[Union[cast("Any", chosen), other], Field(discriminator=key)]  # noqa: UP007
+    return TypeAdapter(union)
 
 
 def import_from_here(module: str) -> Any:
@@ -116,11 +150,8 @@ def import_from_here(module: str) -> Any:
     return importlib.import_module(module)
 
 
-def import_plugins(modules: Iterable[str] = ()) -> bool:
+def import_plugins(modules: Iterable[str] = ()) -> None:
     """Import modules that register components, with those in RETOUCH_PLUGINS, and name them there for child processes.
-
-    Returns:
-        Whether one of them had not been imported yet.
 
     Raises:
         ImportError: a module that is not there, or fails.
@@ -135,7 +166,6 @@ def import_plugins(modules: Iterable[str] = ()) -> bool:
         _plugins.add(name)
     if new:
         os.environ[PLUGINS] = ",".join(named)
-    return bool(new)
 
 
 def load_attribute(place: str) -> Any:

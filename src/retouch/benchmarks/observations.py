@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from retouch import plain_json
 from retouch.rewards.base import UNSCORED, RewardEntry
 from retouch.types import Failure, Outcome, Score
 
@@ -67,7 +68,7 @@ class Observations:
     def _read(self, line: bytes) -> None:
         """Take in a line; one that a kill cut off counts as missing."""
         try:
-            told = cast("dict[str, Any]", json.loads(line))
+            told = cast("dict[str, Any]", plain_json.loads(line))
             asked = Asked(told["file"], told["image"], told["item"])
             found = {name: (one["by"], _outcome(one)) for name, one in told["outcomes"].items()}
         except (ValueError, KeyError, TypeError):

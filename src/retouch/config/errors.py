@@ -95,16 +95,24 @@ def field_annotation(model: type[BaseModel], name: str) -> Any:
     return Annotated[info.annotation, chosen[0]] if chosen else info.annotation
 
 
-def models_of(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes in an annotation, also in unions, `Annotated` and registries."""
+def models_of(
+    annotation: Any, section: Mapping[str, Any] | None = None, tag: str | None = None
+) -> list[type[BaseModel]]:
+    """The config classes in an annotation, also in unions, `Annotated` and registries.
+
+    Args:
+        section: what is validated; of a registry it leaves the class that it names, if it names one.
+        tag: what a section names that gives no tag.
+    """
     chosen = [extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, Chosen)]
     if chosen:
-        return chosen[0].classes
+        named = None if section is None else chosen[0].of(section, tag)
+        return chosen[0].classes if named is None else [named]
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     if typing.get_origin(annotation) is dict:
         return []
-    return [m for argument in typing.get_args(annotation) for m in models_of(argument)]
+    return [m for argument in typing.get_args(annotation) for m in models_of(argument, section, tag)]
 
 
 def _tags(model: type[BaseModel]) -> set[str]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of
-from retouch.config.run import EvaluationConfig, RunConfig
+from retouch.config.run import RunConfig
 from retouch.families import DEFAULT_FAMILY
 from retouch.registry import import_plugins
 
@@ -150,17 +150,20 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def with_new_names(run: Mapping[str, Any], annotation: Any = RunConfig, key: str = "") -> dict[str, Any]:
+def with_new_names(
+    run: Mapping[str, Any], annotation: Any = RunConfig, key: str = "", tag: str | None = None
+) -> dict[str, Any]:
     """A run file with former keys renamed to the current ones; layers of it can then be merged.
 
     Args:
         annotation: what the mapping is validated as.
         key: where it stands in the run file.
+        tag: name of an entry in a table, which is its kind where it gives none.
 
     Raises:
         ConfigError: a key is given under both names.
     """
-    kinds = [kind for kind in models_of(annotation) if issubclass(kind, Section)]
+    kinds = [kind for kind in models_of(annotation, run, tag) if issubclass(kind, Section)]
     table = get_args(annotation)[1:] if get_origin(annotation) is dict else ()
     if not kinds and not table:
         return dict(run)
@@ -178,7 +181,8 @@ def with_new_names(run: Mapping[str, Any], annotation: Any = RunConfig, key: str
             below: list[Any] = [field_annotation(kind, name) for kind in kinds if name in kind.model_fields]
             below += table
             part = f"{key}.{name}".removeprefix(".")
-            named[name] = with_new_names(cast("Mapping[str, Any]", value), Union[*below] if below else None, part)
+            section = cast("Mapping[str, Any]", value)
+            named[name] = with_new_names(section, Union[*below] if below else None, part, name if table else None)
     return named
 
 
@@ -289,12 +293,9 @@ def _take_in_plugins(modules: object, source: str) -> None:
     """
     named = cast("list[object]", modules) if isinstance(modules, list) else []
     try:
-        new = import_plugins(name for name in named if isinstance(name, str))
+        import_plugins(name for name in named if isinstance(name, str))
     except ImportError as error:
         raise ConfigError(f"{source}: plugins: {error}; install its package, or start where its file is") from error
-    if new:
-        EvaluationConfig.model_rebuild(force=True)  # the sections that hold a union of registered classes
-        RunConfig.model_rebuild(force=True)
 
 
 def dump_run(run: RunConfig) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from retouch import plain_json
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.outputs import Output, Shard, own
 from retouch.config import ConfigError, RunConfig
@@ -81,7 +82,12 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
     record = folder.with_name(f"{folder.name}.json")
     told = {name: value for name, value in about.items() if name != "folder"}  # a run directory may be moved
     if record.is_file():
-        before = json.loads(record.read_text(encoding="utf-8"))
+        try:
+            before: object = plain_json.loads(record.read_text(encoding="utf-8"))
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise ConfigError(f"--out: {record} does not say what the images of {folder} are; delete both")
         if different := [name for name in told if before.get(name) != told[name]]:
             raise ConfigError(
                 f"--out: {folder} holds images of another {different[0]} ({before.get(different[0])}); give another "

@@ -10,7 +10,6 @@ one out of range by 12.5; here the question is repeated once with another seed, 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from pydantic import PositiveInt
 
+from retouch import plain_json
 from retouch.config.base import NonNegative
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
@@ -113,7 +113,7 @@ def read_scores(text: str, count: int = 2, most: float = RANGE) -> list[float]:
     """
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL)
     try:
-        found: Any = json.loads(fenced[1] if fenced else text)
+        found: Any = plain_json.loads(fenced[1] if fenced else text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}; given {text[:60]!r}") from None
     if not isinstance(found, dict) or "score" not in found:

@@ -9,7 +9,6 @@ question is requested again, once, and is then a failure.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from pydantic import PositiveInt, model_validator
 
+from retouch import plain_json
 from retouch.config.base import NonNegative, Text
 from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
@@ -145,7 +145,7 @@ def read_questions(path: str) -> dict[str, str]:
     """
     file, where = Path(path).expanduser(), f"reward 'imgedit': prompts: given {path!r}"
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = plain_json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(f"{where}, which is no file; set it to your copy of {_WHERE}") from None
     except ValueError as error:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
-from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.preservation import unmasked_difference
 from retouch.types import Failure, Outcome, Score
 
 _HIGHEST = 100.0
@@ -43,14 +44,10 @@ class KeptAreaScorer(PackageScorer[KeptAreaReward]):
         return [self._one(item) for item in items]
 
     def _one(self, item: RewardItem) -> Outcome:
-        assert item.mask is not None and item.source is not None  # spec.needs
-        if item.image.shape != item.source.shape or item.image.shape[:2] != item.mask.shape:
-            shapes = f"image {item.image.shape}, source {item.source.shape}, mask {item.mask.shape}"
-            return Failure("bad_item", f"image, source and mask must have one size; given {shapes}")
-        kept = item.mask < MASK_THRESHOLD
-        if not kept.any():
-            return Failure("bad_item", "the mask is full: there is no unmasked region to compare")
-        summed = squared_error(item.image, item.source, kept)
+        difference = unmasked_difference(item)
+        if isinstance(difference, Failure):
+            return difference
+        summed = squared_error(difference)
         mse = summed / 3
         psnr = min(_HIGHEST, -10 * math.log10(mse)) if mse > 0 else _HIGHEST
         detail = {
@@ -62,12 +59,10 @@ class KeptAreaScorer(PackageScorer[KeptAreaReward]):
         return Score(psnr, detail)
 
 
-def squared_error(image: Pixels, source: Pixels, kept: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
-    """Sum over channels of the squared difference of values in [0, 1], mean over the kept pixels.
+def squared_error(difference: NDArray[np.float32]) -> float:
+    """Sum over channels of the squared difference of values in [0, 1], mean over pixels.
 
     Args:
-        image, source: [H, W, 3] uint8.
-        kept: [H, W].
+        difference: [N, 3], in [-255, 255].
     """
-    difference = (image.astype(np.float64) - source.astype(np.float64))[kept] / 255
-    return float((difference**2).sum() / kept.sum())
+    return float(((difference.astype(np.float64) / 255) ** 2).sum() / len(difference))

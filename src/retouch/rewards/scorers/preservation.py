@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
@@ -34,12 +35,20 @@ class PreservationScorer(PackageScorer[PreservationReward]):
         return [self._one(item) for item in items]
 
     def _one(self, item: RewardItem) -> Outcome:
-        assert item.mask is not None and item.source is not None  # spec.needs
-        if item.image.shape != item.source.shape or item.image.shape[:2] != item.mask.shape:
-            shapes = f"image {item.image.shape}, source {item.source.shape}, mask {item.mask.shape}"
-            return Failure("bad_item", f"image, source and mask must have one size; given {shapes}")
-        outside = item.mask < MASK_THRESHOLD
-        if not outside.any():
-            return Failure("bad_item", "the mask is full: there is no unmasked region to preserve")
-        drift = float(np.abs(item.image.astype(np.float32) - item.source.astype(np.float32))[outside].mean() / 255)
+        difference = unmasked_difference(item)
+        if isinstance(difference, Failure):
+            return difference
+        drift = float(np.abs(difference).mean() / 255)
         return Score(1.0 - drift, {"outside_l1": drift})
+
+
+def unmasked_difference(item: RewardItem) -> NDArray[np.float32] | Failure:
+    """Image minus source [N, 3] of the N unmasked pixels, in [-255, 255]; a failure without such pixels."""
+    assert item.mask is not None and item.source is not None  # spec.needs
+    if item.image.shape != item.source.shape or item.image.shape[:2] != item.mask.shape:
+        shapes = f"image {item.image.shape}, source {item.source.shape}, mask {item.mask.shape}"
+        return Failure("bad_item", f"image, source and mask must have one size; given {shapes}")
+    kept = item.mask < MASK_THRESHOLD
+    if not kept.any():
+        return Failure("bad_item", "the mask is full: there is no unmasked region to compare")
+    return item.image[kept].astype(np.float32) - item.source[kept]

@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 from pydantic import PositiveInt
 
+from retouch import plain_json
 from retouch.config.base import NonNegative
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
@@ -143,7 +144,7 @@ def _scores(text: str) -> Any:
     if start == -1 or end <= start:
         raise ValueError('there is no JSON object with "score" and "reasoning"')
     try:
-        found: Any = json.loads(text[start:end], strict=False)
+        found: Any = plain_json.loads(text[start:end], strict=False)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if isinstance(found, dict) and "score" not in found:
