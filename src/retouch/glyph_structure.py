@@ -59,8 +59,9 @@ class GlyphNetwork(nn.Module):
 
     def forward(self, pixels: Tensor, letters: Tensor) -> Tensor:
         """Logits [N] of P(broken, or another letter) from `letter_pixels` [N, 1, 32, 32] and indices [N] of
-        `LETTERS`."""
-        return self.judge(self.features(pixels), letters)[0]
+        `LETTERS`: the mean of both polarities, so that light on dark counts as dark on light."""
+        given, inverted = (self.judge(self.features(sign * pixels), letters)[0] for sign in (1, -1))
+        return (given + inverted) / 2
 
     def judge(self, features: Tensor, letters: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N] of broken and [N, 62] of the names of the letters, from features [N, 64]."""

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 CARD = "card.json"
 
-SHARES = {"erase": 0.2, "add": 0.25, "warp": 0.12, "splice": 0.15, "merge": 0.1, "other": 0.1, "nothing": 0.08}
+SHARES = {"erase": 0.28, "add": 0.32, "warp": 0.06, "splice": 0.12, "merge": 0.08, "other": 0.08, "nothing": 0.06}
 """Share of each defect among the broken letters of the training."""
 
 UNNAMED = frozenset({"splice", "other", "nothing"})
@@ -53,7 +53,7 @@ ALONE = Setting(alone=True, heights=(32, 32), lowest=None)
 class Training:
     """How the network of the package is trained."""
 
-    letters: int = 20_000
+    letters: int = 40_000
     epochs: int = 14
     batch: int = 128
     lr: float = 3e-3
