@@ -26,7 +26,7 @@ def test_it_is_of_the_network_that_lies_here() -> None:
 
 
 def test_broken_letters_of_unseen_fonts_are_told_from_whole_ones() -> None:
-    assert AREAS["glyph_structure"] >= 0.89
+    assert AREAS["glyph_structure"] >= 0.93
 
 
 def test_ocr_is_lower_by_a_tenth_on_the_same_images() -> None:
