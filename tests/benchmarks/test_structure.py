@@ -34,6 +34,17 @@ def test_ocr_is_lower_by_a_tenth_on_the_same_images() -> None:
         assert AREAS[name] <= AREAS["glyph_structure"] - 0.1
 
 
+def test_noise_fools_each_reward_alone_and_no_letters_appear() -> None:
+    """As the page says of the attacks."""
+    found = {row["attack"]: row for row in FOUND["attacks"]["rows"]}
+    assert FOUND["attacks"]["steps"] >= 200 and len(FOUND["attacks"]["seeds"]) >= 3
+    assert found["glyph_structure, gradient"]["glyph_structure"] > 0.95
+    assert found["OCR confidence, evolution"]["OCR confidence"] > 0.9 and found["NED, evolution"]["NED"] > 0.8
+    assert found["glyph_structure, gradient"]["NED"] < 0.1 and found["NED, evolution"]["glyph_structure"] < 0.1
+    assert found["NED x glyph_structure, evolution"]["NED x glyph_structure"] < 0.1
+    assert max(row["glyph correlation"] for row in found.values()) < 0.1
+
+
 def test_the_page_says_what_was_found() -> None:
     page = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
     for table in structure.tables(FOUND):

@@ -1,4 +1,4 @@
-"""configs/reproduce/evaluation: the benchmark of a published run, with the settings that its run file evaluates with."""
+"""configs/reproduce/evaluation: the benchmark of a published run, with the settings of its run file."""
 
 from __future__ import annotations
 
