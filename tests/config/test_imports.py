@@ -64,6 +64,28 @@ except SystemExit as end:
     assert heavy_modules_after(code) == []
 
 
+def test_a_run_file_imports_only_the_components_that_it_names() -> None:
+    code = f"""
+import sys
+from retouch.algorithms import ALGORITHMS
+from retouch.config import load_run
+from retouch.data.formats import FORMATS
+from retouch.families import FAMILIES
+from retouch.rewards import REWARDS
+load_run({str(TINY)!r})
+for registry in (FAMILIES, ALGORITHMS, REWARDS, FORMATS):
+    modules = sorted({{place.partition(":")[0] for place in registry._places.values()}})
+    print(len(modules) > 4, *[module for module in modules if module in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "True retouch.families.flux_fill.spec",
+        "True retouch.algorithms.grpo.config",
+        "True retouch.rewards.scorers.ocr",
+        "True retouch.data.formats.calligrapher",
+    ]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
