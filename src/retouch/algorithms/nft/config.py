@@ -48,8 +48,12 @@ class NftConfig(AdvantageConfig):
         return frozenset({"old", "reference"} if self.kl_weight else {"old"})
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
-        noised = self.timesteps_per_image * self.inner_epochs * (len(self.snapshots) + backward)
-        return float(guided * run.rollout.num_steps + noised)
+        old = 1.0  # none in the first of an epoch's steps if the old policy is then the trained one
+        if self.old_policy == "copy":
+            old -= 1 / optimizer_steps
+        reference = 1 if self.kl_weight else 0
+        noised = self.timesteps_per_image * self.inner_epochs * (old + reference + backward)
+        return guided * run.rollout.num_steps + noised
 
     @classmethod
     def preset_keys(
