@@ -91,7 +91,10 @@ def differences(steps: Seen, monkeypatch: pytest.MonkeyPatch) -> list[tuple[floa
                 parts = torch.autograd.grad(value, list(run.policy.parameters.values()), allow_unused=True)
                 found += [value.detach(), torch.cat([part.flatten() for part in parts if part is not None])]
             short, short_gradient, whole, whole_gradient = (t.double() for t in found)
-            apart = ((short - whole).abs() / whole.abs(), (short_gradient - whole_gradient).norm() / whole_gradient.norm())
+            apart = (
+                (short - whole).abs() / whole.abs(),
+                (short_gradient - whole_gradient).norm() / whole_gradient.norm(),
+            )
             seen.append((float(apart[0]), float(apart[1])))
         return real_loss(run, algorithm, experience, micro, total)
 

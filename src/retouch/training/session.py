@@ -362,7 +362,7 @@ class Session:
         state = read_state(folder)
         require_sound(state, folder)
         taken = state["progress"]
-        # older checkpoints lack these: assume that every step updated, and that an old policy differs
+        # not in older checkpoints: assume that every step updated the weights, and that an old policy differs
         missing = {"updates_in_epoch": taken["position"], "on_policy": "old" not in self.config.algorithm.snapshots}
         self.progress = Progress(**{**missing, **taken})
         self._require_fit(folder, state)
