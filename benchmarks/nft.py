@@ -1,9 +1,10 @@
-"""DiffusionNFT at two forwards less per image, and with a larger KL: forwards, held-out NED and drift.
+"""DiffusionNFT without the forward of the old policy, and with a larger KL: forwards, held-out NED and drift.
 
-"before" are the NFT runs of benchmarks/results/algorithms.json that took a forward of the old policy for every noised
-copy. The other runs are of the same published run file, data, seeds and evaluation, without that forward, one for each
-KL weight. `counted` are the forwards per image of RL that a hook on the network counted: fewer than computed where
-groups with zero reward variance are left out.
+Every run is the published file of configs/tiny with a KL weight and a seed, on the data and with the evaluation of
+benchmarks/algorithms.py. The rows "before" of benchmarks/results/nft.json are that benchmark's runs of a version that
+took a forward of the old policy for every noised copy, with a KL of .01; this version cannot repeat them. `counted` are
+the forwards per image of RL that a hook on the network counted: fewer than computed where groups with zero reward
+variance are left out.
 
     python benchmarks/nft.py --out benchmarks/results/nft.json                   # 2 KL weights x 3 seeds
     python benchmarks/nft.py --kl-weights 0.1 --seeds 0 --max-steps 22           # a trial: 2 steps of RL
@@ -19,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from algorithms import MEASURES, REPOSITORY, Row, cell, evaluations, gains, make_data, read_metrics, write
+from inputs import inputs
 
-COMMITTED = REPOSITORY / "benchmarks/results/algorithms.json"
+from algorithms import MEASURES, Row, cell, config_file, evaluations, gains, make_data, read_metrics, write
+
 COMPUTING = ("nfe_rollout", "nfe_train_forward", "nfe_train_backward")
-FORWARDS_BEFORE = 14.0
-"""Of an image: 4 solver steps, and for each of 2 copies old policy, reference, forward and backward."""
+FILE = config_file("flux_fill", "nft", "full")
 
 
 def main() -> None:
@@ -36,8 +37,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
     arguments = parser.parse_args()
     rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
-    if not any(row["variant"] == "before" for row in rows):
-        rows += before(json.loads(COMMITTED.read_text(encoding="utf-8"))["rows"])
     make_data(arguments.work / "data")
     for seed in arguments.seeds:
         for weight in arguments.kl_weights:
@@ -48,20 +47,14 @@ def main() -> None:
     print(table(sorted(rows, key=order)))
 
 
-def before(rows: Sequence[Row]) -> list[Row]:
-    """The committed runs with the separate forward."""
-    wanted = ("flux_fill", "nft", "full", FORWARDS_BEFORE)
-    kept = [r for r in rows if (r["family"], r["algorithm"], r["train"], r["forwards_per_image"]) == wanted]
-    return [{**row, "run": f"{row['run']}-before", "variant": "before", "kl_weight": 0.01} for row in kept]
-
-
 def one(weight: float, seed: int, max_steps: int | None, work: Path) -> Row:
-    """Run the published file with a KL weight and measure it; with the gain over the run of the smallest weight, paired
-    by word, if that run is in `work`."""
+    """Run the published file with a KL weight and measure it; with the gain over the run of weight .01, paired by
+    word, if that run is in `work`."""
     overrides = {f"kl{weight:g}": f"algorithm.kl_weight={weight:g}"}
     if max_steps is not None:
         overrides[f"to{max_steps}"] = f"training.max_steps={max_steps}"
     row = cell("flux_fill", "nft", "full", seed, work / "data", work, overrides=overrides)
+    row["inputs"] = inputs(FILE, overrides=list(overrides.values()))
     row |= {"variant": f"KL {weight:g}", "kl_weight": weight, "counted": round(counted(work / row["run"]), 3)}
     other = work / row["run"].replace(f"kl{weight:g}", "kl0.01")
     if weight != 0.01 and (other / "evaluations").exists():

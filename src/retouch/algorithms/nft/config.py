@@ -31,7 +31,7 @@ class NftConfig(AdvantageConfig):
     """Update of the sampling policy from the trained one after an epoch: "copy" copies it, "frozen" keeps the old one,
     "ramp_half" and "ramp_full" average them with a decay that grows with the optimizer steps, to .5 or to .999. 0, 1
     and 2 stand for frozen, ramp_half and ramp_full. With "copy" the first optimizer step of an epoch takes no forward
-    of the old policy: the trained weights are still the same."""
+    of the old policy, which still equals the trained weights."""
     kl_weight: NonNegative = 0.01
     """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`); 0 keeps no
     reference."""
