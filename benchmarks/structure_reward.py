@@ -14,10 +14,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from inputs import inputs
+from inputs import digest, inputs
 
 from algorithms import REPOSITORY, Row, evaluations, make_data, measured, retouch, write
 from retouch.config import derive, load_run
+from retouch.glyph_structure import FOLDER, WEIGHTS
 from retouch.use.comparison import gains
 
 ARMS = {
@@ -55,7 +56,8 @@ def trained(arm: str, seed: int, data: Path, work: Path, overrides: Sequence[str
     name = f"{prefix}-{seed}"
     options = [f"name={name}", f"seed={seed}", f"logging.dir={work}", "training.eval_every=20", "resume=auto"]
     retouch("train", str(file), *options, *overrides, DATA_PATH=str(data))
-    key = {"run": name, "arm": arm, "seed": seed, "inputs": inputs(file)}
+    read = {**inputs(file), "glyph_structure": digest((FOLDER / WEIGHTS).read_bytes())}
+    key = {"run": name, "arm": arm, "seed": seed, "inputs": read}
     return key | measured(work / name, derive(load_run(file)).forwards_per_image)
 
 

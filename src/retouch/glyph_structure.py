@@ -32,11 +32,13 @@ SIDE = 32
 """Pixels of the network's square input."""
 
 _GREY = (0.299, 0.587, 0.114)
+_UNLIKELY = -8.0  # log-probability of a name below which a letter is only another one
 _WEAKEST = 8 / 255  # contrast below which a crop is not amplified to full range: it holds no letter
 
 
 class GlyphNetwork(nn.Module):
-    """Six convolutions and two linear layers; the asked letter is an embedding added before the last one."""
+    """Six convolutions give 64 features, from which one layer names the letter. The asked letter scales and shifts the
+    features; they and the log-probability of its name decide whether it is whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,21 +47,28 @@ class GlyphNetwork(nn.Module):
         for given, made, stride in channels:
             layers += [nn.Conv2d(given, made, 3, stride, padding=1, bias=False), nn.BatchNorm2d(made), nn.ReLU()]
         self.features = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (SIDE // 8) ** 2, 64))
-        self.asked = nn.Embedding(len(LETTERS), 64)
-        self.broken = nn.Linear(64, 1)
+        self.names = nn.Linear(64, len(LETTERS))
+        self.asked = nn.Embedding(len(LETTERS), 128)
+        self.broken = nn.Linear(65, 1)
         for layer in self.features:
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         nn.init.normal_(self.asked.weight, std=0.1)  # of the size of the features: at 1 nothing is learned
+        with torch.no_grad():
+            self.asked.weight[:, :64] += 1
 
     def forward(self, pixels: Tensor, letters: Tensor) -> Tensor:
         """Logits [N] of P(broken, or another letter) from `letter_pixels` [N, 1, 32, 32] and indices [N] of
-        `LETTERS`."""
-        return self.judge(self.features(pixels), letters)
+        `LETTERS`: the mean of both polarities, so that light on dark counts as dark on light."""
+        given, inverted = (self.judge(self.features(sign * pixels), letters)[0] for sign in (1, -1))
+        return (given + inverted) / 2
 
-    def judge(self, features: Tensor, letters: Tensor) -> Tensor:
-        """Logits [N] from features [N, 64]."""
-        return self.broken(torch.relu(features + self.asked(letters)))[:, 0]
+    def judge(self, features: Tensor, letters: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N] of broken and [N, 62] of the names of the letters, from features [N, 64]."""
+        names = self.names(features.relu())
+        named = names.log_softmax(1).gather(1, letters[:, None]).clamp(min=_UNLIKELY)
+        gain, shift = self.asked(letters).chunk(2, dim=1)
+        return self.broken(torch.cat([torch.relu(features * gain + shift), named / -_UNLIKELY], 1))[:, 0], names
 
 
 def structure_of(

@@ -18,7 +18,9 @@ from .conftest import BASE, REPOSITORY, TINY
 RunWith = Callable[..., RunConfig]
 
 PUBLISHED = sorted(
-    path for path in (REPOSITORY / "configs").rglob("*.yaml") if "accelerate" not in path.relative_to(REPOSITORY).parts
+    path
+    for path in (REPOSITORY / "configs").rglob("*.yaml")
+    if not {"accelerate", "evaluation"} & {*path.relative_to(REPOSITORY).parts}
 )
 
 

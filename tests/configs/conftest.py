@@ -24,7 +24,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 ENGINES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 VLM_RUNS = sorted(CONFIGS.rglob("*_vlm_grpo*.yaml"))
 """Those that train a text encoder; tests/configs/test_vlm.py has them."""
-RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(ENGINES) - set(VLM_RUNS))
+EVALUATIONS = sorted((CONFIGS / "reproduce" / "evaluation").glob("*.yaml"))
+"""Benchmark files, of tests/configs/test_evaluations.py."""
+RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(ENGINES) - set(VLM_RUNS) - set(EVALUATIONS))
 SIZE = (32, 64)
 
 

@@ -48,6 +48,21 @@ def test_whole_words_score_above_broken_ones(options: dict[str, Any]) -> None:
     assert values[0] > values[1] + 0.2
 
 
+def test_another_word_scores_lower() -> None:
+    """Whole letters, but not the asked ones."""
+    words = ("MOKA", "TUFI", "BERU", "HADE")
+    asked = [sign(word) for word in words]
+    other = [sign(word, words[i - 1]) for i, word in enumerate(words)]
+    for right, wrong in zip(scored(asked), scored(other), strict=True):
+        assert right.value > wrong.value + 0.3
+
+
+def test_light_on_dark_counts_as_dark_on_light() -> None:
+    pixels = torch.rand((3, 1, 32, 32), generator=torch.Generator().manual_seed(4)) * 2 - 1
+    letters = torch.tensor([0, 30, 55])
+    assert torch.equal(packaged()(pixels, letters), packaged()(-pixels, letters))
+
+
 def test_scores_do_not_depend_on_the_batch_and_repeat_exactly() -> None:
     items = [sign(word) for word in ("MOKA", "TUFI", "BERU")]
     together, again = scored(items), scored(items)

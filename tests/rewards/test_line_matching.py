@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 from typing import Any
 
@@ -133,6 +134,17 @@ def test_assignments_are_scipys() -> None:
         chosen = [(row, column) for row, column in enumerate(found) if column >= 0]
         assert len(chosen) == len(rows) and len({column for _, column in chosen}) == len(rows)
         assert sum(gains[at] for at in chosen) == pytest.approx(gains[rows, columns].sum(), abs=1e-12)
+
+
+def test_an_assignment_is_the_best_of_all() -> None:
+    """Also among equal gains."""
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        gains = np.round(draw.random(draw.integers(1, 6, 2)), 1)
+        few = gains if gains.shape[0] <= gains.shape[1] else gains.T
+        orders = itertools.permutations(range(few.shape[1]), few.shape[0])
+        best = max(sum(few[i, j] for i, j in enumerate(order)) for order in orders)
+        assert sum(gains[i, j] for i, j in enumerate(assignment(gains)) if j >= 0) == pytest.approx(best)
 
 
 def test_distances_are_those_of_the_table() -> None:

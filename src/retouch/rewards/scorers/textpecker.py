@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from retouch import plain_json
 from retouch.config.base import Unit
 from retouch.imaging import text_similarity
+from retouch.rewards.matching import assignment
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
@@ -147,7 +147,8 @@ def semantic(transcript: str, asked: str) -> float:
     if not found or not wanted:
         return float(not found and not wanted)
     likeness = np.array([[text_similarity(a, b) for b in wanted] for a in found])
-    return best_sum(likeness) / max(likeness.shape)
+    matched = sum(likeness[row, column] for row, column in enumerate(assignment(likeness)) if column >= 0)
+    return float(matched) / max(likeness.shape)
 
 
 def words(text: str) -> list[str]:
@@ -165,29 +166,3 @@ def words(text: str) -> list[str]:
 def units(text: str) -> list[str]:
     """Lower-case words; each Chinese character (U+4E00 to U+9FFF) is a unit."""
     return [unit for word in words(text.lower()) for unit in re.findall("[\u4e00-\u9fff]|[^\u4e00-\u9fff]+", word)]
-
-
-def best_sum(gains: NDArray[np.float64]) -> float:
-    """The greatest sum over one-to-one assignments of rows to columns (Hungarian algorithm, cubic)."""
-    costs = -(gains if gains.shape[0] <= gains.shape[1] else gains.T)
-    rows, columns = costs.shape
-    row_price, column_price = np.zeros(rows), np.zeros(columns + 1)
-    row_of = np.full(columns + 1, -1)  # of each column; the last column holds the row that is being placed
-    for row in range(rows):
-        row_of[columns], at = row, columns
-        least, before = np.full(columns, np.inf), np.full(columns, columns)
-        done = np.zeros(columns + 1, bool)
-        while row_of[at] >= 0:
-            done[at] = True
-            slack = costs[row_of[at]] - row_price[row_of[at]] - column_price[:columns]
-            closer = ~done[:columns] & (slack < least)
-            least[closer], before[closer] = slack[closer], at
-            nearest = int(np.argmin(np.where(done[:columns], np.inf, least)))
-            step = least[nearest]
-            row_price[row_of[done]] += step
-            column_price[done] -= step
-            least[~done[:columns]] -= step
-            at = nearest
-        while at != columns:
-            row_of[at], at = row_of[before[at]], int(before[at])
-    return float(sum(-costs[row, column] for column, row in enumerate(row_of[:columns]) if row >= 0))
