@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -74,16 +74,29 @@ def config_file(family: str, algorithm: str, train: str) -> Path:
     return REPOSITORY / f"configs/tiny/{family}_{algorithm}{'_lora' if train == 'lora' else ''}.yaml"
 
 
-def cell(family: str, algorithm: str, train: str, seed: int, data: Path, work: Path, region: str = "all") -> Row:
-    """Run one cell and measure it."""
+def cell(
+    family: str,
+    algorithm: str,
+    train: str,
+    seed: int,
+    data: Path,
+    work: Path,
+    region: str = "all",
+    overrides: Mapping[str, str] | None = None,
+) -> Row:
+    """Run one cell and measure it.
+
+    Args:
+        overrides: suffix of the run's name -> an override of its run file.
+    """
     file, name = config_file(family, algorithm, train), f"{family}-{algorithm}-{train}-{seed}"
-    options = ["training.eval_every=20", "resume=auto"]
-    if region != "all":
-        name += f"-{region}"
-        options.append(f"algorithm.region={region}")
+    changed = {**({} if region == "all" else {region: f"algorithm.region={region}"}), **(overrides or {})}
+    name = "-".join([name, *changed])
+    options = ["training.eval_every=20", "resume=auto", *changed.values()]
     retouch("train", str(file), f"name={name}", f"seed={seed}", f"logging.dir={work}", *options, DATA_PATH=str(data))
     key = {"run": name, "family": family, "algorithm": algorithm, "train": train, "seed": seed, "region": region}
-    return key | {"inputs": inputs(file)} | measured(work / name, derive(load_run(file)).forwards_per_image)
+    forwards = derive(load_run(file, list(changed.values()))).forwards_per_image
+    return key | {"inputs": inputs(file)} | measured(work / name, forwards)
 
 
 def measured(run: Path, forwards_per_image: float) -> Row:

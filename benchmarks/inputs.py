@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,20 +15,21 @@ from retouch.families.loading import tiny_path
 SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
 
 
-def inputs(file: Path, base: Path | None = None) -> dict[str, str]:
+def inputs(file: Path, base: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Digests of the keys of a run file that training depends on, and of the network of its base.
 
     Args:
         base: folder of the base; None is the tiny base of the family in the package.
+        overrides: of the run file.
     """
     base = base or tiny_path(load_run(file).model.family)
     [network] = [file for name in ("transformer", "unet") for file in (base / name).glob("*.safetensors")]
-    return {"run": run_digest(file), "base": digest(network.read_bytes())}
+    return {"run": run_digest(file, overrides), "base": digest(network.read_bytes())}
 
 
-def run_digest(file: Path) -> str:
+def run_digest(file: Path, overrides: Sequence[str] = ()) -> str:
     """Digest of the keys of a run file that training depends on."""
-    config = load_run(file)
+    config = load_run(file, list(overrides))
     run = {name: _first_names(getattr(config, name)) for name in SECTIONS if name in config.model_fields_set}
     return digest(json.dumps(run, sort_keys=True).encode())
 

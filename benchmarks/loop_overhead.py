@@ -127,8 +127,9 @@ def measure(algorithm: str, train: str, arguments: argparse.Namespace, work: Pat
             for name in ("old", "reference") if algorithm == "nft" else ():
                 run.policy.snapshot(name)
             epoch = epochs(session)
+            epoch()  # warm: encodings, allocations; NFT's old policy is still the trained one
             recorder = Recorder(run.model.network)
-            epoch()  # warm: encodings, allocations; what it calls is what is replayed
+            epoch()  # its calls are replayed
             recorder.close()
             replay(run, recorder.calls)
             times = [(timed(epoch), timed(partial(replay, run, recorder.calls))) for _ in range(arguments.pairs)]

@@ -96,6 +96,8 @@ def _then_move(warm_up: Callable[..., None]) -> Callable[..., None]:
         generator = torch.Generator().manual_seed(0)
         for parameter in session.run.network.parameters():
             parameter.data += 0.003 * torch.randn(parameter.shape, generator=generator)
+        # NFT's old policy, which samples, is not the moved one
+        session.progress.on_policy = "old" not in session.run.policy.snapshots
 
     return moved
 

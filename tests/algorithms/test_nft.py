@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from retouch.algorithms.nft import recipe as nft
 from retouch.config import RunConfig
+from retouch.engine import Engine
 from retouch.rewards.protocol import RewardItem
 from retouch.training import experience
 from retouch.types import Failure, Score
@@ -33,6 +36,178 @@ def test_a_copied_old_policy_is_the_policy_at_every_epoch(nft_run: Config, scrip
     _, records = train(nft_run(algorithm={"inner_epochs": 2}, optimizer__lr=1e-3))
     distances = [step["old_velocity_distance"] for step in of_kind(records, "train")]
     assert [d == 0.0 for d in distances] == [True, False, True, False]
+
+
+# --- the forward of the old policy, and the steps that leave it out ---
+
+
+@dataclass
+class Seen:
+    """Of every optimizer step of RL.
+
+    Attributes:
+        left_out: whether it took no forward of the old policy.
+        equal: whether the old and the trained weights are equal where it begins.
+    """
+
+    left_out: list[bool] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen, real = Seen(), nft.prepare
+
+    def prepare(session: Any, *rest: Any) -> Any:
+        policy = session.run.policy
+        seen.equal.append(all(torch.equal(t, policy.state("old")[n]) for n, t in policy.state().items()))
+        prepared = real(session, *rest)
+        [left_out] = {micro.old is None for micro in prepared}
+        seen.left_out.append(left_out)
+        return prepared
+
+    monkeypatch.setattr(nft, "prepare", prepare)
+    return seen
+
+
+@pytest.fixture
+def differences(steps: Seen, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """Of the first micro-batch of every step: relative differences of loss and gradient between the policy's own
+    prediction and that of the old weights in the place of the old one."""
+    seen, waiting = list[tuple[float, float]](), list[Tensor]()
+    real_prepare, real_loss = nft.prepare, nft.implicit_policies_loss
+
+    def prepare(session: Any, *rest: Any) -> Any:
+        prepared = real_prepare(session, *rest)
+        with session.run.policy.use("old"):
+            waiting.append(nft.predict(session.run, prepared[0].noised))
+        return prepared
+
+    def loss(run: Any, algorithm: Any, experience: Any, micro: Any, total: Any) -> Any:
+        if waiting:
+            found: list[Tensor] = []
+            for old in (None, waiting.pop()):
+                value = real_loss(run, algorithm, experience, micro._replace(old=old), total)[0]
+                parts = torch.autograd.grad(value, list(run.policy.parameters.values()), allow_unused=True)
+                found += [value.detach(), torch.cat([part.flatten() for part in parts if part is not None])]
+            short, short_gradient, whole, whole_gradient = (t.double() for t in found)
+            apart = (
+                (short - whole).abs() / whole.abs(),
+                (short_gradient - whole_gradient).norm() / whole_gradient.norm(),
+            )
+            seen.append((float(apart[0]), float(apart[1])))
+        return real_loss(run, algorithm, experience, micro, total)
+
+    monkeypatch.setattr(nft, "prepare", prepare)
+    monkeypatch.setattr(nft, "implicit_policies_loss", loss)
+    return seen
+
+
+SD: dict[str, Any] = {"model": {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "train": {"kind": "lora"}}}
+
+
+@pytest.mark.parametrize("options", [{}, SD], ids=["flux_fill-full", "sd_inpaint-lora"])
+def test_the_old_forward_is_left_out_where_it_changes_neither_loss_nor_gradient(
+    options: dict[str, Any], nft_run: Config, scripted: Use, steps: Seen, differences: list[tuple[float, float]]
+) -> None:
+    """In the first step of an epoch; without it the gradient of the second one would be another."""
+    scripted(brightness)
+    algorithm = {"inner_epochs": 2, "kl_weight": 0.1, "mix": 0.1}
+    train(nft_run(algorithm=algorithm, optimizer__lr=1e-3, **options))
+    assert steps.left_out == steps.equal == [True, False, True, False]
+    assert max(*differences[0], *differences[2]) <= 1e-6
+    assert min(differences[1][1], differences[3][1]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("copy", [True, True, True]),
+        ("ramp_full", [True, True, True]),  # a copy up to step 75
+        ("ramp_half", [True, False, False]),
+        ("frozen", [True, False, False]),
+    ],
+)
+def test_it_is_left_out_before_the_first_update_of_an_epoch_whose_old_policy_is_the_trained_one(
+    kind: str, expected: list[bool], nft_run: Config, scripted: Use, steps: Seen
+) -> None:
+    """After a warm-up, too, where the snapshot begins; the forwards that the network's hook counts are one fewer."""
+    scripted(brightness)
+    algorithm = {"old_policy": kind, "warmup_steps": 1, "kl_weight": 0.0}
+    _, records = train(nft_run(algorithm=algorithm, training__max_steps=4, optimizer__lr=1e-3))
+    assert steps.left_out == steps.equal == expected
+    trained = [step for step in of_kind(records, "train") if step["phase"] == "rl"]
+    forwards = [step["time"]["nfe_train_forward"] for step in trained]
+    assert forwards == [4 * 2 * (1 if left_out else 2) for left_out in expected]
+
+
+def test_a_step_without_an_update_leaves_the_next_one_on_policy(
+    nft_run: Config, scripted: Use, steps: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here because the first gradient overflowed."""
+    real, overflows = Engine.step, [True]
+
+    def step(self: Engine, lr: float) -> dict[str, float]:
+        if overflows:
+            overflows.pop()
+            self.drop_gradients()
+            return {"overflow": 1.0}
+        return real(self, lr)
+
+    monkeypatch.setattr(Engine, "step", step)
+    scripted(brightness)
+    train(nft_run(algorithm={"inner_epochs": 3}, training__max_steps=3, optimizer__lr=1e-3))
+    assert steps.left_out == steps.equal == [True, True, False]
+
+
+def test_a_resumed_run_leaves_the_same_forwards_out(nft_run: Config, scripted: Use, steps: Seen) -> None:
+    """And ends with the same bits: from a checkpoint between epochs, and from one inside an epoch."""
+    scripted(brightness)
+    options = {"algorithm": {"inner_epochs": 2}, "optimizer__lr": 1e-3, "training__checkpoint_every": 1}
+    whole, _ = train(nft_run(name="whole", **options))
+    expected = [True, False, True, False]
+    assert steps.left_out == expected
+    for at in (2, 3):
+        steps.left_out.clear()
+        folder = whole.dir.path / f"checkpoints/step-{at:06d}"
+        again, _ = train(nft_run(name=f"from{at}", resume=str(folder), **options))
+        assert steps.left_out == expected[at:]
+        assert all(torch.equal(t, weights(again)[n]) for n, t in weights(whole).items())
+
+
+def test_an_old_policy_that_was_not_copied_before_a_resume_keeps_its_forward(
+    nft_run: Config, scripted: Use, steps: Seen
+) -> None:
+    """Until the end of the epoch, where the changed option copies it."""
+    scripted(brightness)
+    options = {"optimizer__lr": 1e-3, "training__checkpoint_every": 2, "training__max_steps": 4}
+    frozen, _ = train(nft_run(name="frozen", algorithm={"old_policy": "frozen"}, **options))
+    steps.left_out.clear()
+    folder = frozen.dir.path / "checkpoints/step-000002"
+    train(nft_run(name="copied", resume=str(folder), **options))
+    assert steps.left_out == steps.equal[-2:] == [False, True]
+
+
+def test_a_checkpoint_of_an_older_version_takes_the_old_forward_for_an_epoch(
+    nft_run: Config, scripted: Use, steps: Seen
+) -> None:
+    """It does not say whether the old policy is the trained one."""
+    scripted(brightness)
+    options = {"optimizer__lr": 1e-3, "training__checkpoint_every": 2, "training__max_steps": 4}
+    whole, _ = train(nft_run(name="whole", **options))
+    folder = whole.dir.path / "checkpoints/step-000002"
+    state, complete = (json.loads((folder / name).read_text("utf-8")) for name in ("state.json", "complete.json"))
+    assert state["progress"].pop("on_policy") is True
+    complete["files"] = list(complete["files"])  # names alone
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "complete.json").write_text(json.dumps(complete), encoding="utf-8")
+    steps.left_out.clear()
+    again, _ = train(nft_run(name="again", resume=str(folder), **options))
+    assert steps.left_out == [False, True]
+    assert all(torch.equal(t, weights(again)[n]) for n, t in weights(whole).items())
+
+
+# --- how the old policy follows ---
 
 
 @pytest.mark.full

@@ -163,6 +163,9 @@ def test_given_pairs_have_no_rollouts(run_with: RunWith) -> None:
         ("{name: nft}", 10 + 2 * (2 + 3)),
         ("{name: nft, kl_weight: 0}", 10 + 2 * (1 + 3)),
         ("{name: nft, timesteps_per_image: 5, inner_epochs: 2}", 10 + 2 * 5 * (2 + 3)),
+        # a copied old policy is the trained one in the first of the 32 steps of an epoch
+        ("{name: nft, old_policy: copy, inner_epochs: 2}", 10 + 2 * 2 * (31 / 32 + 1 + 3)),
+        ("{name: nft, old_policy: ramp_full}", 10 + 2 * (2 + 3)),
     ],
 )
 def test_forwards_of_an_image_that_is_noised_anew(algorithm: str, forwards: float, run_with: RunWith) -> None:

@@ -78,6 +78,30 @@ def test_at_v_old_the_gradient_is_that_of_flow_matching_times_the_advantage(mix:
     torch.testing.assert_close(gradient_at(v.float(), half, mix), reference.grad.float(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("epsilon", [False, True])
+def test_a_prediction_without_gradient_serves_as_the_old_one(mode: Mode, epsilon: bool) -> None:
+    """Bit for bit as another tensor of the same values, and mix has no effect: what trains is the advantage alone."""
+    given, weights = batch(), draw(7, C, C)
+    times = torch.tensor([3, 20, 40, 60, 80, 98])
+    schedule = AlphaBarSchedule.make(torch.linspace(0.999, 0.02, 100), 4) if epsilon else FlowSchedule.make(4)
+    time = times if epsilon else SIGMA
+    x = schedule.add_noise(given["x0"], draw(1), time)
+
+    def gradient(mix: float, copied: bool) -> Tensor:
+        leaf = weights.clone().requires_grad_()
+        prediction = torch.einsum("bchw,dc->bdhw", x, leaf)
+        old = torch.einsum("bchw,dc->bdhw", x, weights) if copied else prediction.detach()
+        x_t, velocity, sigma = schedule.as_flow(x, prediction, time)
+        old_velocity = schedule.as_flow(x, old, time)[1]
+        loss, _ = nft_loss(velocity, old_velocity, x_t, given["x0"], sigma, ADVANTAGES, mix, mode=mode)
+        return torch.autograd.grad(loss, leaf)[0]
+
+    for mix in (0.1, 0.5, 1.0):
+        assert torch.equal(gradient(mix, copied=False), gradient(mix, copied=True))
+        torch.testing.assert_close(gradient(mix, copied=False), gradient(1.0, copied=False), rtol=1e-9, atol=1e-12)
+
+
 def test_at_v_old_an_advantage_of_0_has_no_gradient() -> None:
     given = {**batch(), "advantages": torch.zeros(B).double()}
     assert not bool(gradient_at(given["old_velocity"], given, mix=1.0).any())  # where mixing does not round

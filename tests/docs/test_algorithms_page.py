@@ -18,6 +18,13 @@ import region  # noqa: E402
 import text_to_image  # noqa: E402
 
 import algorithms  # noqa: E402
+from retouch.config import derive, load_run  # noqa: E402
+
+
+def test_forwards_of_the_tiny_runs() -> None:
+    runs = [load_run(algorithms.config_file("flux_fill", name, "full")) for name in algorithms.ALGORITHMS]
+    forwards = " | ".join(f"{derive(run).forwards_per_image:.1f}".removesuffix(".0") for run in runs)
+    assert f"| network forwards per image, tiny FLUX runs | {forwards} |" in PAGE
 
 
 @pytest.mark.parametrize("benchmark", [algorithms, region, text_to_image], ids=lambda module: module.__name__)

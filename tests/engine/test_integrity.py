@@ -170,8 +170,8 @@ def test_a_sound_state_is_taken_of_today_and_of_older_versions(saved: Path) -> N
     [
         ("progress.step", -1), ("progress.step", 10**30), ("progress.step", 3.0), ("progress.step", "3"),
         ("progress.step", True), ("progress.step", 4), ("progress.phase", "after"), ("progress.epoch", -1),
-        ("progress.position", 2**60), ("progress.updates", None), ("progress", []), ("config", 3),
-        ("evaluated_at", "never"), ("rewards.asked", -4), ("rewards.golden", {"ocr": [float("nan")]}),
+        ("progress.position", 2**60), ("progress.updates", None), ("progress.on_policy", 1), ("progress", []),
+        ("config", 3), ("evaluated_at", "never"), ("rewards.asked", -4), ("rewards.golden", {"ocr": [float("nan")]}),
         ("rewards.golden", {"ocr": ["1"]}), ("rewards", 1),
     ],
 )  # fmt: skip

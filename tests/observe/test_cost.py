@@ -44,7 +44,7 @@ def totals(records: list[dict[str, Any]]) -> dict[str, float]:
         {"algorithm__kl_weight": 0.1},
         {"algorithm__kl_weight": 0.1, "optimizer__steps_per_forward": 1, "training__gradient_checkpointing": True},
         {"model": SD, "rollout__noise_level": None},  # guided: twice
-        {"algorithm": {"name": "nft", "timesteps_per_image": 2, "kl_weight": 0.1}, **ODE},
+        {"algorithm": {"name": "nft", "timesteps_per_image": 2, "kl_weight": 0.1, "old_policy": "copy"}, **ODE},
         {"algorithm": {"name": "dpo", "timesteps_per_pair": 2}, **ODE},
     ],
     ids=["grpo", "grpo_checkpointed", "guided", "nft", "dpo"],

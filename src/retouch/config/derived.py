@@ -31,8 +31,9 @@ class Derived:
         forwards_per_image: forward-equivalents of the network that one image costs, sampled and trained: solver steps,
             1 for each noised copy or trained step under each snapshot (old, reference) and for each log-probability
             that is computed again, then 3 for each of them in each inner epoch (a backward counts as 2; 1 more with
-            gradient checkpointing). Classifier-free guidance doubles what goes through the solver: sampling, and the
-            trained steps of GRPO and PPO.
+            gradient checkpointing). NFT's old policy counts as in the epochs after the first: none in the first step of
+            an epoch with old_policy=copy. Classifier-free guidance doubles what goes through the solver: sampling, and
+            the trained steps of GRPO and PPO.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
             weight, its gradient, two moments of AdamW (fewer bytes with another optimizer.state), and one copy in each
             snapshot; training.sharding divides this over the devices. It excludes frozen weights, activations,

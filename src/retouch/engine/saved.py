@@ -203,6 +203,7 @@ class _Progress(_Part):
     position: Count = 0
     updates: Count = 0
     updates_in_epoch: Count | None = None
+    on_policy: bool = True
 
 
 class _Rewards(_Part):

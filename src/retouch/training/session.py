@@ -79,7 +79,9 @@ class Progress:
         epoch: rollout epoch under way or next.
         position: optimizer steps taken within it.
         updates: optimizer steps that changed the weights (EMA counts these).
-        updates_in_epoch: those of `position` that did; 0: the weights are those that sampled its rollouts.
+        updates_in_epoch: those of `position` that did.
+        on_policy: the weights at the start of the epoch are those that sample its rollouts; false with an old policy
+            that differs from them.
     """
 
     step: int = 0
@@ -88,6 +90,7 @@ class Progress:
     position: int = 0
     updates: int = 0
     updates_in_epoch: int = 0
+    on_policy: bool = True
 
 
 def first_phase(config: RunConfig) -> Phase:
@@ -216,7 +219,8 @@ class Session:
         for batch in batches[progress.position :]:
             if progress.step >= self.config.training.max_steps:
                 return
-            fresh, ends_epoch = progress.updates_in_epoch == 0, progress.position + 1 == len(batches)
+            fresh = progress.on_policy and progress.updates_in_epoch == 0
+            ends_epoch = progress.position + 1 == len(batches)
             total = self.run.engine.sum(weight[batch].sum())
             step = Step(self, batch, total, self._rl_learning_rate(), fresh=fresh, ends_epoch=ends_epoch)
             yield step
@@ -358,7 +362,9 @@ class Session:
         state = read_state(folder)
         require_sound(state, folder)
         taken = state["progress"]
-        self.progress = Progress(**{"updates_in_epoch": taken["position"], **taken})  # older ones did not count them
+        # not in older checkpoints: assume that every step updated the weights, and that an old policy differs
+        missing = {"updates_in_epoch": taken["position"], "on_policy": "old" not in self.config.algorithm.snapshots}
+        self.progress = Progress(**{**missing, **taken})
         self._require_fit(folder, state)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it

@@ -30,7 +30,8 @@ class NftConfig(AdvantageConfig):
     old_policy: Literal["copy", "frozen", "ramp_half", "ramp_full"] = "ramp_half"
     """Update of the sampling policy from the trained one after an epoch: "copy" copies it, "frozen" keeps the old one,
     "ramp_half" and "ramp_full" average them with a decay that grows with the optimizer steps, to .5 or to .999. 0, 1
-    and 2 stand for frozen, ramp_half and ramp_full."""
+    and 2 stand for frozen, ramp_half and ramp_full. With "copy" the first optimizer step of an epoch takes no forward
+    of the old policy, which still equals the trained weights."""
     kl_weight: NonNegative = 0.01
     """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`); 0 keeps no
     reference."""
@@ -48,8 +49,12 @@ class NftConfig(AdvantageConfig):
         return frozenset({"old", "reference"} if self.kl_weight else {"old"})
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
-        noised = self.timesteps_per_image * self.inner_epochs * (len(self.snapshots) + backward)
-        return float(guided * run.rollout.num_steps + noised)
+        old = 1.0  # none in the first of an epoch's steps if the old policy is then the trained one
+        if self.old_policy == "copy":
+            old -= 1 / optimizer_steps
+        reference = 1 if self.kl_weight else 0
+        noised = self.timesteps_per_image * self.inner_epochs * (old + reference + backward)
+        return guided * run.rollout.num_steps + noised
 
     @classmethod
     def preset_keys(

@@ -6,6 +6,9 @@
        the image by r, the negative one by 1 - r (`nft_loss`), plus kl_weight mean |prediction - the reference's|².
     4. After an epoch the old policy follows the trained one (`old_policy`).
 
+Before the first update of an epoch whose old policy is the trained one (every epoch with `old_policy: copy`), the old
+prediction is the policy's own, without gradient: the same loss and gradient without the forward of the old policy.
+
 For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
 noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
 a / (a + b). The gradient by the network's prediction is then that of a flow model at the same sigma: s A times a unit
@@ -31,6 +34,7 @@ from retouch.training.build import Run
 from retouch.training.experience import Experience, collect
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
+from retouch.training.step import Step
 from retouch.training.supervised import warm_up
 
 
@@ -52,12 +56,14 @@ def train_epoch(session: Session, algorithm: NftConfig) -> None:
     for step in session.steps(experience):
         for attempt in step.attempts():
             with attempt:
-                prepared = prepare(session, algorithm, experience, attempt.chunks())
+                prepared = prepare(session, algorithm, experience, step, attempt.chunks())
                 for micro in attempt.micro_batches(prepared):
                     attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
         if step.ends_epoch:
             taken = session.progress.step + 1 - algorithm.sft_steps
-            run.policy.blend("old", old_policy_decay(taken, algorithm.old_policy))
+            decay = old_policy_decay(taken, algorithm.old_policy)
+            run.policy.blend("old", decay)
+            session.progress.on_policy = decay == 0  # of the next epoch
 
 
 class Micro(NamedTuple):
@@ -66,16 +72,19 @@ class Micro(NamedTuple):
     Attributes:
         rows: [B] indices into the experience.
         noised: B x W noised copies, row-major.
-        old, reference: [B · W, C, h, w] as the network predicts; reference is None without a KL.
+        old: [B · W, C, h, w] as the network predicts; None while the policy is the old one (`Step.fresh`).
+        reference: the same of the reference; None without a KL.
     """
 
     rows: Tensor
     noised: NoisedRows
-    old: Tensor
+    old: Tensor | None
     reference: Tensor | None
 
 
-def prepare(session: Session, algorithm: NftConfig, experience: Experience, chunks: tuple[Tensor, ...]) -> list[Micro]:
+def prepare(
+    session: Session, algorithm: NftConfig, experience: Experience, step: Step, chunks: tuple[Tensor, ...]
+) -> list[Micro]:
     """Noise every row of a step and compute the predictions of the snapshots, before the policy's first forward:
     weights must not be swapped between a forward and its backward."""
     run, noised = session.run, list[NoisedRows]()
@@ -84,10 +93,12 @@ def prepare(session: Session, algorithm: NftConfig, experience: Experience, chun
         generators = row_generators(experience.seed[rows], "nft", session.progress.position)
         x0 = experience.latents[rows, 0]
         noised.append(noised_copies(run, x0, condition, generators, algorithm.timesteps_per_image))
+    old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)
     with run.clock.part("train_forward"):
-        with run.policy.use("old"):
-            old = [predict(run, rows) for rows in noised]
+        if not step.fresh:
+            with run.policy.use("old"):
+                old = [predict(run, rows) for rows in noised]
         if algorithm.kl_weight:
             with run.policy.use("reference"):
                 reference = [predict(run, rows) for rows in noised]
@@ -104,9 +115,10 @@ def implicit_policies_loss(
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
     prediction = predict(run, noised)
     x_t, velocity, sigma = noised.schedule.as_flow(noised.x, prediction, noised.time)
+    old = prediction.detach() if micro.old is None else micro.old
     loss, values = nft_loss(
         velocity,
-        noised.schedule.as_flow(noised.x, micro.old, noised.time)[1],
+        noised.schedule.as_flow(noised.x, old, noised.time)[1],
         x_t,
         noised.x0,
         sigma,

@@ -1,0 +1,88 @@
+"""The benchmark of DiffusionNFT without the old policy's forward: its runs, its counts and its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import inputs  # noqa: E402
+import nft  # noqa: E402
+
+from retouch.config import derive, load_run  # noqa: E402
+
+ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/nft.json").read_text(encoding="utf-8"))[
+    "rows"
+]
+BEFORE = [row for row in ROWS if row["variant"] == "before"]
+
+
+def test_the_runs_before_took_a_forward_more_for_each_copy() -> None:
+    assert [row["seed"] for row in BEFORE] == [0, 1, 2]
+    run = load_run(nft.FILE)
+    algorithm: Any = run.algorithm
+    for row in BEFORE:
+        assert row["forwards_per_image"] == derive(run).forwards_per_image + algorithm.timesteps_per_image
+
+
+def test_every_other_run_is_of_the_run_file_and_base_in_the_tree_and_raised_its_reward() -> None:
+    for row in ROWS:
+        if row["variant"] != "before":
+            assert row["inputs"] == inputs.inputs(nft.FILE, overrides=[f"algorithm.kl_weight={row['kl_weight']:g}"])
+            assert row["counted"] <= row["forwards_per_image"] < BEFORE[0]["forwards_per_image"]
+            assert row["images"] >= 192 and row["gain"]["ocr.ned"][1] > 0
+
+
+def test_forwards_are_those_of_rl(tmp_path: Path) -> None:
+    steps = [
+        {"kind": "train", "phase": "warmup", "step": 1, "time": {"images": 9, "nfe_train_forward": 90.0}},
+        {"kind": "eval", "step": 1, "time": {"nfe_eval": 8.0}},
+        {
+            "kind": "train",
+            "phase": "rl",
+            "step": 2,
+            "time": {"images": 4, "nfe_rollout": 16.0, "nfe_train_forward": 16.0},
+        },
+        {
+            "kind": "train",
+            "phase": "rl",
+            "step": 3,
+            "time": {"images": 4, "nfe_rollout": 16.0, "nfe_train_backward": 32.0},
+        },
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps), encoding="utf-8")
+    assert nft.counted(tmp_path) == 10.0
+
+
+def test_a_table_has_a_row_for_each_variant() -> None:
+    after = [
+        {**row, "variant": "KL 0.1", "kl_weight": 0.1, "forwards_per_image": 12.0, "counted": 11.9} for row in BEFORE
+    ]
+    _, _, *lines = nft.table(sorted([*after, *BEFORE], key=nft.order)).splitlines()
+    assert [line.split(" | ")[:4] for line in lines] == [
+        ["| before", "3", "14.0", "–"],
+        ["| KL 0.1", "3", "12.0", "11.9"],
+    ]
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.1])
+def test_a_run_is_the_published_one_with_another_kl_weight(
+    weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no cell of another benchmark in the same folder; nothing is trained here."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr("algorithms.retouch", lambda *arguments, **_: asked.append(arguments))
+    monkeypatch.setattr("algorithms.measured", lambda run, forwards: {"forwards_per_image": forwards})
+    monkeypatch.setattr(nft, "counted", lambda run: 11.91234)
+    row = nft.one(weight, 1, None, tmp_path)
+    assert row["run"] == f"flux_fill-nft-full-1-kl{weight:g}" and row["forwards_per_image"] == 12.0
+    assert (row["variant"], row["counted"], row["seed"]) == (f"KL {weight:g}", 11.912, 1)
+    [command] = asked
+    assert command[1].endswith("configs/tiny/flux_fill_nft.yaml") and f"algorithm.kl_weight={weight:g}" in command
