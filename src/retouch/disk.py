@@ -17,6 +17,12 @@ _OS_ERROR = re.compile(r"serializing: .*\(os error (\d+)\)")  # safetensors' mes
 _CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL)  # torch's message
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with the home directory in place of `~`; unchanged if there is no such user, so that it is reported as a
+    path that does not exist."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  pathlib raises a RuntimeError
+
+
 WHERE = "logging.dir or --out"
 
 

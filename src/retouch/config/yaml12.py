@@ -38,6 +38,11 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # PyYAML's own name
+        if self.flow_level > MAX_DEPTH:  # the scanner's time grows with the square of the depth
+            raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
+        super().fetch_flow_collection_start(TokenClass)  # pyright: ignore[reportUnknownMemberType]
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for i, name in enumerate(names):

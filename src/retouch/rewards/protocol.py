@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -116,7 +116,7 @@ _LETTER = r"[0-9A-Za-z_\u00c0-\u052f\u1e00-\u1fff]"
 """Letter of a script that writes an apostrophe within words (Latin, Greek, Cyrillic): next to one, a single quote may
 be an apostrophe."""
 
-_QUOTES = (re.compile(r'"([^"]*)"'), re.compile(rf"(?<!{_LETTER})'(.*?)'(?!{_LETTER})", re.DOTALL))
+_DOUBLE, _OPENING, _CLOSING = (re.compile(p) for p in (r'"([^"]*)"', rf"(?<!{_LETTER})'", rf"'(?!{_LETTER})"))
 
 
 def quoted_text(prompt: str) -> str | None:
@@ -127,11 +127,15 @@ def quoted_text(prompt: str) -> str | None:
 
 def quoted_texts(prompt: str) -> list[str]:
     """Every text in double quotes of a prompt that holds more than white space; without one, those in single quotes."""
-    for quotes in _QUOTES:
-        found = [match[1] for match in quotes.finditer(prompt) if match[1].strip()]
-        if found:
-            return found
-    return []
+    found = [text for text in _DOUBLE.findall(prompt) if text.strip()]
+    return found or [text for text in _single_quoted(prompt) if text.strip()]
+
+
+def _single_quoted(prompt: str) -> Iterator[str]:
+    at = 0
+    while (first := _OPENING.search(prompt, at)) and (last := _CLOSING.search(prompt, first.end())):
+        yield prompt[first.end() : last.start()]
+        at = last.end()
 
 
 def text_to_read(item: RewardItem) -> str | Failure:

@@ -105,15 +105,18 @@ class EditScoreScorer(JudgeScorer[EditScoreReward]):
         raise AnswerError(f"no scores in {_TRIES} answers: {problem}")
 
 
+_FENCED = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
+
+
 def read_scores(text: str, count: int = 2, most: float = RANGE) -> list[float]:
     """The numbers under "score" of an answer {"reasoning": text, "score": [numbers]}, with or without a code fence.
 
     Raises:
         ValueError: another format, another number of scores, or a score outside [0, most].
     """
-    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL)
+    fenced = _FENCED.fullmatch(text.strip())
     try:
-        found: Any = plain_json.loads(fenced[1] if fenced else text)
+        found: Any = plain_json.loads(fenced[1].strip() if fenced else text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}; given {text[:60]!r}") from None
     if not isinstance(found, dict) or "score" not in found:
