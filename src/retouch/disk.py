@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from retouch.errors import ConfigError
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes
 
 _OS_ERROR = re.compile(r"serializing: .*\(os error (\d+)\)")  # safetensors' message
 _CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL)  # torch's message
@@ -19,8 +23,15 @@ _CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL
 
 def expanded(path: str | Path) -> Path:
     """A path with the home directory in place of `~`; unchanged if there is no such user, so that it is reported as a
-    path that does not exist."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111  pathlib raises a RuntimeError
+    path that does not exist.
+
+    Raises:
+        ConfigError: a path that is too long for a file system.
+    """
+    found = Path(os.path.expanduser(path))  # noqa: PTH111  pathlib raises a RuntimeError
+    if len(os.fsencode(found)) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in found.parts):
+        raise ConfigError(f"{str(found)[:80]!r} ...: this path is too long; names have at most {_LONGEST_NAME} bytes")
+    return found
 
 
 WHERE = "logging.dir or --out"
