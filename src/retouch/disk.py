@@ -34,6 +34,14 @@ def expanded(path: str | Path) -> Path:
     return found
 
 
+def is_file(path: Path) -> bool:
+    """Whether a path from a list or an option is a file; a name that is too long for one is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 WHERE = "logging.dir or --out"
 
 

@@ -123,7 +123,9 @@ def test_observations(folder: Path, line: str, data: st.DataObject) -> None:
     value = json.loads(line)
     found = data.draw(
         st.one_of(
-            st.lists(changed([value]), min_size=1, max_size=3).map(lambda all_: "".join(f"{json.dumps(v)}\n" for v in all_)),
+            st.lists(changed([value]), min_size=1, max_size=3).map(
+                lambda all_: "".join(f"{json.dumps(v)}\n" for v in all_)
+            ),
             texts([line * 2]),
         ).map(lambda text: text.encode("utf-8", "surrogatepass"))
         | blobs([line.encode() * 2])

@@ -117,7 +117,12 @@ def _read(name: str, place: Path) -> None:
             str(error).encode()
         else:
             str(shown_text(example.metadata)).encode()
-    given_ = {"name": name, "path": str(place), "resolution": 32, "rewards": {"imgedit": None} if kind == "imgedit" else {}}
+    given_ = {
+        "name": name,
+        "path": str(place),
+        "resolution": 32,
+        "rewards": {"imgedit": None} if kind == "imgedit" else {},
+    }
     benchmark = BENCHMARKS[name].model_validate(given_)
     good = [item for item in benchmark.data().items() if isinstance(item, ItemFiles)]
     outputs = outputs_of(benchmark, good[:3])

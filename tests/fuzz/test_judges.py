@@ -67,7 +67,10 @@ READERS: dict[str, tuple[Callable[[str], Any], str]] = {
         "<think>so</think>I am sorry, a sign that says stop, on a wall",
     ),
     "prompt": (quoted_texts, "a sign 'cat' and 'dog's' with \"one\""),
-    "textedit": (lambda text: edit_scores([_boxed("cat", 0), _boxed("dog", 40)], [_boxed(text, 0)], "cat", text), "cow"),
+    "textedit": (
+        lambda text: edit_scores([_boxed("cat", 0), _boxed("dog", 40)], [_boxed(text, 0)], "cat", text),
+        "cow",
+    ),
 }
 """Reader -> function of an answer's text, an answer that it reads. It raises ValueError for any other."""
 
@@ -168,7 +171,9 @@ DETECTIONS: dict[str, Any] = {
 
 @fuzzed
 @given(
-    st.one_of(changed([DETECTIONS]).map(lambda value: json.dumps(value).encode()), blobs([json.dumps(DETECTIONS).encode()]))
+    st.one_of(
+        changed([DETECTIONS]).map(lambda value: json.dumps(value).encode()), blobs([json.dumps(DETECTIONS).encode()])
+    )
 )
 def test_detections(body: bytes) -> None:
     def read() -> None:

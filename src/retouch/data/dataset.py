@@ -20,7 +20,7 @@ from PIL import Image
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles
 from retouch.data.checking import Alone, find_problems, memory_of
 from retouch.data.identity import files_of
-from retouch.data.lists import is_file
+from retouch.disk import is_file
 from retouch.imaging import (
     Box,
     ImageProblem,

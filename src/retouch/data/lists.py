@@ -38,14 +38,6 @@ def read_text(path: Path) -> str:
     return text
 
 
-def is_file(path: Path) -> bool:
-    """Whether a path of an entry is a file; a name that is too long for one is not."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def lines_of(path: Path) -> list[tuple[int, str]]:
     """(number from 1, line) of the lines that are not blank. Raises as `read_text`."""
     # splitlines() would also cut at U+2028, which a JSON string or a text may hold

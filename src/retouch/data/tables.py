@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.data.base import DataError
-from retouch.data.lists import entries_of, fields_of, is_file
-from retouch.disk import expanded
+from retouch.data.lists import entries_of, fields_of
+from retouch.disk import expanded, is_file
 from retouch.hub import hub_problem, require_hub
 from retouch.imaging import PackedImage
 

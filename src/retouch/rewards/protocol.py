@@ -8,13 +8,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retouch.lines import TextLine, parse_lines
+from retouch.rewards.foreign import one_line
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {
@@ -250,7 +251,7 @@ class CheckedScorer:
             raw: list[object] = list(self.scorer.score(items))
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(items) == 1:
-                return [Failure("scorer_error", f"{name} raised {type(error).__name__}: {error}")]
+                return [Failure("scorer_error", one_line(f"{name} raised {type(error).__name__}: {error}"))]
             half = len(items) // 2
             if _out_of_memory(error):
                 self.largest = half
@@ -280,10 +281,10 @@ _SLACK = 1e-6
 def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
     name, (low, high) = spec.name, spec.range
     if isinstance(outcome, Failure):
-        return outcome
+        return replace(outcome, message=one_line(str(outcome.message)))
     if not isinstance(outcome, Score) or isinstance(outcome.value, bool) or not isinstance(outcome.value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
         return Failure(
-            "scorer_error", f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure"
+            "scorer_error", one_line(f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure")
         )
     try:
         value = float(outcome.value)

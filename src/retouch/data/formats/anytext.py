@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import field_validator
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import is_file, line_fields, lines_mask, parsed, read_text
-from retouch.disk import expanded
+from retouch.data.lists import line_fields, lines_mask, parsed, read_text
+from retouch.disk import expanded, is_file
 from retouch.lines import TextLine, parse_lines, placed
 
 SIDE = 512

@@ -14,7 +14,7 @@ from pydantic import field_validator
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import lines_of
-from retouch.disk import expanded
+from retouch.disk import expanded, is_file
 
 DEFAULT_TEMPLATE = "The text is '{text}'."
 """Calligrapher's prompt."""
@@ -89,7 +89,7 @@ class SelfBenchData(CalligrapherData):
             prompt=self.prompt_template.replace("{text}", text),
             source_path=folder / f"test{int(head)}_source.png",
             mask_path=folder / f"test{int(head)}_mask.png",
-            reference_path=reference if reference.is_file() else None,
+            reference_path=reference if is_file(reference) else None,
             target=self.target,
             crops_reference=True,
             metadata={"text": text},

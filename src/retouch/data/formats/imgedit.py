@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import fields_of, is_file, parsed, read_text
-from retouch.disk import expanded
+from retouch.data.lists import fields_of, parsed, read_text
+from retouch.disk import expanded, is_file
 from retouch.imaging import Fit
 
 LIST = "basic_edit.json"

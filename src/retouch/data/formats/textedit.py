@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of, is_file
-from retouch.disk import expanded
+from retouch.data.lists import entries_of, fields_of
+from retouch.disk import expanded, is_file
 
 CATEGORIES = (
     *("1.1.1", "1.1.2", "1.1.3", "1.2.1", "1.2.2", "1.3.1", "1.3.2", "1.4.1", "1.4.2", "1.4.3", "1.4.4"),
