@@ -22,8 +22,8 @@ _CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with the home directory in place of `~`; unchanged if there is no such user, so that it is reported as a
-    path that does not exist.
+    """A path with the home directory in place of `~`; unchanged if there is no such user: it is then a path that does
+    not exist.
 
     Raises:
         ConfigError: a path that is too long for a file system.

@@ -1,4 +1,4 @@
-"""What another program sends: its text as it may be shown, and its HTTP replies within bounds. No sockets."""
+"""Text and HTTP replies of other programs: printable, and within bounds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_CHARACTERS = 1000
-"""Of another program's text in a message."""
+"""Maximum length of another program's text in a message."""
 
 MOST_BYTES = 4 << 20
-"""Of a reply of a judge or a detector."""
+"""Maximum length of a reply of a judge or a detector."""
 
 _READ = 65536  # characters of which the secret is removed before the text is cut, or a part of it would remain
 
@@ -56,7 +56,7 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
     """One reply of at most `MOST_BYTES`.
 
     Args:
-        deadline: on the clock of `time.monotonic`, for the whole reply: a server that sends a byte now and then does
+        deadline: on the clock of `time.monotonic`, for the whole reply: a server that sends one byte per second does
             not hold the caller.
 
     Raises:

@@ -87,7 +87,7 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
         except ValueError:
             before = None
         if not isinstance(before, dict):
-            raise ConfigError(f"--out: {record} does not say what the images of {folder} are; delete both")
+            raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
         if different := [name for name in told if before.get(name) != told[name]]:
             was = str(cast("dict[str, Any]", before).get(different[0]))
             raise ConfigError(

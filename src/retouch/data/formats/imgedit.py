@@ -68,8 +68,10 @@ def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
     missing = sorted(name for name in _FIELDS if not isinstance(fields.get(name), str) or not fields[name].strip())
     if missing:
         raise DataError(f"{', '.join(missing)} missing or empty")
-    if not (key.isdecimal() and len(key) <= _MOST_DIGITS):
-        raise DataError(f"the key {key[:40]!r} must be a number of at most {_MOST_DIGITS} digits")
+    if not key.isdecimal():
+        raise DataError(f"the key {key!r} must be a number")
+    if len(key) > _MOST_DIGITS:
+        raise DataError(f"the key {key[:40]!r} has {len(key)} digits; at most {_MOST_DIGITS} are read")
     return ItemFiles(
         id=int(key),
         prompt=fields["prompt"],
