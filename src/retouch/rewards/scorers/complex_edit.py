@@ -19,6 +19,7 @@ from pydantic import PositiveInt, model_validator
 from retouch.config.base import NonNegative, Text, Unit
 from retouch.disk import expanded
 from retouch.errors import ConfigError
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.judge_client import image_part
@@ -274,6 +275,6 @@ def _read_as_text(text: str, names: Sequence[str], also: Sequence[str]) -> dict[
     for name in names:
         value = found[name]
         if not isinstance(value, str) or value not in {str(number) for number in range(_MOST + 1)}:
-            raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {value!r}')
+            raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {shown(value)}')
         found[name] = int(value)
     return found

@@ -20,6 +20,7 @@ from pydantic import PositiveInt
 
 from retouch import plain_json
 from retouch.config.base import NonNegative
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part, is_openai
@@ -123,10 +124,10 @@ def read_scores(text: str, count: int = 2, most: float = RANGE) -> list[float]:
         raise ValueError(f"it must be an object with a score; given {text[:60]!r}")
     scores: Any = cast("dict[str, Any]", found)["score"]
     if not isinstance(scores, list) or len(cast("list[Any]", scores)) != count:
-        raise ValueError(f"score must be a list of {count} numbers; given {scores!r}")
+        raise ValueError(f"score must be a list of {count} numbers; given {shown(scores)}")
     for score in cast("list[Any]", scores):
         if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= most:
-            raise ValueError(f"a score must be a number from 0 to {most:g}; given {score!r}")
+            raise ValueError(f"a score must be a number from 0 to {most:g}; given {shown(score)}")
     return [float(score) for score in cast("list[Any]", scores)]
 
 

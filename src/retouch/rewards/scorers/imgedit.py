@@ -20,6 +20,7 @@ from retouch import plain_json
 from retouch.config.base import NonNegative, Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
@@ -127,9 +128,9 @@ def read_lines(text: str, names: Sequence[str]) -> list[int]:
             continue
         key = name.casefold()
         if key not in by_key or by_key[key] in found:
-            raise ValueError(f"{name!r} is {'given twice' if key in by_key else 'no line of the required format'}")
+            raise ValueError(f"{shown(name)} is {'given twice' if key in by_key else 'no line of the required format'}")
         if not 1 <= int(value) <= MOST:
-            raise ValueError(f"{name} must be a number from 1 to {MOST}; given {value}")
+            raise ValueError(f"{name} must be a number from 1 to {MOST}; given {value[:40]}")
         found[by_key[key]] = int(value)
     missing = [name for name in names if name not in found]
     if missing:

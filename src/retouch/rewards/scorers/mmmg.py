@@ -20,6 +20,7 @@ from pydantic import model_validator
 from retouch.config.base import Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.fn import find_function, source_digest
@@ -246,5 +247,5 @@ def _read_answers(text: str, keys: Sequence[str]) -> list[bool]:
     found = read_object(text, [*keys, _DESCRIPTION])
     for key in keys:
         if found[key] not in ("yes", "no"):
-            raise ValueError(f'{key} must be "yes" or "no"; given {found[key]!r}')
+            raise ValueError(f'{key} must be "yes" or "no"; given {shown(found[key])}')
     return [found[key] == "yes" for key in keys]
