@@ -9,12 +9,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from retouch.errors import ConfigError
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes
+
 _OS_ERROR = re.compile(r"serializing: .*\(os error (\d+)\)")  # safetensors' message
 _CUT_OFF = re.compile(r"inline_container\.cc.*(unexpected pos|write)", re.DOTALL)  # torch's message
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with the home directory in place of `~`; unchanged if there is no such user: it is then a path that does
+    not exist.
+
+    Raises:
+        ConfigError: a path that is too long for a file system.
+    """
+    found = Path(os.path.expanduser(path))  # noqa: PTH111  pathlib raises a RuntimeError
+    if len(os.fsencode(found)) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in found.parts):
+        raise ConfigError(f"{str(found)[:80]!r} ...: this path is too long; names have at most {_LONGEST_NAME} bytes")
+    return found
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path from a list or an option is a file; a name that is too long for one is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 WHERE = "logging.dir or --out"

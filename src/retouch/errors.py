@@ -8,9 +8,24 @@ from __future__ import annotations
 
 
 class RetouchError(Exception):
-    """Base class: catch it to catch all of them."""
+    """Base class: catch it to catch all of them. A message longer than `MOST_CHARACTERS`, as of a value of that length
+    that it quotes, is cut in the middle."""
 
     exit_code: int = 1
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in given))
+
+
+MOST_CHARACTERS = 8000
+"""Characters of a message."""
+
+
+def _shortened(message: str) -> str:
+    if len(message) <= MOST_CHARACTERS:
+        return message
+    head, tail = MOST_CHARACTERS * 3 // 4, MOST_CHARACTERS // 4
+    return f"{message[:head]} [...] {message[-tail:]}"
 
 
 class ConfigError(RetouchError, ValueError):

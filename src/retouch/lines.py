@@ -90,7 +90,10 @@ def _corners(box: object, where: str) -> tuple[Point, ...]:
     left, top, right, bottom = (float(n) for n in cast("list[Any]", box))
     if left >= right or top >= bottom:
         raise ValueError(f"{where}: box is {box!r}; left must be below right, and top below bottom")
-    return (left, top), (right, top), (right, bottom), (left, bottom)
+    corners = (left, top), (right, top), (right, bottom), (left, bottom)
+    if not area(corners):
+        raise ValueError(f"{where}: box is {box!r}, which has no area")
+    return corners
 
 
 def _polygon(points: object, where: str) -> tuple[Point, ...]:
@@ -154,12 +157,14 @@ def placed(lines: Iterable[TextLine], scale: Point, offset: Point) -> tuple[Text
 
 
 def share_inside(line: TextLine, size: tuple[int, int]) -> float:
-    """Share of a line's upright box that lies in an image of `size` (width, height); 1 for a line without a place."""
+    """Share of a line's upright box that lies in an image of `size` (width, height); 1 for a line without a place, 0
+    for a box that scaling left without an area."""
     if line.bounds is None:
         return 1.0
     left, top, right, bottom = line.bounds
     width, height = min(right, size[0]) - max(left, 0), min(bottom, size[1]) - max(top, 0)
-    return max(width, 0.0) * max(height, 0.0) / ((right - left) * (bottom - top))
+    whole = (right - left) * (bottom - top)
+    return max(width, 0.0) * max(height, 0.0) / whole if whole else 0.0
 
 
 def polygon_mask(polygons: Iterable[Sequence[Point]], size: tuple[int, int]) -> Image.Image:

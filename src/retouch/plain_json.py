@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escapes of half a surrogate pair, which a whole pair has too."""
 
 
 def loads(text: str | bytes, strict: bool = True) -> Any:
@@ -13,10 +17,13 @@ def loads(text: str | bytes, strict: bool = True) -> Any:
         strict: False also takes line breaks and tabs within strings, which language models write.
 
     Raises:
-        ValueError: not JSON, nested deeper than Python reads, an integer of too many digits, or not UTF-8.
+        ValueError: not JSON, nested deeper than Python reads, an integer of too many digits, not UTF-8, or a string
+            with half of a surrogate pair, which no file and no message can hold.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
     try:
-        return json.loads(text, strict=strict)
+        return _whole(json.loads(text, strict=strict), text)
     except RecursionError:
         raise ValueError("nested too deep") from None
 
@@ -32,8 +39,24 @@ def first_object(text: str) -> dict[str, Any]:
     if start < 0:
         raise ValueError(f"no JSON object: {text[:60]!r}")
     try:
-        return json.JSONDecoder(strict=False).raw_decode(text, start)[0]
+        return _whole(json.JSONDecoder(strict=False).raw_decode(text, start)[0], text)
     except RecursionError:
         raise ValueError("not JSON: nested too deep") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
+
+
+def _whole(value: Any, text: str) -> Any:
+    """The value of a text, if its strings can be written as UTF-8."""
+    suspected = _HALF.search(text) or not _is_utf8(text)
+    if suspected and not _is_utf8(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("holds half of a surrogate pair, which is no character")
+    return value
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

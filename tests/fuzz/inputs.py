@@ -80,6 +80,7 @@ TOKENS = [
     "\n", "\t", "\x00", "\ufeff", "\u2028", '"', "'", "\\", "#", "%", "${", "}", "${A:-${A}}", "null", "true", "~",
     "<<: ", "extends: ", "../", "/dev/zero", "/", "~root", "é", "😀", "\ud800", "%s", "NaN", "Infinity",
     "[" * 3000, "{\"a\":" * 3000, "a" * 300, *NUMBERS,
+    *(piece * 3000 for piece in (" ", "\n", "- ", "*", ",", ": ", "'", '"', "`", "#", "<think>", "\\ud800")),
 ]  # fmt: skip
 
 scalars = st.one_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import Iterator
@@ -332,6 +333,57 @@ def test_auto_is_a_gpt_4o_at_openai(address: str) -> None:
     asking._http = httpx.Client(transport=httpx.MockTransport(answer))
     asking.ask([{"role": "user", "content": "?"}])
     assert [body["model"] for body in asked] == ["gpt-4o-2024-11-20"]
+
+
+# --- replies without bounds ---
+
+
+def _answering(body: bytes, **headers: str) -> JudgeClient:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["accept-encoding"] == "identity"
+        return httpx.Response(200, headers=headers, stream=httpx.ByteStream(body))
+
+    asking = JudgeClient("http://127.0.0.1:1/v1", "judge", Budget(tokens=100), timeout_s=2)
+    asking._http = httpx.Client(transport=httpx.MockTransport(answer))
+    return asking
+
+
+def test_a_reply_is_bounded_and_never_decompressed() -> None:
+    """A reply of a few megabytes became gigabytes of memory."""
+    large = json.dumps({"choices": [{"message": {"content": "a" * (5 << 20)}}]}).encode()
+    with pytest.raises(JudgeError, match="over 4194304 bytes"):
+        _answering(large).ask([])
+    with pytest.raises(JudgeError, match="compressed"):
+        _answering(gzip.compress(large), **{"content-encoding": "gzip"}).ask([])
+
+
+def test_a_reply_that_drips_ends_at_the_deadline() -> None:
+    def drip() -> Iterator[bytes]:
+        for _ in range(1000):
+            time.sleep(0.02)
+            yield b" "
+
+    asking = JudgeClient("http://127.0.0.1:1/v1", "judge", Budget(), timeout_s=0.3)
+    asking._http = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=drip())))
+    began = time.monotonic()
+    with pytest.raises(JudgeError, match="no whole reply within") as raised:
+        asking.ask([])
+    assert raised.value.retryable and time.monotonic() - began < 5
+
+
+def test_the_key_and_control_characters_of_a_reply_reach_no_message() -> None:
+    with pytest.raises(JudgeError) as raised:
+        _answering(f"\x1b[31m{KEY}\n\x00".encode()).ask([])
+    assert KEY not in str(raised.value) and str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("tokens", ["-1000000", "1e999", '"many"', "true"])
+def test_a_false_number_of_tokens_does_not_change_the_budget(tokens: str) -> None:
+    body = '{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": %s}}' % tokens  # noqa: UP031
+    asking = _answering(body.encode())
+    with pytest.raises(JudgeError, match="not a chat completion"):
+        asking.ask([])
+    assert asking.budget.spent_in == asking.budget.spent_out == 0
 
 
 # --- the key ---

@@ -318,6 +318,27 @@ def test_a_server_of_a_run_is_closed_with_it(tmp_path: Path) -> None:
     assert "kept_too loaded on cpu" in log.read_text() and not list(tmp_path.rglob("port-*.log"))
 
 
+def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(tmp_path: Path) -> None:
+    """A run went on without rewards, and stopped."""
+    one = LocalServer({"kept": {"scorer": "preservation"}}, tmp_path / "server.log")
+    try:
+        [url] = one.urls()
+        until(lambda: ready(url), START_S)
+        before, front = one.pid, httpx.get(f"{url}/info", timeout=30, trust_env=False).json()["pid"]
+        os.kill(before, signal.SIGKILL)
+        until(lambda: one.pid != before and not alive(front), 30)
+        until(
+            lambda: ready(url), START_S
+        )  # a request to the port waits meanwhile, or fails as one that may be repeated
+        assert httpx.get(f"{url}/info", timeout=30, trust_env=False).json()["pid"] != front
+        one._command = [sys.executable, "-c", "raise SystemExit(2)"]  # an error that a further start does not change
+        os.kill(one.pid, signal.SIGKILL)
+        until(lambda: not answers(url), 30)
+    finally:
+        one.close()
+    assert not alive(one.pid)
+
+
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     one = LocalServer({"orc": {}}, tmp_path / "server.log")
     with pytest.raises(ConfigError, match=r"did not start \(log: .*server.log\): .*no such scorer; did you mean 'ocr'"):

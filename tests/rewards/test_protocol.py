@@ -12,7 +12,15 @@ import pytest
 
 import retouch
 from retouch.rewards.addresses import base_url, usable_token
-from retouch.rewards.protocol import FAILURE_CODES, RewardItem, ScorerSpec, malformed, missing_needs, text_to_read
+from retouch.rewards.protocol import (
+    FAILURE_CODES,
+    RewardItem,
+    ScorerSpec,
+    malformed,
+    missing_needs,
+    quoted_texts,
+    text_to_read,
+)
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Brightness,
@@ -268,3 +276,24 @@ def test_tokens() -> None:
         with pytest.raises(ValueError, match="printable ASCII") as caught:
             usable_token(bad)
         assert not bad or bad not in str(caught.value)
+
+
+def test_a_message_of_a_scorer_is_one_line_that_can_be_printed() -> None:
+    """Half of a surrogate pair made the reply of the server fail; control characters reached the terminal."""
+
+    class Foreign(Brightness):
+        def score(self, items: Any) -> Any:
+            if items[0].id:
+                raise ValueError("\x1b[31m\ud800\nred" + "!" * 5000)
+            return [Failure("bad_item", "\udc00\x07" + "?" * 5000)]
+
+    for one in items(2):
+        (outcome,) = score_checked(Foreign(), [one])
+        assert isinstance(outcome, Failure)
+        assert outcome.message.isprintable() and len(outcome.message) < 1100
+
+
+def test_quotes_are_found_in_time_that_grows_with_the_length_alone() -> None:
+    """100,000 quotes that open and never close took minutes."""
+    assert quoted_texts(" 'a" * 100_000) == []
+    assert quoted_texts(" 'a" * 3 + "'") == ["a 'a 'a"]

@@ -229,8 +229,14 @@ class Benchmark(Section):
             for name, entry in cls.default_rewards(options).items()
         }
         merged = overlaid({"rewards": own}, {"rewards": given})["rewards"] if given else own
-        named = {name: {**_AS_SAVED, "scorer": name, **(entry or {})} for name, entry in merged.items()}
+        named = {name: _named(name, entry) for name, entry in merged.items()}
         return {**options, "rewards": with_variables(named, "rewards")}
+
+
+def _named(name: str, entry: Any) -> Any:
+    """An entry with its defaults; one that is no mapping is reported by the validation."""
+    given: Any = {} if entry is None else entry
+    return {**_AS_SAVED, "scorer": name, **given} if isinstance(given, Mapping) else given
 
 
 def _without_options(entry: Mapping[str, Any], given: Any) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, numbered
 from retouch.config.base import Text
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.imgedit import ImgEditData
+from retouch.disk import expanded
 from retouch.rewards.scorers.imgedit import TYPES
 
 _REPORT = "arXiv 2505.20275 and later reports; judge GPT-4.1"
@@ -49,7 +49,7 @@ class ImgEdit(Benchmark):
 
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        path = Path(str(options.get("path", ""))).expanduser()
+        path = expanded(str(options.get("path", "")))
         beside = (path if path.is_dir() else path.parent) / "prompts.json"
         prompts = options.get("prompts") or (str(beside) if beside.is_file() else None)
         return {"imgedit": {**judge("gpt-4.1"), "temperature": 1.0, **({"prompts": prompts} if prompts else {})}}

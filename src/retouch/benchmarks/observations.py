@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,12 +67,12 @@ class Observations:
         self._cut_off = False
 
     def _read(self, line: bytes) -> None:
-        """Take in a line; one that a kill cut off counts as missing."""
+        """Take in a line; one that a kill cut off, or that is not of this layout, counts as missing."""
         try:
             told = cast("dict[str, Any]", plain_json.loads(line))
-            asked = Asked(told["file"], told["image"], told["item"])
-            found = {name: (one["by"], _outcome(one)) for name, one in told["outcomes"].items()}
-        except (ValueError, KeyError, TypeError):
+            asked = Asked(*(_text(told[name]) for name in ("file", "image", "item")))
+            found = {name: (_text(one["by"]), _outcome(one)) for name, one in told["outcomes"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             return
         for name, (digest, outcome) in found.items():
             before = self._known.get((asked, name, digest))
@@ -88,5 +89,18 @@ def _told(outcome: Outcome) -> dict[str, Any]:
 def _outcome(told: Mapping[str, Any]) -> Outcome:
     if "failure" in told:
         code, message, retryable = (told["failure"][name] for name in ("code", "message", "retryable"))
-        return Failure(code, message, retryable)
-    return Score(told["value"], told["detail"])
+        if not isinstance(retryable, bool):
+            raise TypeError("retryable must be true or false")
+        return Failure(_text(code), _text(message), retryable)
+    value, detail = told["value"], told["detail"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no score")
+    if not isinstance(detail, dict):
+        raise TypeError("detail must be an object")
+    return Score(float(value), cast("dict[str, Any]", detail))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value

@@ -6,15 +6,21 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from retouch.benchmarks.base import Benchmark
 from retouch.data.base import ItemFiles
 from retouch.data.identity import item_key
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, DataError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 """Suffixes under which an output is found; its official one comes first."""
+
+
+_LONGEST_NAME = 240
+"""Bytes of a file name: 255 on the usual file systems, less the ending of a temporary file."""
+
+_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class Shard:
             ConfigError: another form.
         """
         index, slash, count = text.partition("/")
-        if slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count):
+        digits = all(number.isdecimal() and len(number) <= _MOST_DIGITS for number in (index, count))
+        if slash and digits and 1 <= int(index) <= int(count):
             return cls(int(index) - 1, int(count))
         raise ConfigError(f"--shard: given {text!r}; write I/N with I from 1 to N, like 1/4")
 
@@ -67,9 +74,10 @@ def outputs_of(benchmark: Benchmark, items: Sequence[ItemFiles]) -> list[Output]
 
     Raises:
         ConfigError: two outputs have one name, which is a fault of the benchmark's class.
+        DataError: a name in the data set that is no name of a file, or leads out of the folder of outputs.
     """
     found = [
-        Output(item, benchmark.key(item), position, index, benchmark.file_name(item, index))
+        Output(item, benchmark.key(item), position, index, _inside(benchmark.file_name(item, index), item))
         for position, item in enumerate(items)
         for index in range(benchmark.count)
     ]
@@ -77,6 +85,18 @@ def outputs_of(benchmark: Benchmark, items: Sequence[ItemFiles]) -> list[Output]
     if len(names) < len(found):
         raise ConfigError(f"{benchmark.name}: two outputs have one file name; file_name must give each its own")
     return found
+
+
+def _inside(file: str, item: ItemFiles) -> str:
+    """The name, if it stays in its folder."""
+    parts = PurePosixPath(file).parts
+    unusable = not parts or file.startswith("/") or ".." in parts or file.endswith("/") or "\0" in file
+    if unusable or any(len(part.encode()) > _LONGEST_NAME for part in parts):
+        raise DataError(
+            f"item {item.id}: its output would be named {file[:80]!r}; names in a data set must be relative, without "
+            f"'..', and of at most {_LONGEST_NAME} bytes"
+        )
+    return file
 
 
 def own(outputs: Sequence[Output], shard: Shard, chunk: int) -> list[list[Output]]:

@@ -46,6 +46,7 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of images scored together.")] = 32,
     max_wait_ms: Annotated[float, typer.Option(min=0, help="Maximum batching delay in milliseconds.")] = 4.0,
     with_parent: Annotated[int | None, typer.Option("--with-parent", hidden=True)] = None,
+    listeners: Annotated[str, typer.Option("--listeners", hidden=True)] = "",
 ) -> None:
     """Serve reward models over HTTP until stopped; an instance that dies is restarted."""
     start_logging()
@@ -54,7 +55,15 @@ def serve(
 
     limits = {"max_batch": max_batch, "max_wait_ms": max_wait_ms}
     where = ServeOptions(
-        host, port, parse_devices(devices), replicas, endpoints, log_dir, with_parent=with_parent, limits=limits
+        host,
+        port,
+        parse_devices(devices),
+        replicas,
+        endpoints,
+        log_dir,
+        with_parent=with_parent,
+        listeners=[int(number) for number in listeners.split(",") if number.isdecimal()],
+        limits=limits,
     )
     asked = requested(names, options)
     with writing(endpoints.parent, "--endpoints and --log-dir"):

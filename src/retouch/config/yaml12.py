@@ -38,6 +38,11 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # PyYAML's own name
+        if self.flow_level > MAX_DEPTH:  # the scanner's time grows with the square of the depth
+            raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
+        super().fetch_flow_collection_start(TokenClass)  # pyright: ignore[reportUnknownMemberType]
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for i, name in enumerate(names):
@@ -113,8 +118,8 @@ def _size(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int
         raise _problem(node, "an anchor that holds itself")
     if len(above) > MAX_DEPTH:
         raise _problem(node, f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-        raise _problem(node, "a null character")
+    if isinstance(node, yaml.ScalarNode):
+        node.value = _characters(node)
     if id(node) not in known:
         inside: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
@@ -125,6 +130,22 @@ def _size(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int
     if known[id(node)] > MAX_NODES:
         raise _problem(node, f"over {MAX_NODES} values")
     return known[id(node)]
+
+
+def _characters(node: yaml.ScalarNode) -> str:
+    """The text of a scalar. Two escapes of a surrogate pair are one character, as in JSON, of which YAML is a superset.
+
+    Raises:
+        yaml.YAMLError: a null character, or half of a pair.
+    """
+    if "\0" in node.value:
+        raise _problem(node, "a null character")
+    if node.value.isascii():
+        return node.value
+    try:
+        return node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise _problem(node, "half of a surrogate pair, which is no character") from None
 
 
 def _problem(node: yaml.Node, text: str) -> yaml.MarkedYAMLError:

@@ -23,6 +23,7 @@ from PIL import Image
 import retouch
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.identity import files_of
+from retouch.disk import expanded
 from retouch.imaging import PackedImage
 from retouch.machine import this_machine
 from retouch.types import Processes
@@ -124,7 +125,7 @@ def memory_of(config: DataSection, needs: Collection[str]) -> Path | None:
         cache_folder = Path(root) if root else Path.home() / ".cache"
     except RuntimeError:
         return None
-    place = Path(config.path).expanduser().absolute()
+    place = expanded(config.path).absolute()
     parts = (str(place), config.model_dump_json(exclude={"path", "max_bad_items"}), sorted(needs), _checks())
     return cache_folder / "retouch" / "checked" / hashlib.blake2b(repr(parts).encode(), digest_size=_BYTES).hexdigest()
 

@@ -20,6 +20,7 @@ from PIL import Image
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles
 from retouch.data.checking import Alone, find_problems, memory_of
 from retouch.data.identity import files_of
+from retouch.disk import is_file
 from retouch.imaging import (
     Box,
     ImageProblem,
@@ -198,7 +199,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         ImageProblem: a file that is missing, unreadable or of the wrong size.
     """
     height, width = config.size
-    if item.embedding_path and not item.embedding_path.is_file():
+    if item.embedding_path and not is_file(item.embedding_path):
         raise ImageProblem(f"{item.embedding_path}: no such file of embeddings")
     images, options = dict[str, Image.Image](), config.image_options
     for role in ("source", "reference", "target", "win", "lose") if config.has_images else ():
@@ -259,7 +260,7 @@ def _set_roles(
         if item.crops_reference and reference is not None and mask is not None and reference.size == source.size:
             images["target"] = reference if item.target == "auto" else source
             reference = images["reference"] = reference.crop(mask_box(mask))
-    if reference is not None and item.reference_mask_path is not None and item.reference_mask_path.is_file():
+    if reference is not None and item.reference_mask_path is not None and is_file(item.reference_mask_path):
         other, _ = read_mask(open_image(item.reference_mask_path), str(item.reference_mask_path))
         if other.size == reference.size:
             images["reference"] = reference.crop(mask_box(other))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retouch.data.base import ItemFiles
+from retouch.disk import is_file
 from retouch.imaging import PackedImage
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def item_key(item: ItemFiles) -> int:
         if isinstance(file, PackedImage):
             told[name] = file.digest
         else:
-            told[name] = digest(file) if file.is_file() else None  # a reference's mask may be missing
+            told[name] = digest(file) if is_file(file) else None  # a reference's mask may be missing
     key = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).digest()
     return int.from_bytes(key, "big") >> 1
 

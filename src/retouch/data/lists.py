@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,25 +59,9 @@ def parsed(text: str, where: str, remedy: str | None = None) -> Any:
         raise DataError(f"{where}: not valid JSON: {error.msg}{remedy or f' (line {error.lineno})'}") from None
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from None
-    if _ESCAPE.search(text) and (problem := _unusable(value)):
-        raise DataError(f"{where}: {problem}")
+    if "\\u0000" in text and "\\u0000" in json.dumps(value, ensure_ascii=False):
+        raise DataError(f"{where}: holds a null character")
     return value
-
-
-_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
-"""Escapes of half a surrogate pair (which a whole pair has too) and of the null character."""
-
-
-def _unusable(value: Any) -> str | None:
-    """The problem of the strings in a value; None if there is none."""
-    text = json.dumps(value, ensure_ascii=False)
-    if "\\u0000" in text:
-        return "holds a null character"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "holds half of a surrogate pair, which is no character"
-    return None
 
 
 def entries_of(path: Path) -> list[Any]:

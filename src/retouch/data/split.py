@@ -13,6 +13,7 @@ from retouch.data.discover import data_at
 from retouch.data.identity import digest, images_of, paths
 from retouch.data.lists import csv_rows, entries_of, lines_of
 from retouch.data.sampler import derive_seed
+from retouch.disk import is_file
 from retouch.imaging import normalize_text
 
 BY = ("image", "picture", "text")
@@ -98,7 +99,7 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
     listed = section.items()
     items = [item for item in listed if isinstance(item, ItemFiles)]
     broken = [str(item) for item in listed if isinstance(item, ItemError)]
-    broken += [f"item {i.id}: {p}: no such file" for i in items for p in paths(images_of(i)) if not p.is_file()]
+    broken += [f"item {i.id}: {p}: no such file" for i in items for p in paths(images_of(i)) if not is_file(p)]
     if broken:
         raise DataError(
             f"{path}: {broken[0]} (and {len(broken) - 1} more problems); `retouch data validate` lists them"

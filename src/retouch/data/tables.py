@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from retouch.data.base import DataError
 from retouch.data.lists import entries_of, fields_of
+from retouch.disk import expanded, is_file
 from retouch.hub import hub_problem, require_hub
 from retouch.imaging import PackedImage
 
@@ -48,7 +49,7 @@ def tables_of(path: str) -> list[Table]:
     Raises:
         DataError: nothing there, or a file that cannot be read.
     """
-    root = Path(path).expanduser()
+    root = expanded(path)
     if not root.exists():
         raise DataError(f"data.path: {path}: no such folder, and not the id of a data set of the hub (owner/name)")
     files = [root] if root.is_file() else sorted(file for kind in KINDS for file in root.rglob(f"*{kind}"))
@@ -126,7 +127,7 @@ def content_digest(source: Path | PackedImage | str) -> str:
     """Digest of an image's bytes, or of a text. A missing file counts by its name: opening it reports it later."""
     if isinstance(source, PackedImage):
         return source.digest
-    if isinstance(source, Path) and source.is_file():
+    if isinstance(source, Path) and is_file(source):
         return _digest(source.read_bytes())
     return _digest(str(source).encode())
 

@@ -6,15 +6,16 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retouch.lines import TextLine, parse_lines
+from retouch.rewards.foreign import one_line
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {
@@ -116,7 +117,7 @@ _LETTER = r"[0-9A-Za-z_\u00c0-\u052f\u1e00-\u1fff]"
 """Letter of a script that writes an apostrophe within words (Latin, Greek, Cyrillic): next to one, a single quote may
 be an apostrophe."""
 
-_QUOTES = (re.compile(r'"([^"]*)"'), re.compile(rf"(?<!{_LETTER})'(.*?)'(?!{_LETTER})", re.DOTALL))
+_DOUBLE, _OPENING, _CLOSING = (re.compile(p) for p in (r'"([^"]*)"', rf"(?<!{_LETTER})'", rf"'(?!{_LETTER})"))
 
 
 def quoted_text(prompt: str) -> str | None:
@@ -127,11 +128,15 @@ def quoted_text(prompt: str) -> str | None:
 
 def quoted_texts(prompt: str) -> list[str]:
     """Every text in double quotes of a prompt that holds more than white space; without one, those in single quotes."""
-    for quotes in _QUOTES:
-        found = [match[1] for match in quotes.finditer(prompt) if match[1].strip()]
-        if found:
-            return found
-    return []
+    found = [text for text in _DOUBLE.findall(prompt) if text.strip()]
+    return found or [text for text in _single_quoted(prompt) if text.strip()]
+
+
+def _single_quoted(prompt: str) -> Iterator[str]:
+    at = 0
+    while (first := _OPENING.search(prompt, at)) and (last := _CLOSING.search(prompt, first.end())):
+        yield prompt[first.end() : last.start()]
+        at = last.end()
 
 
 def text_to_read(item: RewardItem) -> str | Failure:
@@ -246,7 +251,7 @@ class CheckedScorer:
             raw: list[object] = list(self.scorer.score(items))
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(items) == 1:
-                return [Failure("scorer_error", f"{name} raised {type(error).__name__}: {error}")]
+                return [Failure("scorer_error", one_line(f"{name} raised {type(error).__name__}: {error}"))]
             half = len(items) // 2
             if _out_of_memory(error):
                 self.largest = half
@@ -276,10 +281,10 @@ _SLACK = 1e-6
 def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
     name, (low, high) = spec.name, spec.range
     if isinstance(outcome, Failure):
-        return outcome
+        return replace(outcome, message=one_line(str(outcome.message)))
     if not isinstance(outcome, Score) or isinstance(outcome.value, bool) or not isinstance(outcome.value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
         return Failure(
-            "scorer_error", f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure"
+            "scorer_error", one_line(f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure")
         )
     try:
         value = float(outcome.value)

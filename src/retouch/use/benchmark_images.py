@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 
@@ -87,10 +87,11 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
         except ValueError:
             before = None
         if not isinstance(before, dict):
-            raise ConfigError(f"--out: {record} does not say what the images of {folder} are; delete both")
+            raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
         if different := [name for name in told if before.get(name) != told[name]]:
+            was = str(cast("dict[str, Any]", before).get(different[0]))
             raise ConfigError(
-                f"--out: {folder} holds images of another {different[0]} ({before.get(different[0])}); give another "
+                f"--out: {folder} holds images of another {different[0]} ({was[:200]!r}); give another "
                 "--out, or delete that folder and its .json"
             )
         return

@@ -19,6 +19,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.data.identity import images_of, paths, trained_on
+from retouch.disk import is_file
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.report import change_of
 from retouch.rewards.base import Reward, RewardEntry
@@ -143,7 +144,7 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
             listed = [item for item in section.items() if isinstance(item, ItemFiles)] if _is_here(section) else []
         except DataError:
             listed = []
-        items = [item for item in listed if all(path.is_file() for path in paths(images_of(item)))]
+        items = [item for item in listed if all(is_file(path) for path in paths(images_of(item)))]
         if not items:
             logger.warning(
                 "--data: it is unknown whether %s trained on these examples: %s.path has no images on this machine: %s",

@@ -17,6 +17,7 @@ from pydantic import field_validator
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import line_fields, lines_mask, parsed, read_text
+from retouch.disk import expanded, is_file
 from retouch.lines import TextLine, parse_lines, placed
 
 SIDE = 512
@@ -70,7 +71,10 @@ class AnnotatedData(ImageSection):
         name, caption = fields.get("img_name"), fields.get("caption", "")
         if not isinstance(name, str) or not name or not isinstance(caption, str):
             raise DataError("has no img_name, or a caption that is no text")
-        lines = self.annotated(cast("list[Any]", fields.get("annotations") or []))
+        annotations = fields.get("annotations") or []
+        if not isinstance(annotations, list):
+            raise DataError("annotations must be a list")
+        lines = self.annotated(cast("list[Any]", annotations))
         if not lines:
             return ItemFiles(number, caption)
         return self._item(number, name, " ".join(caption.replace("*", " ").split()), lines, root)
@@ -107,7 +111,7 @@ class AnyTextData(AnnotatedData):
         return (path / _LIST).is_file()
 
     def json_file(self) -> Path:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         return path / _LIST if path.is_dir() else path
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
@@ -143,7 +147,7 @@ class TextFluxData(AnnotatedData):
         return any((path / name).is_file() for name in _PARTS.values())
 
     def json_file(self) -> Path:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         return path / _PARTS[self.part] if path.is_dir() else path
 
     def annotated(self, annotations: Sequence[Any]) -> tuple[TextLine, ...]:
@@ -151,13 +155,13 @@ class TextFluxData(AnnotatedData):
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         if self.image_root is not None:
-            source = Path(self.image_root).expanduser() / name
+            source = expanded(self.image_root) / name
         else:
             folder = (
                 "processed_ReCTS_test_images_other_words" if self.part == "other" else "processed_ReCTS_test_images"
             )
             places = [root / "textflux_data" / folder / "original" / name, root / name]
-            source = next((place for place in places if place.is_file()), places[0])
+            source = next((place for place in places if is_file(place)), places[0])
         return ItemFiles(
             number,
             self.prompt_of(caption, lines),

@@ -18,6 +18,7 @@ from PIL import Image
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import parsed, read_text
+from retouch.disk import expanded
 from retouch.imaging import PackedImage, Pixels
 
 MAPPING = "mapping_file.json"
@@ -46,7 +47,7 @@ class BrushBenchData(ImageSection):
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items of the mapping file; an id is the key if all keys are numbers, else the position."""
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         mapping = folder / MAPPING
         if not folder.is_dir():
             raise DataError(f"data.path: {folder}: no such folder")
@@ -67,7 +68,7 @@ class BrushBenchData(ImageSection):
         image, caption = fields.get("image"), fields.get("caption")
         if not isinstance(image, str) or not image or not isinstance(caption, str):
             raise DataError("has no image or no caption; both are texts")
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         mask_key = {"inside": "inpainting_mask", "outside": "outpainting_mask"}[self.region]
         runs = _runs(fields.get(mask_key), mask_key)
         digest = hashlib.sha256(runs.tobytes()).hexdigest()

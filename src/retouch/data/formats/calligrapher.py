@@ -14,6 +14,7 @@ from pydantic import field_validator
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import lines_of
+from retouch.disk import expanded, is_file
 
 DEFAULT_TEMPLATE = "The text is '{text}'."
 """Calligrapher's prompt."""
@@ -45,7 +46,7 @@ class CalligrapherData(ImageSection):
         Raises:
             DataError: no folder, no list file, or not UTF-8.
         """
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         if not folder.is_dir():
             raise DataError(f"data.path: {folder}: no such folder")
         if not (folder / self.list_file).is_file():
@@ -70,7 +71,7 @@ class SelfBenchData(CalligrapherData):
         return (path / SELF_BENCH).is_file()
 
     def listing(self) -> Path:
-        return Path(self.path).expanduser() / self.list_file
+        return expanded(self.path) / self.list_file
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         name = Path(self.list_file).name
@@ -81,14 +82,14 @@ class SelfBenchData(CalligrapherData):
         head, hyphen, text = line.partition("-")
         if not hyphen or not head.strip().isdecimal():
             raise DataError(f"{line!r} is not {{number}}-{{text}}")
-        text, folder = _written(text, head), Path(self.path).expanduser()
+        text, folder = _written(text, head), expanded(self.path)
         reference = folder / f"test{int(head)}_ref.png"
         return ItemFiles(
             id=int(head),
             prompt=self.prompt_template.replace("{text}", text),
             source_path=folder / f"test{int(head)}_source.png",
             mask_path=folder / f"test{int(head)}_mask.png",
-            reference_path=reference if reference.is_file() else None,
+            reference_path=reference if is_file(reference) else None,
             target=self.target,
             crops_reference=True,
             metadata={"text": text},
@@ -123,7 +124,7 @@ class CrossBenchData(CalligrapherData):
         return items
 
     def _item(self, number: int, head: str, other: int, given: str) -> ItemFiles:
-        text, folder = _written(given, head), Path(self.path).expanduser()
+        text, folder = _written(given, head), expanded(self.path)
         return ItemFiles(
             id=number,
             prompt=self.prompt_template.replace("{text}", text),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import fields_of, parsed, read_text, text_fields
+from retouch.disk import expanded
 
 _STYLES = ("CVTG", "CVTG-Style")
 _COUNTS = (2, 3, 4, 5)
@@ -30,7 +31,7 @@ class CvtgData(DataSection):
         return any((path / style / "2.json").is_file() for style in _STYLES)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         found: list[ItemFiles | ItemError] = []
         for style in _STYLES if self.part == "all" else (self.part,):
             for count in _COUNTS:
@@ -51,7 +52,7 @@ class CvtgData(DataSection):
     def _item(self, given: Any, number: int, part: str) -> ItemFiles:
         entry = fields_of(given)
         index, prompt = entry.get("index"), entry.get("prompt")
-        if not isinstance(index, int) or not isinstance(prompt, str) or not prompt.strip():
+        if not isinstance(index, int) or isinstance(index, bool) or not isinstance(prompt, str) or not prompt.strip():
             raise DataError("has no index or no prompt")
         texts = text_fields({"texts": entry.get("sentence_list")})
         if not texts:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of
+from retouch.disk import expanded
 
 LIST = "evaluation_metadata.jsonl"
 
@@ -27,7 +28,7 @@ class GenEvalData(DataSection):
         return bool(entries) and all(isinstance(entry, dict) and entry.keys() >= _KEYS for entry in entries)
 
     def listing(self) -> Path:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         return path / LIST if path.is_dir() else path
 
     def list_items(self) -> list[ItemFiles | ItemError]:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar, Literal, cast
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import fields_of, parsed, read_text
+from retouch.disk import expanded, is_file
 from retouch.imaging import Fit
 
 LIST = "basic_edit.json"
 
 _FIELDS = {"id", "prompt", "edit_type"}
+_MOST_DIGITS = 18  # of a key, which is the id of an example
 
 
 class ImgEditData(DataSection):
@@ -38,7 +40,7 @@ class ImgEditData(DataSection):
         return ImageOptions(self.fit)
 
     def listing(self) -> Path:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         return path / LIST if path.is_dir() else path
 
     def list_items(self) -> list[ItemFiles | ItemError]:
@@ -55,10 +57,10 @@ class ImgEditData(DataSection):
 
     def _folder(self, start: Path, entries: Mapping[str, Any]) -> Path:
         if self.images is not None:
-            return Path(self.images).expanduser()
+            return expanded(self.images)
         first = next((e["id"] for e in entries.values() if isinstance(e, dict) and isinstance(e.get("id"), str)), "")
         inside = sorted(path for path in start.iterdir() if path.is_dir())
-        return next((path for path in (start, *inside) if (path / first).is_file()), start)
+        return next((path for path in (start, *inside) if is_file(path / first)), start)
 
 
 def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
@@ -68,6 +70,8 @@ def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
         raise DataError(f"{', '.join(missing)} missing or empty")
     if not key.isdecimal():
         raise DataError(f"the key {key!r} must be a number")
+    if len(key) > _MOST_DIGITS:
+        raise DataError(f"the key {key[:40]!r} has {len(key)} digits; at most {_MOST_DIGITS} are read")
     return ItemFiles(
         id=int(key),
         prompt=fields["prompt"],

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, text_fields
+from retouch.disk import expanded
 
 FILES = {"en": "text_prompts.jsonl", "zh": "text_prompts_zh.jsonl"}
 """Language -> file in the published folder."""
@@ -31,7 +32,7 @@ class LongTextData(DataSection):
         return any((path / name).is_file() for name in FILES.values()) or path.name in FILES.values()
 
     def listing(self) -> Path:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         return path / FILES[self.language] if path.is_dir() else path
 
     def list_items(self) -> list[ItemFiles | ItemError]:

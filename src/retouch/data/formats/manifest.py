@@ -29,6 +29,7 @@ from retouch.data.lists import (
     lines_mask,
     text_fields,
 )
+from retouch.disk import expanded
 from retouch.imaging import PackedImage
 from retouch.lines import parse_lines
 
@@ -73,19 +74,19 @@ class ManifestData(ImageSection):
         return file is not None and file.suffix in SUFFIXES
 
     def listing(self) -> Path | None:
-        return _manifest_file(Path(self.path).expanduser())
+        return _manifest_file(expanded(self.path))
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = self.listing()
         if path is None:
             raise DataError(
-                f"data.path: {Path(self.path).expanduser()} is a folder without {' or '.join(METADATA)}; give the "
+                f"data.path: {expanded(self.path)} is a folder without {' or '.join(METADATA)}; give the "
                 "manifest in it (a .json, .jsonl or .csv file), or, for a folder with a self_bench.txt, set "
                 "data.format=self_bench"
             )
         if not path.is_file():
             raise DataError(f"data.path: {path}: no such manifest (a .json, .jsonl or .csv file)")
-        root = Path(self.image_root).expanduser() if self.image_root else path.parent
+        root = expanded(self.image_root) if self.image_root else path.parent
         listed = [item_or_error(f"entry {i}", self._item, entry, i, root) for i, entry in enumerate(entries_of(path))]
         return _with_targets(listed, self.target)
 

@@ -23,6 +23,7 @@ from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.lists import parsed, read_text
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
+from retouch.disk import expanded
 from retouch.hub import is_hub_id
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ def _downloaded(path: str, names: list[str]) -> dict[str, Table]:
 def _training_rows(path: str) -> Iterator[Row]:
     if is_hub_id(path):
         raise DataError(f"data.path: given {path!r}; for layout=train download its JSON file, and give the path of it")
-    given = Path(path).expanduser()
+    given = expanded(path)
     file = given / "train.json" if given.is_dir() else given
     if not file.is_file() or file.suffix != ".json":
         raise DataError(f"data.path: {file}: no such file; layout=train takes the JSON file of the training set")

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import IMAGE_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, text_fields
+from retouch.disk import expanded
 
 _JSON = (".json", ".jsonl")
 
@@ -29,7 +30,7 @@ class PromptsData(DataSection):
         return bool(objects) and all("prompt" in o and o.keys().isdisjoint(IMAGE_KEYS) for o in objects)
 
     def listing(self) -> Path:
-        return Path(self.path).expanduser()
+        return expanded(self.path)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = self.listing()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of
+from retouch.disk import expanded, is_file
 
 CATEGORIES = (
     *("1.1.1", "1.1.2", "1.1.3", "1.2.1", "1.2.2", "1.3.1", "1.3.2", "1.4.1", "1.4.2", "1.4.3", "1.4.4"),
@@ -34,13 +35,13 @@ class TextEditData(ImageSection):
         return (path / "eval_prompts").is_dir()
 
     def list_items(self) -> list[ItemFiles | ItemError]:
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         lists = folder / "eval_prompts" / self.part
         files = [lists / f"{name}.jsonl" for name in CATEGORIES if (lists / f"{name}.jsonl").is_file()]
         if not files:
             raise DataError(f"data.path: {lists} has no lists like {CATEGORIES[0]}.jsonl")
         if self.image_root is not None:
-            root = Path(self.image_root).expanduser()
+            root = expanded(self.image_root)
         else:
             root = folder / "data" if (folder / "data").is_dir() else folder
         found: list[ItemFiles | ItemError] = []
@@ -60,7 +61,7 @@ class TextEditData(ImageSection):
             number,
             entry["prompt"],
             source_path=root / entry["original_image"],
-            reference_path=root / truth if isinstance(truth, str) and (root / truth).is_file() else None,
+            reference_path=root / truth if isinstance(truth, str) and is_file(root / truth) else None,
             metadata={
                 "text": entry["target_text"],
                 "source_text": entry["source_text"],

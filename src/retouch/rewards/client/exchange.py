@@ -18,6 +18,7 @@ import httpx
 
 from retouch import plain_json
 from retouch.rewards.addresses import is_local, retry_after_s
+from retouch.rewards.foreign import one_line
 from retouch.rewards.messages import ScoreReply
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
@@ -188,10 +189,7 @@ class Exchange:
 
     def _clean(self, text: str) -> str:
         """A server's text for a terminal and a log: one line, bounded, without the token, which it may echo."""
-        start = text[:65536]  # the token is removed before the text is cut, or a part of it would remain
-        plain = "".join(c if c.isprintable() else " " for c in start)
-        plain = plain.replace(self._token, "***") if self._token else plain
-        return plain if len(plain) <= _MAX_MESSAGE else plain[:_MAX_MESSAGE] + " ..."
+        return one_line(text, self._token, _MAX_MESSAGE)
 
     def _column(self, reply: ScoreReply, name: str, url: str) -> list[Outcome]:
         """Outcomes of one reward in the order of the ids, which are positions."""

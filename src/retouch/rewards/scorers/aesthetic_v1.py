@@ -7,12 +7,12 @@ linear layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveInt
 
 from retouch.config.base import Text
+from retouch.disk import expanded
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
@@ -57,7 +57,7 @@ class AestheticV1Scorer(PackageScorer[AestheticV1Reward]):
 
         import torch
 
-        file = Path(self.options.head).expanduser()
+        file = expanded(self.options.head)
         if not file.is_file():
             raise ConfigError(f"head: given {self.options.head!r}; no such file")
         try:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import PositiveInt, model_validator
 
 from retouch.config.base import NonNegative, Text, Unit
+from retouch.disk import expanded
 from retouch.errors import ConfigError
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import (
     JudgeEntry,
@@ -236,10 +238,10 @@ def read_published(folder: str) -> Published:
     """
     found: dict[str, str] = {}
     for file, names in _PUBLISHED.items():
-        path = Path(folder).expanduser() / file
+        path = expanded(folder) / file
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, SyntaxError) as error:
+            tree = parsed_file(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"reward 'complex_edit': prompts: given {folder!r}, whose {file} cannot be read ({error}); set it to "
                 f"your copy of {_WHERE}"
@@ -273,6 +275,6 @@ def _read_as_text(text: str, names: Sequence[str], also: Sequence[str]) -> dict[
     for name in names:
         value = found[name]
         if not isinstance(value, str) or value not in {str(number) for number in range(_MOST + 1)}:
-            raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {value!r}')
+            raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {shown(value)}')
         found[name] = int(value)
     return found

@@ -20,6 +20,7 @@ from pydantic import PositiveInt
 
 from retouch import plain_json
 from retouch.config.base import NonNegative
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part, is_openai
@@ -105,25 +106,28 @@ class EditScoreScorer(JudgeScorer[EditScoreReward]):
         raise AnswerError(f"no scores in {_TRIES} answers: {problem}")
 
 
+_FENCED = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
+
+
 def read_scores(text: str, count: int = 2, most: float = RANGE) -> list[float]:
     """The numbers under "score" of an answer {"reasoning": text, "score": [numbers]}, with or without a code fence.
 
     Raises:
         ValueError: another format, another number of scores, or a score outside [0, most].
     """
-    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL)
+    fenced = _FENCED.fullmatch(text.strip())
     try:
-        found: Any = plain_json.loads(fenced[1] if fenced else text)
+        found: Any = plain_json.loads(fenced[1].strip() if fenced else text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}; given {text[:60]!r}") from None
     if not isinstance(found, dict) or "score" not in found:
         raise ValueError(f"it must be an object with a score; given {text[:60]!r}")
     scores: Any = cast("dict[str, Any]", found)["score"]
     if not isinstance(scores, list) or len(cast("list[Any]", scores)) != count:
-        raise ValueError(f"score must be a list of {count} numbers; given {scores!r}")
+        raise ValueError(f"score must be a list of {count} numbers; given {shown(scores)}")
     for score in cast("list[Any]", scores):
         if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= most:
-            raise ValueError(f"a score must be a number from 0 to {most:g}; given {score!r}")
+            raise ValueError(f"a score must be a number from 0 to {most:g}; given {shown(score)}")
     return [float(score) for score in cast("list[Any]", scores)]
 
 

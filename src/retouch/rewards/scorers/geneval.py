@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -17,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from PIL import Image
 from pydantic import model_validator
 
+from retouch import plain_json
 from retouch.config.base import Positive, Text
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.foreign import BrokenReply, fetch, one_line
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.geneval_verdict import (
     CLASSES,
@@ -177,23 +180,43 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
             "colors": dict(colors),
         }
         try:
-            with httpx.Client(trust_env=not is_local(address), timeout=self.options.timeout_s) as client:
-                response = client.post(f"{address}/detect", json=body)
-        except httpx.RequestError as error:
-            raise _Unreachable(f"{address}: {type(error).__name__} {error}") from None
-        if response.status_code != 200:
-            message = f"{address}: HTTP {response.status_code}: {response.text[:200]}"
-            raise _Unreachable(message) if response.status_code >= 500 else ValueError(message)
+            with httpx.Client(trust_env=not is_local(address)) as client:
+                deadline = time.monotonic() + self.options.timeout_s
+                reply = fetch(client, "POST", f"{address}/detect", deadline, body)
+        except BrokenReply as error:
+            raise ValueError(f"{address}: {error}") from None
+        except (httpx.RequestError, TimeoutError) as error:
+            raise _Unreachable(one_line(f"{address}: {type(error).__name__} {error}")) from None
+        if reply.status != 200:
+            message = one_line(f"{address}: HTTP {reply.status}: {reply.start()}")
+            raise _Unreachable(message) if reply.status >= 500 else ValueError(message)
         try:
-            reply = response.json()
-            self.set_revision(f"{self.options.value} {reply['detector']}")
-            return [_detection(given) for given in reply["objects"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{address}: not a list of detections ({error}): {response.text[:200]}") from None
+            detector, found = read_detections(reply.body)
+        except ValueError as error:
+            problem = f"{address}: not a list of detections ({error}): {reply.start()}"
+            raise ValueError(one_line(problem)) from None
+        self.set_revision(f"{self.options.value} {one_line(detector, most=_MOST_NAME)}")
+        return found
+
+
+_MOST_NAME = 200  # characters of the name of a detector
 
 
 class _Unreachable(Exception):
     """The detection server gave no answer."""
+
+
+def read_detections(body: bytes) -> tuple[str, list[Detection]]:
+    """Name of the detector and its detections, from a reply of the detection server.
+
+    Raises:
+        ValueError: not of the protocol.
+    """
+    try:
+        reply = plain_json.loads(body)
+        return str(reply["detector"]), [_detection(given) for given in reply["objects"]]
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from None
 
 
 def _detection(given: Mapping[str, Any]) -> Detection:

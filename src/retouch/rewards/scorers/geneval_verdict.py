@@ -32,6 +32,8 @@ THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9
 MOST_OBJECTS = 16
 """Detections of a class that count, best first."""
 
+_MOST_CLAUSES = 100
+
 _SHIFT = 0.1
 """Fraction of both objects' sizes by which their centres may differ without a relation."""
 
@@ -68,10 +70,14 @@ def read_clauses(metadata: Mapping[str, Any]) -> tuple[list[Clause], list[Clause
     """
     if metadata.get("tag") not in TAGS:
         raise ValueError(f"tag must be one of {', '.join(TAGS)}; given {metadata.get('tag')!r}")
-    include = [_clause(given, i) for i, given in enumerate(metadata.get("include") or ())]
+    lists = [cast("list[Any]", metadata.get(name) or []) for name in ("include", "exclude")]
+    for name, given in zip(("include", "exclude"), lists, strict=True):
+        if not isinstance(given, list | tuple) or len(given) > _MOST_CLAUSES:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{name} must be a list of at most {_MOST_CLAUSES} objects; given {str(given)[:60]!r}")
+    include = [_clause(given, i) for i, given in enumerate(lists[0])]
     if not include:
         raise ValueError("include must name at least one object")
-    return include, [_clause(given, 0) for given in metadata.get("exclude") or ()]
+    return include, [_clause(given, 0) for given in lists[1]]
 
 
 def _clause(given: Any, number: int) -> Clause:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,7 +18,9 @@ from pydantic import PositiveInt, model_validator
 
 from retouch import plain_json
 from retouch.config.base import NonNegative, Text
+from retouch.disk import expanded
 from retouch.errors import ConfigError
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
@@ -89,7 +90,7 @@ class ImgEditScorer(JudgeScorer[ImgEditReward]):
 
     def _one(self, item: RewardItem) -> Outcome:
         kind = item.metadata.get("edit_type")
-        if kind not in self.questions:
+        if not isinstance(kind, str) or kind not in self.questions:
             return Failure("bad_item", f"metadata.edit_type must be one of {', '.join(self.questions)}; given {kind!r}")
         given = self._ask(item)
         mean = sum(given) / len(given)
@@ -127,9 +128,9 @@ def read_lines(text: str, names: Sequence[str]) -> list[int]:
             continue
         key = name.casefold()
         if key not in by_key or by_key[key] in found:
-            raise ValueError(f"{name!r} is {'given twice' if key in by_key else 'no line of the required format'}")
+            raise ValueError(f"{shown(name)} is {'given twice' if key in by_key else 'no line of the required format'}")
         if not 1 <= int(value) <= MOST:
-            raise ValueError(f"{name} must be a number from 1 to {MOST}; given {value}")
+            raise ValueError(f"{name} must be a number from 1 to {MOST}; given {value[:40]}")
         found[by_key[key]] = int(value)
     missing = [name for name in names if name not in found]
     if missing:
@@ -143,7 +144,7 @@ def read_questions(path: str) -> dict[str, str]:
     Raises:
         ConfigError: no such file, not JSON, or a question without its place for the instruction or its three lines.
     """
-    file, where = Path(path).expanduser(), f"reward 'imgedit': prompts: given {path!r}"
+    file, where = expanded(path), f"reward 'imgedit': prompts: given {path!r}"
     try:
         content: Any = plain_json.loads(file.read_text(encoding="utf-8"))
     except OSError:

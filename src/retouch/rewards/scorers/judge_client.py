@@ -8,22 +8,21 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import math
 import os
 import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from PIL import Image
 
 from retouch.rewards.addresses import base_url, is_local, retry_after_s
+from retouch.rewards.foreign import BrokenReply, Reply, fetch, one_line
 from retouch.rewards.protocol import Pixels
-
-if TYPE_CHECKING:
-    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +34,16 @@ DEFAULT_MODEL = "gpt-4o-2024-11-20"
 """Model of AUTO at OpenAI: the judge of the published Complex-Edit scores."""
 _RETRY_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
+_MOST_NAME = 200  # characters of the name of the served model
+_MOST_TOKENS = 10**9  # of one reply: more would be a false number, and end the budget
 _TOKENS_OF_IMAGE = 800  # estimate of a request before its usage is known
 
 
 class JudgeError(Exception):
-    """The judge gave no usable answer. `retryable`: a later try may succeed."""
+    """The judge gave no usable answer; the message is one line. `retryable`: a later try may succeed."""
 
     def __init__(self, message: str, retryable: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.retryable = retryable
 
 
@@ -107,12 +108,22 @@ class Budget:
             self.spent_requests += 1
 
     def used(self, usage: Mapping[str, Any]) -> int:
-        """Count the tokens of a reply -> how many."""
-        tokens_in, tokens_out = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
+        """Count the tokens of a reply -> how many.
+
+        Raises:
+            ValueError: a number that is none of tokens.
+        """
+        tokens_in, tokens_out = (_tokens(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         with self._lock:
             self.spent_in += tokens_in
             self.spent_out += tokens_out
         return tokens_in + tokens_out
+
+
+def _tokens(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _MOST_TOKENS:
+        raise ValueError(f"{number!r} is no number of tokens")
+    return math.ceil(number)
 
 
 _BUCKETS: dict[tuple[str, str, float], TokenBucket] = {}
@@ -194,21 +205,21 @@ class JudgeClient:
             return self.model
 
     def _only_model(self, deadline: float) -> str:
-        response = self._reply("/models", deadline)
+        reply = self._reply("/models", deadline)
         try:
-            names = [str(model["id"]) for model in response.json()["data"]]
+            names = [str(model["id"]) for model in reply.json()["data"]]
         except (ValueError, KeyError, TypeError):
-            problem = f"{self.address}/models: not a list of models: {response.text[:200]}"
+            problem = f"{self.address}/models: not a list of models: {reply.start()}"
             raise JudgeError(self._redacted(problem)) from None
         if len(names) != 1:
             shown = ", ".join([*names[:5], "…"] if len(names) > 5 else names)
             raise JudgeError(
-                f"{self.address} lists {len(names)} models ({shown}), of which model=auto cannot choose one; export "
-                "JUDGE_MODEL=..., or set rewards.NAME.model"
+                f"{self.address} lists {len(names)} models ({self._redacted(shown)}), of which model=auto cannot "
+                "choose one; export JUDGE_MODEL=..., or set rewards.NAME.model"
             )
         return names[0]
 
-    def _reply(self, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> httpx.Response:
+    def _reply(self, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> Reply:
         """The reply with status 200, after retries. A request without a body is a GET and counts against no budget.
 
         Raises:
@@ -223,20 +234,21 @@ class JudgeClient:
                 self._wait_turn(deadline)
                 self.budget.begin()
             retry_after = 0.0
-            method, left = "GET" if body is None else "POST", max(0.1, deadline - time.monotonic())
             try:
-                response = self._http.request(method, f"{self.address}{path}", json=body, timeout=left)
-            except httpx.RequestError as error:
+                reply = fetch(self._http, "GET" if body is None else "POST", f"{self.address}{path}", deadline, body)
+            except BrokenReply as error:
+                raise JudgeError(f"{self.address}: {error}") from None
+            except (httpx.RequestError, TimeoutError) as error:
                 problem = self._redacted(f"{self.address}: {type(error).__name__} {error}")
             else:
-                if response.status_code == 200:
-                    return response
-                problem = self._redacted(f"{self.address}: HTTP {response.status_code}: {response.text[:300]}")
-                if response.status_code == 404 and not self.address.endswith("/v1"):
+                if reply.status == 200:
+                    return reply
+                problem = self._redacted(f"{self.address}: HTTP {reply.status}: {reply.start(300)}")
+                if reply.status == 404 and not self.address.endswith("/v1"):
                     problem += "; the address of an OpenAI-compatible endpoint ends with /v1"
-                if response.status_code not in _RETRY_STATUS:
+                if reply.status not in _RETRY_STATUS:
                     raise JudgeError(problem)
-                retry_after = retry_after_s(response.headers)
+                retry_after = retry_after_s(reply.headers)
             pause = max(retry_after, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
                 break
@@ -252,18 +264,19 @@ class JudgeClient:
             raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
         time.sleep(wait)
 
-    def _choice(self, response: httpx.Response) -> dict[str, Any]:
+    def _choice(self, reply: Reply) -> dict[str, Any]:
         try:
-            reply = cast("dict[str, Any]", response.json())
-            spent = self.budget.used(reply.get("usage") or {})
+            found = cast("dict[str, Any]", reply.json())
+            spent = self.budget.used(found.get("usage") or {})
             if spent and self._tokens is not None:
                 self._tokens.take(spent - _TOKENS_OF_IMAGE)
-            self._note_served(" ".join(str(reply[k]) for k in ("model", "system_fingerprint") if reply.get(k)))
-            choice = reply["choices"][0]
+            served = " ".join(str(found[k]) for k in ("model", "system_fingerprint") if found.get(k))
+            self._note_served(one_line(served, self._key, _MOST_NAME))
+            choice = found["choices"][0]
             choice["message"].get("content")  # an error where there is none
             return choice
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {response.text[:200]}")) from None
+            raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {reply.start()}")) from None
 
     def _note_served(self, name: str) -> None:
         with self._served_lock:
@@ -276,8 +289,8 @@ class JudgeClient:
             logger.warning("%s", self._redacted(f"{change}: its scores may not compare"))
 
     def _redacted(self, text: str) -> str:
-        """The text without the key, which a server may echo."""
-        return text.replace(self._key, "***") if self._key else text
+        """The text as one line without the key, which a server may echo."""
+        return one_line(text, self._key)
 
 
 def is_openai(address: str) -> bool:

@@ -15,6 +15,7 @@ from retouch import plain_json
 from retouch.config.base import NonNegative, Positive
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.foreign import shown
 from retouch.rewards.scorers.judge_client import (
     KEY_VARIABLE,
     Budget,
@@ -222,7 +223,9 @@ def read_object(text: str, keys: Sequence[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"it must be an object; given {text[:40]!r}")
     found = cast("dict[str, Any]", found)
-    wrong = [f"{k} is missing" for k in keys if k not in found] + [f"{k} is unknown" for k in found if k not in keys]
+    wrong = [f"{k} is missing" for k in keys if k not in found] + [
+        f"{k[:80]} is unknown" for k in found if k not in keys
+    ]
     if wrong:
         raise ValueError("; ".join(wrong[:5]))
     return found
@@ -238,7 +241,7 @@ def read_integers(text: str, names: Sequence[str], most: int, also: Sequence[str
     for name in names:
         value = found[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise ValueError(f"{name} must be an integer from 0 to {most}; given {value!r}")
+            raise ValueError(f"{name} must be an integer from 0 to {most}; given {shown(value)}")
     return found
 
 

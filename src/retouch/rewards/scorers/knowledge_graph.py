@@ -59,9 +59,12 @@ def read_graph(value: object) -> KnowledgeGraph:
     Entries that cannot be read are skipped and kept in `skipped`; the benchmark has some.
 
     Raises:
-        ValueError: no such object, or no element in it.
+        ValueError: no such object, no element in it, or more than `MOST_ENTRIES`.
     """
     given = _object(value)
+    count = sum(len(_entries(given, key)) for key in ("elements", "dependencies"))
+    if count > MOST_ENTRIES:
+        raise ValueError(f"the knowledge graph has {count} elements and dependencies; at most {MOST_ENTRIES} are read")
     elements: dict[str, str] = {}
     skipped: list[str] = []
     for entry in _entries(given, "elements"):
@@ -83,8 +86,14 @@ def read_graph(value: object) -> KnowledgeGraph:
     return KnowledgeGraph(tuple(elements.values()), tuple(dependencies), tuple(skipped))
 
 
-_ANSWER = re.compile(r"^[\s*•\-]*(?:\d+\.\s*)?(?P<name>.+?)[`*\s]*[:：]\s*\[?(?P<answer>yes|no)\b", re.IGNORECASE)
-"""One line of a checklist in text: `* name: yes`, with whatever Markdown and explanation around it."""
+_ANSWER = re.compile(r"[:：]\s*\[?(?P<answer>yes|no)\b", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+\.\s*")
+
+MOST_ENTRIES = 1000
+"""Elements and dependencies of a graph; more are an error, because looking up their ends would stall a run."""
+
+_MOST_COMMAS = 50
+"""Commas in a dependency that can be read."""
 
 
 def read_checklist(text: str, names: Sequence[str]) -> list[bool]:
@@ -95,15 +104,28 @@ def read_checklist(text: str, names: Sequence[str]) -> list[bool]:
     """
     found: dict[str, bool] = {}
     for line in text.replace("**", "").splitlines():
-        match = _ANSWER.match(line)
-        if match:
-            found[_key(match["name"].strip("`[] "))] = match["answer"].casefold() == "yes"
+        for match in _ANSWER.finditer(line):
+            name = _listed_name(line[: match.start()])
+            if name:
+                found[_key(name.strip("`[] "))] = match["answer"].casefold() == "yes"
+                break
     missing = [name for name in names if _key(name) not in found]
     if missing:
         raise ValueError(
             f"no line answers yes or no for {len(missing)} of {len(names)} names, {missing[0]!r} among them"
         )
     return [found[_key(name)] for name in names]
+
+
+def _listed_name(text: str) -> str:
+    """The name in the part of a line before its answer: `* name`, `1. name`, with whatever Markdown around it."""
+    start, end = 0, len(text)
+    while start < end and (text[start].isspace() or text[start] in "*•-"):
+        start += 1
+    while end > start and (text[end - 1].isspace() or text[end - 1] in "`*"):
+        end -= 1
+    name = text[start:end]
+    return _NUMBER.sub("", name, count=1) if _NUMBER.match(name) and not _NUMBER.fullmatch(name) else name
 
 
 def shown(
@@ -200,6 +222,8 @@ def _dependency(text: str, keys: Sequence[str]) -> Dependency | None:
         return None
     inside = inside.removesuffix(")")
     pieces = inside.split(",")
+    if len(pieces) > _MOST_COMMAS:
+        return None
     splits = [(",".join(pieces[:i]), ",".join(pieces[i:])) for i in range(1, len(pieces))]
     for lookup in (_exact, _contained):
         for pair in splits:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from retouch.config.base import Text
+from retouch.disk import expanded
 from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -127,7 +127,7 @@ def _tensors(option: str, given: str) -> Mapping[str, Tensor]:
     """Raises:
     ConfigError: no such file, or not of tensors.
     """
-    file = Path(given).expanduser()
+    file = expanded(given)
     if not file.is_file():
         raise ConfigError(f"{option}: given {given!r}; no such file")
     try:
@@ -149,4 +149,4 @@ def _one(tensors: Mapping[str, Tensor], option: str, name: str) -> Tensor:
 
 
 def _digest(file: str) -> str:
-    return hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(expanded(file).read_bytes()).hexdigest()[:12]

@@ -18,8 +18,11 @@ import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Text
+from retouch.disk import expanded
 from retouch.errors import ConfigError
+from retouch.rewards.foreign import shown
 from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, schema_of
@@ -213,16 +216,15 @@ def _published_question(options: MmmgReward) -> str | None:
     if options.wording == "own":
         return None
     where = f"reward 'mmmg': prompts: given {options.prompts!r}"
-    path = Path(options.prompts or "").expanduser()
+    path = expanded(options.prompts or "")
     if not path.is_file():
         raise ConfigError(
             f"{where}, which is no file; set it to your copy of MMMG's question "
             "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
         )
     try:
-        text = path.read_text(encoding="utf-8")
-        texts = _constants(text) if path.suffix == ".py" else [text]
-    except (UnicodeDecodeError, SyntaxError) as error:
+        texts = _constants(path) if path.suffix == ".py" else [path.read_text(encoding="utf-8")]
+    except ValueError as error:
         raise ConfigError(f"{where}, which cannot be read: {error}; give a text file in UTF-8") from None
     found = [one for one in texts if _GRAPH_SLOT in one]
     if not found:
@@ -230,9 +232,9 @@ def _published_question(options: MmmgReward) -> str | None:
     return found[0]
 
 
-def _constants(source: str) -> list[str]:
+def _constants(path: Path) -> list[str]:
     """String constants of a Python file, which is not run."""
-    nodes = ast.walk(ast.parse(source))
+    nodes = ast.walk(parsed_file(path))
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
@@ -245,5 +247,5 @@ def _read_answers(text: str, keys: Sequence[str]) -> list[bool]:
     found = read_object(text, [*keys, _DESCRIPTION])
     for key in keys:
         if found[key] not in ("yes", "no"):
-            raise ValueError(f'{key} must be "yes" or "no"; given {found[key]!r}')
+            raise ValueError(f'{key} must be "yes" or "no"; given {shown(found[key])}')
     return [found[key] == "yes" for key in keys]

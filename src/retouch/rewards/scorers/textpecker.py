@@ -28,6 +28,7 @@ from pydantic import Field, PositiveInt
 from retouch import plain_json
 from retouch.config.base import Unit
 from retouch.imaging import text_similarity
+from retouch.rewards.foreign import shown
 from retouch.rewards.matching import assignment
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.judge_client import image_part
@@ -117,7 +118,7 @@ def read_transcript(reply: str) -> str:
     if isinstance(text, list) and all(isinstance(line, str) for line in cast("list[Any]", text)):
         return " ".join(cast("list[str]", text))
     if not isinstance(text, str):
-        raise ValueError(f"recognized_text must be a text or a list of texts; given {text!r}")
+        raise ValueError(f"recognized_text must be a text or a list of texts; given {shown(text)}")
     return text
 
 

@@ -25,6 +25,7 @@ from retouch.types import Failure, Outcome, Score
 AXES = ("alignment", "coherence", "style")
 _LOWEST, _HIGHEST = 1.0, 5.0
 _SUM_SLACK = 0.02  # the scores of a pair are text of a language model, with rounded digits
+_INDENT = r"[^\S\n]*"  # within the line: over empty lines, the time would grow with their square
 _NUMBER = r"([+-]?\d+(?:\.\d+)?)"
 _MAX_TOKENS = 1024
 
@@ -109,7 +110,9 @@ def read_axes(text: str) -> dict[str, float]:
         ValueError: an axis without a score or with two, or a score out of range.
     """
     return {
-        axis: _in_range(axis, re.findall(rf"(?m)^\s*{axis.capitalize()} Score \(1-5\): {_NUMBER}\s*$", text), text)
+        axis: _in_range(
+            axis, re.findall(rf"(?m)^{_INDENT}{axis.capitalize()} Score \(1-5\): {_NUMBER}\s*$", text), text
+        )
         for axis in AXES
     }
 
@@ -131,7 +134,7 @@ def read_pair(text: str) -> dict[str, float]:
     """
     shares: dict[str, float] = {}
     for axis in AXES:
-        block = rf"(?m)^\s*{axis.capitalize()} Score:\s*Image 1: {_NUMBER}\s*Image 2: {_NUMBER}\s*$"
+        block = rf"(?m)^{_INDENT}{axis.capitalize()} Score:\s*Image 1: {_NUMBER}\s*Image 2: {_NUMBER}\s*$"
         found = re.findall(block, text)
         if len(found) != 1:
             raise ValueError(f"the answer must have one pair of scores for {axis}; given {text[:80]!r}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch.disk import expanded
 from retouch.errors import ConfigError
 from retouch.hub import is_hub_id, require_hub
 
@@ -23,7 +24,7 @@ def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tup
     Raises:
         ConfigError: no such file.
     """
-    given = Path(path).expanduser()
+    given = expanded(path)
     if given.is_file():
         return given, "local"
     listed = " or ".join(names)

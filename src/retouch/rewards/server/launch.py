@@ -46,6 +46,8 @@ class ServeOptions:
         log_dir: folder of one log file per instance.
         with_parent: id of the process that starts this one and at whose end it ends; it keeps the output, without log
             files.
+        listeners: file descriptors of sockets that listen, one per instance, in place of `port`: they stay bound while
+            this process is restarted.
         limits: fields of `admission.Limits`.
     """
 
@@ -56,6 +58,7 @@ class ServeOptions:
     endpoints: Path | None = None
     log_dir: Path = Path("reward-logs")
     with_parent: int | None = None
+    listeners: Sequence[int] = ()
     limits: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -91,7 +94,10 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
         )
     instances: list[Instance] = []
     for number, device in enumerate(places):
-        listener = _listen(options.host, options.port + number if options.port else 0)
+        if options.listeners:
+            listener = socket.socket(fileno=options.listeners[number])
+        else:
+            listener = _listen(options.host, options.port + number if options.port else 0)
         instances.append(Instance(listener, options.host, device, _log_file(options, listener)))
     if options.with_parent is not None:
         exit_with_parent(options.with_parent)
@@ -305,20 +311,57 @@ def _not_a_table(options: str, name: str) -> ConfigError:
 
 
 class LocalServer:
-    """A reward server on loopback for the duration of a run (`url: auto`), with one instance per device."""
+    """A reward server on loopback for the duration of a run (`url: auto`), with one instance per device. It is started
+    again if it ends; its ports stay bound, and clients wait meanwhile."""
 
     def __init__(self, scorers: Mapping[str, Mapping[str, Any]], log: Path, devices: Sequence[str] = CPU) -> None:
         self.log = log
         self._folder = tempfile.TemporaryDirectory(prefix="retouch-rewards-")
         self._endpoints = Path(self._folder.name) / "endpoints.json"
-        command = [sys.executable, "-P", "-m", "retouch", "reward", "serve", ",".join(scorers), "--port", "0"]
-        command += ["--endpoints", str(self._endpoints), "--options", json.dumps(scorers)]
-        command += ["--devices", serve_argument(devices), "--with-parent", str(os.getpid())]
+        self._listeners = [_listen("127.0.0.1", 0) for _ in devices]
+        self._command = [sys.executable, "-P", "-m", "retouch", "reward", "serve", ",".join(scorers)]
+        self._command += ["--listeners", ",".join(str(one.fileno()) for one in self._listeners)]
+        self._command += ["--endpoints", str(self._endpoints), "--options", json.dumps(scorers)]
+        self._command += ["--devices", serve_argument(devices), "--with-parent", str(os.getpid())]
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as stream:
-            self._process = subprocess.Popen(
-                command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
+        self._process = self._start()
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._keep, daemon=True, name="reward-server-watch")
+        self._watch.start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as stream:
+            return subprocess.Popen(
+                self._command,
+                stdout=stream,
+                stderr=stream,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[one.fileno() for one in self._listeners],
             )
+
+    def _keep(self) -> None:
+        """Start the server again when it ends, except after its own error: clients are then refused."""
+        early_deaths, started = 0, time.monotonic()
+        while not self._closing.wait(_WATCH_S):
+            code = self._process.poll()
+            if code is None:
+                continue
+            if not self._endpoints.exists():
+                return  # it never started, which `urls` reports
+            early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
+            if code == ConfigError.exit_code or early_deaths >= _EARLY_DEATHS:
+                logger.error("the reward server ended (exit code %s) and is not restarted; see %s", code, self.log)
+                self._refuse()
+                return
+            logger.error("the reward server ended (exit code %s); it is restarted, see %s", code, self.log)
+            started = time.monotonic()
+            with suppress(OSError):  # no memory for a process: the next attempt follows
+                self._process = self._start()
+
+    def _refuse(self) -> None:
+        for one in self._listeners:
+            one.close()
 
     def urls(self, timeout_s: float = 60.0) -> list[str]:
         """The addresses of its instances, once their ports are bound.
@@ -340,6 +383,9 @@ class LocalServer:
         return self._process.pid
 
     def close(self) -> None:
+        self._closing.set()
+        self._watch.join()
+        self._refuse()
         self._process.terminate()
         try:
             self._process.wait(timeout=35)

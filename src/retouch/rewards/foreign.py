@@ -1,0 +1,87 @@
+"""Text and HTTP replies of other programs: printable, and within bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from retouch import plain_json
+
+if TYPE_CHECKING:
+    import httpx
+
+MOST_CHARACTERS = 1000
+"""Maximum length of another program's text in a message."""
+
+MOST_BYTES = 4 << 20
+"""Maximum length of a reply of a judge or a detector."""
+
+_READ = 65536  # characters of which the secret is removed before the text is cut, or a part of it would remain
+
+
+class BrokenReply(Exception):
+    """A reply that is compressed or too long."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole reply."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Raises:
+        ValueError: not JSON.
+        """
+        return plain_json.loads(self.body)
+
+    def start(self, most: int = 200) -> str:
+        """The first bytes as text, for a message."""
+        return self.body[:most].decode("utf-8", "replace")
+
+
+def one_line(text: str, secret: str | None = None, most: int = MOST_CHARACTERS) -> str:
+    """Foreign text for a terminal and a log: one line of at most `most` characters, in which spaces replace control
+    characters and halves of surrogate pairs, without the secret, which a server may echo."""
+    plain = "".join(c if c.isprintable() else " " for c in text[:_READ])
+    plain = plain.replace(secret, "***") if secret else plain
+    return plain if len(plain) <= most else plain[:most] + " ..."
+
+
+def shown(value: object, most: int = 80) -> str:
+    """The start of a foreign value, for a message."""
+    text = repr(value)
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Mapping[str, Any] | None = None) -> Reply:
+    """One reply of at most `MOST_BYTES`.
+
+    Args:
+        deadline: on the clock of `time.monotonic`, for the whole reply: a server that sends one byte per second does
+            not hold the caller.
+
+    Raises:
+        BrokenReply: compressed (a few bytes could become gigabytes), or longer.
+        TimeoutError: no whole reply before the deadline.
+        httpx.RequestError: no whole reply.
+    """
+    left = max(0.1, deadline - time.monotonic())
+    until = time.monotonic() + left
+    headers = {"Accept-Encoding": "identity"}
+    with client.stream(method, url, json=body, timeout=left, headers=headers) as response:
+        coding = response.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise BrokenReply(f"the reply is compressed ({coding[:20]}), which was not requested")
+        received = bytearray()
+        for chunk in response.iter_bytes():  # as they came: nothing is decompressed
+            received += chunk
+            if len(received) > MOST_BYTES:
+                raise BrokenReply(f"the reply is over {MOST_BYTES} bytes")
+            if time.monotonic() > until:
+                raise TimeoutError(f"no whole reply within {left:.1f} s")
+        return Reply(response.status_code, response.headers, bytes(received))
