@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create_model
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
@@ -37,10 +37,12 @@ class Registry(Mapping[str, Component], Generic[Component]):
         kind: what a message calls one, for example "reward".
         group: entry-point group of other packages, for example "retouch.rewards".
         builtin: name -> "module:attribute" of the package's own components.
+        key: field of the components that has their name as its literal; "" if they have none.
     """
 
-    def __init__(self, kind: str, group: str, builtin: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, group: str, builtin: Mapping[str, str], key: str = "") -> None:
         self.kind = kind
+        self.key = key
         others = {point.name: point.value for point in entry_points(group=group)}
         self._places = {**builtin, **others, **builtin}  # the package's own come first and keep their names
         self._builtin = frozenset(builtin)
@@ -50,13 +52,20 @@ class Registry(Mapping[str, Component], Generic[Component]):
         """Add a component of a plug-in, or the same one again.
 
         Raises:
-            ValueError: another component has the name.
+            ValueError: another component has the name, or the component has another one in its own field.
         """
         known = self._loaded.get(name)
         same = known is not None and _qualified(known) == _qualified(component)
         place = self._places.get(name, "")
         if name in self and not same and (name in self._builtin or place != ":".join(_qualified(component))):
             raise ValueError(f"{self.kind} {name!r}: the name is taken; register it under another name")
+        field = getattr(component, "model_fields", {}).get(self.key)
+        own = get_args(field.annotation) if field is not None else ()
+        if own and name not in own:
+            raise ValueError(
+                f"{self.kind} {name!r}: given {self.key}={own[0]!r} in {_qualified(component)[1]}; expected the "
+                f"registered name; set {self.key}: Literal[{name!r}] = {name!r}, or register it as {own[0]!r}"
+            )
         self._loaded[name] = component
         return component
 
@@ -154,7 +163,7 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
     """Import modules that register components, with those in RETOUCH_PLUGINS, and name them there for child processes.
 
     Raises:
-        ImportError: a module that is not there, or fails.
+        ImportError: a module that is not there, or fails; the message ends with the remedy.
     """
     named = [name for name in dict.fromkeys([*os.environ.get(PLUGINS, "").split(","), *modules]) if name]
     new = [name for name in named if name not in _plugins]
@@ -162,7 +171,11 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
         try:
             import_from_here(name)
         except Exception as error:
-            raise ImportError(f"given {name!r}, which cannot be imported ({type(error).__name__}: {error})") from error
+            absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+            remedy = "install its package, or start where its file is" if absent else "correct the module"
+            raise ImportError(
+                f"given {name!r}, which cannot be imported ({type(error).__name__}: {error}); {remedy}"
+            ) from error
         _plugins.add(name)
     if new:
         os.environ[PLUGINS] = ",".join(named)

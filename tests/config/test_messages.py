@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from retouch.algorithms import ALGORITHMS
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import nearest
 from retouch.data.formats import FORMATS
@@ -79,7 +80,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
         ("model.family=sdxl", f"model.family: given 'sdxl'; known: {', '.join(sorted(FAMILIES))}"),
-        ("algorithm.name=reinforce", "algorithm.name: given 'reinforce'; known: dpo, grpo, nft, ppo, sft, vlm_grpo"),
+        ("algorithm.name=reinforce", f"algorithm.name: given 'reinforce'; known: {', '.join(sorted(ALGORITHMS))}"),
     ],
 )
 def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Problems) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from retouch.core.rules import StepRule
+from retouch.registry import import_plugins
 
 CODE = """
 import sys
@@ -44,3 +50,41 @@ def test_a_run_after_another_one_takes_in_its_plugins_and_a_taken_name_is_refuse
         "OwnReward",
         "reward 'ocr': the name is taken; register it under another name",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            PLUGIN.replace('register("own"', 'register("mine"'),
+            (
+                "reward 'mine': given scorer='own' in OwnReward; expected the registered name; "
+                "set scorer: Literal['mine'] = 'mine', or register it as 'own'); correct the module"
+            ),
+        ),
+        ("import retouch.step_rules", "No module named 'retouch.step_rules'); correct the module"),
+        (None, "No module named 'mistaken'); install its package, or start where its file is"),
+    ],
+)
+def test_the_message_about_a_plugin_that_cannot_be_imported_names_its_own_remedy(
+    text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    if text is not None:
+        (tmp_path / "mistaken.py").write_text(text, encoding="utf-8")
+    with pytest.raises(ImportError, match=re.escape(message)):
+        import_plugins(["mistaken"])
+
+
+def test_a_step_rule_rejects_values_that_no_run_file_can_use() -> None:
+    with pytest.raises(ValueError, match=r"StepRule\.prediction: given 'velocity'; set one of 'flow', 'epsilon'"):
+        StepRule(prediction="velocity", strength="eta", default=1.0, step="a:b")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"StepRule\.strength: given 'rate'; set one of 'noise_level', 'eta'"):
+        StepRule(prediction="flow", strength="rate", default=1.0, step="a:b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", ["nowhere_at_all:step", "retouch.core.steps:nope", "retouch.core.steps"])
+def test_a_step_rule_whose_function_is_missing_names_it(step: str) -> None:
+    rule = StepRule(prediction="flow", strength="eta", default=1.0, step=step)
+    with pytest.raises(ImportError, match=rf"StepRule\.step: given '{step}', .*; set it to 'module:function'"):
+        _ = rule.mean_std

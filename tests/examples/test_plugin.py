@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -89,6 +91,27 @@ def test_its_step_rule_samples_for_grpo(site: Path, data: Path, tmp_path: Path) 
     rows = [json.loads(line) for line in (tmp_path / "runs/plugin/metrics.jsonl").read_text("utf-8").splitlines()]
     first = next(row for row in rows if row["kind"] == "train")
     assert first["max_abs_log_ratio"] < 1e-5  # on policy
+
+
+def test_the_script_lists_generated_signs_for_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "signs").mkdir()
+    (tmp_path / "signs/self_bench.txt").write_text("0-KIGE\n11-A-B\n", encoding="utf-8")
+    subprocess.run([sys.executable, str(PLUGIN / "make_tsv.py")], cwd=tmp_path, check=True)
+    with (tmp_path / "signs.tsv").open(encoding="utf-8", newline="") as file:
+        first, second = csv.DictReader(file, delimiter="\t")
+    assert first["image"] == "signs/test0_source.png" and first["text"] == "KIGE"
+    assert second["mask"] == "signs/test11_mask.png" and second["caption"] == "A sign with the text 'A-B'."
+
+
+def test_the_shortest_step_rule_of_the_page_is_euler_with_noise_of_a_constant_rate() -> None:
+    page = (REPOSITORY / "docs/extending.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r'```python\n("""my_rules\.py.*?)```', page, re.DOTALL)
+    rules: dict[str, Any] = {}
+    exec(block.split("STEP_RULES.register")[0], rules)
+    x, velocity = torch.ones(2, 3, 4, 4), torch.full((2, 3, 4, 4), 2.0)
+    mean, std = rules["constant_step"](x, velocity, torch.tensor([1.0, 0.5]), torch.tensor([0.75, 0.25]), 0.1)
+    torch.testing.assert_close(mean, torch.full_like(x, 0.5))  # 1 + 2 (-1/4)
+    torch.testing.assert_close(std, torch.tensor([0.05, 0.05]))  # 0.1 sqrt(1/4)
 
 
 def test_its_format_is_recognised_and_unknown_names_list_its_components(site: Path, data: Path, tmp_path: Path) -> None:

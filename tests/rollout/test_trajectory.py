@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retouch.core import steps
-from retouch.core.rules import STEP_RULES
+from retouch.core.rules import STEP_RULES, StepRule
 from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import (
     StepPlan,
@@ -112,6 +112,38 @@ def test_the_last_step_of_ddim_has_no_density() -> None:
         StepPlan(schedule, rule, 1.0, 0, 4, 4)
     for stochastic in (3, 4):
         sample(model, model.network, StepPlan(schedule, rule, 1.0, 0, stochastic, 3), CONDITION, SEEDS)
+
+
+def pair_of_four_dims(x: Tensor, *_: Any) -> Any:
+    return x, x
+
+
+def mean_alone(x: Tensor, *_: Any) -> Any:
+    return x
+
+
+def no_noise_at_the_end(x: Tensor, _v: Tensor, _level: Tensor, level_next: Tensor, *_: Any) -> Any:
+    return x, level_next
+
+
+def never_noise(x: Tensor, *_: Any) -> Any:
+    return x, torch.zeros(len(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (pair_of_four_dims, r"given shapes \(4, 1\), \(4, 1\) .* expected \(mean, std\).* set the std to std.flatten"),
+        (mean_alone, r"given a single value .* expected \(mean, std\)"),
+        (no_noise_at_the_end, "step 3 of 4 .*for a step rule of your own, set ends_without_noise=True in its StepRule"),
+        (never_noise, "step 0 of 4 .*for a step rule of your own, set a std above 0 in its function"),
+    ],
+)
+def test_a_step_rule_that_cannot_be_trained_is_rejected_with_its_remedy(function: Any, message: str) -> None:
+    schedule = FakeModel("flow").schedule(4, SIZE)
+    rule = StepRule("flow", "eta", 1.0, f"{__name__}:{function.__name__}")
+    with pytest.raises(ValueError, match=message):
+        StepPlan(schedule, rule, 1.0, 0, 4, 4)
 
 
 def test_rows_may_be_at_different_steps_of_a_ddim_run() -> None:

@@ -15,5 +15,6 @@ ALGORITHMS: Registry[type] = Registry(
         "nft": "retouch.algorithms.nft.config:NftConfig",
         "vlm_grpo": "retouch.algorithms.vlm_grpo.config:VlmGrpoConfig",
     },
+    key="name",
 )
 """`algorithm.name` -> its section of the run file."""

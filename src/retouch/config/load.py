@@ -295,7 +295,7 @@ def _take_in_plugins(modules: object, source: str) -> None:
     try:
         import_plugins(name for name in named if isinstance(name, str))
     except ImportError as error:
-        raise ConfigError(f"{source}: plugins: {error}; install its package, or start where its file is") from error
+        raise ConfigError(f"{source}: plugins: {error}") from error
 
 
 def dump_run(run: RunConfig) -> str:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_VALUES = {"prediction": ("flow", "epsilon"), "strength": ("noise_level", "eta")}
+"""Field of a rule -> its values. A dataclass does not check them, and a plug-in may have no type checker."""
+
+
 @dataclass(frozen=True)
 class StepRule:
     """One stochastic solver step and its properties.
@@ -35,10 +39,26 @@ class StepRule:
     ends_without_noise: bool = False
     takes_second_level: bool = False
 
+    def __post_init__(self) -> None:
+        for name, meanings in _VALUES.items():
+            value = getattr(self, name)
+            if value not in meanings:
+                raise ValueError(f"StepRule.{name}: given {value!r}; set one of {', '.join(map(repr, meanings))}")
+
     @cached_property
     def mean_std(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The function that `step` names, imported on first use."""
-        return load_attribute(self.step)
+        """The function that `step` names, imported on first use.
+
+        Raises:
+            ImportError: no such module or function.
+        """
+        try:
+            return load_attribute(self.step)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ImportError(
+                f"StepRule.step: given {self.step!r}, which cannot be imported ({error}); set it to "
+                "'module:function' of the function of the rule"
+            ) from error
 
 
 FLOW_SDE = StepRule("flow", "noise_level", 0.9, "retouch.core.steps:flow_sde", takes_second_level=True)

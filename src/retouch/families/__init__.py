@@ -25,6 +25,7 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
         "flux2_klein": "retouch.families.flux2_klein.spec:Flux2KleinModel",
         "qwen_image_21": "retouch.families.qwen_image_21.spec:QwenImage21Model",
     },
+    key="family",
 )
 """`model.family` -> its section of the run file, with the facts of the family as `spec`."""
 

@@ -52,5 +52,6 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "viescore": "retouch.rewards.scorers.viescore:VieScoreReward",
         "vlm": "retouch.rewards.scorers.vlm:VlmReward",
     },
+    key="scorer",
 )
 """`scorer` of an entry under `rewards` -> its class: options, needs, and the scorer that it makes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,12 @@ class StepPlan:
         if self.rule is not None and self.trained:
             flat = (self._trained_std() <= 0).nonzero().flatten().tolist()
             if flat:
+                step = self.first + flat[0]
+                is_last = step == self.num_steps - 1 and not self.rule.ends_without_noise
+                remedy = "ends_without_noise=True in its StepRule" if is_last else "a std above 0 in its function"
                 raise ValueError(
-                    f"step {self.first + flat[0]} of {self.num_steps} has a std of 0: a deterministic step has no "
-                    "log-probability and cannot be trained"
+                    f"step {step} of {self.num_steps} has a std of 0: a deterministic step has no "
+                    f"log-probability and cannot be trained; for a step rule of your own, set {remedy}"
                 )
 
     @property
@@ -84,7 +87,16 @@ class StepPlan:
         level = self.schedule.level(self.schedule.times)
         span = range(self.first, self.first + self.trained)
         x = torch.zeros(len(span), 1)
-        return self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])[1]
+        found: Any = self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])
+        shapes = [tuple(part.shape) for part in found] if isinstance(found, tuple) else None
+        if shapes is None or len(shapes) != 2 or shapes[0] != (len(span), 1) or shapes[1] not in ((), (len(span),)):
+            given = "a single value" if shapes is None else f"shapes {', '.join(map(str, shapes))}"
+            raise ValueError(
+                f"{self.rule.step if self.rule else 'the step rule'}: given {given} for x of shape {(len(span), 1)}; "
+                "expected (mean, std) with the mean in the shape of x and the std as [B] or a scalar tensor; "
+                "set the std to std.flatten() after arithmetic with per_row"
+            )
+        return found[1]
 
 
 def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:

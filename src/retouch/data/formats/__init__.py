@@ -27,6 +27,7 @@ FORMATS: Registry[type[DataSection]] = Registry(
         "textedit": "retouch.data.formats.textedit:TextEditData",
         "textflux": "retouch.data.formats.anytext:TextFluxData",
     },
+    key="format",
 )
 """`data.format` -> its section of the run file. A path without a format is of the first that recognises it."""
 

@@ -29,7 +29,9 @@ def make_scorer(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     except ImportError as error:
         raise ConfigError(f"{PLUGINS}: {error}") from error
     if name not in REWARDS:
-        raise ConfigError(f"reward {name!r}: no such scorer; {nearest(name, REWARDS)}")
+        close = nearest(name, REWARDS)
+        elsewhere = f"; if a module of your own registers it, set {PLUGINS}=MODULE" if close.startswith("known") else ""
+        raise ConfigError(f"reward {name!r}: no such scorer; {close}{elsewhere}")
     entry = REWARDS[name]
     for option in options or {}:
         if option not in entry.own_options():
