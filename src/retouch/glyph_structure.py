@@ -59,7 +59,7 @@ class GlyphNetwork(nn.Module):
 
     def forward(self, pixels: Tensor, letters: Tensor) -> Tensor:
         """Logits [N] of P(broken, or another letter) from `letter_pixels` [N, 1, 32, 32] and indices [N] of
-        `LETTERS`: the mean of both polarities, so that light on dark counts as dark on light."""
+        `LETTERS`: the mean of both polarities. Light on dark thus counts as dark on light."""
         given, inverted = (self.judge(self.features(sign * pixels), letters)[0] for sign in (1, -1))
         return (given + inverted) / 2
 

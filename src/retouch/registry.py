@@ -144,8 +144,8 @@ class Chosen:
 
 @cache
 def _below_its_tag(chosen: type[BaseModel], key: str) -> TypeAdapter[Any]:
-    """The class as the one member of a tagged union; pydantic reduces such a union to its member, and with it the tag
-    in the location of errors, so that a second member without keys stands beside it."""
+    """The class as the one member of a tagged union; pydantic would reduce a union of one to its member and leave
+    the tag out of the locations of errors: a second member without keys stands beside it."""
     other: Any = create_model("Other", **{key: (Literal["\0"], ...)})  # type: ignore[call-overload]
     union: Any = Annotated[Union[cast("Any", chosen), other], Field(discriminator=key)]  # noqa: UP007
     return TypeAdapter(union)
