@@ -470,6 +470,7 @@ def test_a_signal_while_the_model_loads_is_a_stop(
     run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     before = {n: signal.getsignal(n) for n in ENDING}
+    signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored
     monkeypatch.setattr("retouch.algorithms.train.train", lambda config: os.kill(os.getpid(), number))
     try:
         outcome = retouch("train", run_yaml())
