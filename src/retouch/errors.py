@@ -28,6 +28,12 @@ def _shortened(message: str) -> str:
     return f"{message[:head]} [...] {message[-tail:]}"
 
 
+def shown(value: object, most: int = 80) -> str:
+    """The start of a foreign value, for a message."""
+    text = repr(value)
+    return text if len(text) <= most else text[:most] + "..."
+
+
 class ConfigError(RetouchError, ValueError):
     """A run file, an option or a combination that cannot work."""
 

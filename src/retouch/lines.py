@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from PIL import Image, ImageDraw
 
+from retouch.errors import shown
+
 Point = tuple[float, float]
 Bounds = tuple[float, float, float, float]
 """left, top, right, bottom."""
@@ -62,7 +64,7 @@ def parse_lines(given: object) -> tuple[TextLine, ...]:
     """
     entries = cast("list[Any]", given)
     if not isinstance(given, list | tuple) or not 0 < len(entries) <= MOST_LINES:
-        raise ValueError(f"given {given!r}; expected a list of 1 to {MOST_LINES} texts or lines")
+        raise ValueError(f"given {shown(given)}; expected a list of 1 to {MOST_LINES} texts or lines")
     lines = tuple(_line(entry, f"line {number}") for number, entry in enumerate(entries, 1))
     if len({line.polygon is None for line in lines}) > 1:
         raise ValueError("some lines have a polygon or box and others none; give every line one, or none of them")
@@ -73,10 +75,10 @@ def _line(entry: Any, where: str) -> TextLine:
     fields = cast("Mapping[str, Any]", entry if isinstance(entry, Mapping) else {"text": entry})
     unknown = sorted(set(fields) - {"text", "polygon", "box"})
     if unknown:
-        raise ValueError(f"{where}: no such key {unknown[0]!r}; a line has text, and polygon or box")
+        raise ValueError(f"{where}: no such key {shown(unknown[0])}; a line has text, and polygon or box")
     text = fields.get("text")
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{where}: text is {text!r}; it must be a string that is not empty")
+        raise ValueError(f"{where}: text is {shown(text)}; it must be a string that is not empty")
     if fields.get("polygon") is not None and fields.get("box") is not None:
         raise ValueError(f"{where}: polygon and box both given; keep one")
     if fields.get("box") is not None:
@@ -86,13 +88,13 @@ def _line(entry: Any, where: str) -> TextLine:
 
 def _corners(box: object, where: str) -> tuple[Point, ...]:
     if not isinstance(box, list | tuple) or len(cast("list[Any]", box)) != 4 or not all(map(_is_number, box)):
-        raise ValueError(f"{where}: box is {box!r}; it must be [left, top, right, bottom] in pixels")
+        raise ValueError(f"{where}: box is {shown(box)}; it must be [left, top, right, bottom] in pixels")
     left, top, right, bottom = (float(n) for n in cast("list[Any]", box))
     if left >= right or top >= bottom:
-        raise ValueError(f"{where}: box is {box!r}; left must be below right, and top below bottom")
+        raise ValueError(f"{where}: box is {shown(box)}; left must be below right, and top below bottom")
     corners = (left, top), (right, top), (right, bottom), (left, bottom)
     if not area(corners):
-        raise ValueError(f"{where}: box is {box!r}, which has no area")
+        raise ValueError(f"{where}: box is {shown(box)}, which has no area")
     return corners
 
 
@@ -101,10 +103,12 @@ def _polygon(points: object, where: str) -> tuple[Point, ...]:
     pairs = all(isinstance(p, list | tuple) and len(cast("list[Any]", p)) == 2 for p in listed)
     pairs = pairs and all(_is_number(n) for point in listed for n in point)
     if len(listed) < 3 or not pairs:
-        raise ValueError(f"{where}: polygon is {points!r}; it must be a list of at least 3 points [x, y] in pixels")
+        raise ValueError(
+            f"{where}: polygon is {shown(points)}; it must be a list of at least 3 points [x, y], in pixels"
+        )
     corners = tuple((float(x), float(y)) for x, y in listed)
     if not area(corners):
-        raise ValueError(f"{where}: polygon is {points!r}, which has no area")
+        raise ValueError(f"{where}: polygon is {shown(points)}, which has no area")
     return corners
 
 

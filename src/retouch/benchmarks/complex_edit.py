@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from pydantic import field_validator
+
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, judge, mean, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.complex_edit import ComplexEditData, complexities
@@ -32,15 +34,19 @@ class ComplexEditBenchmark(Benchmark):
         settings={"judge": "gpt-4o-2024-11-20", "answers": 20, "temperature": 1.0},
     )
 
+    @field_validator("complexity")
+    @classmethod
+    def _is_complexity(cls, value: str) -> str:
+        return ",".join(map(str, complexities(value)))
+
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         return {"complex_edit": {**judge("gpt-4o-2024-11-20"), "samples": 20, "temperature": 1.0}}
 
     def data(self) -> DataSection:
-        # the validator of the format takes what the user may write
         section = ComplexEditData(
             path=self.path,
-            complexity=",".join(map(str, complexities(self.complexity))),
+            complexity=self.complexity,
             image_type=self.image_type,
             fit="stretch",
         )

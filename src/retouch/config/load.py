@@ -93,7 +93,7 @@ def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> bool:
 def _leaves(changes: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every value with its path; an empty mapping is a value."""
     for dotted, value in changes.items():
-        path = (*above, *dotted.split("."))
+        path = (*above, *str(dotted).split("."))  # YAML also has keys that are no strings
         if isinstance(value, Mapping) and value:
             yield from _leaves(cast("Mapping[str, Any]", value), path)
         else:

@@ -52,12 +52,6 @@ def one_line(text: str, secret: str | None = None, most: int = MOST_CHARACTERS) 
     return plain if len(plain) <= most else plain[:most] + " ..."
 
 
-def shown(value: object, most: int = 80) -> str:
-    """The start of a foreign value, for a message."""
-    text = repr(value)
-    return text if len(text) <= most else text[:most] + "..."
-
-
 def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Mapping[str, Any] | None = None) -> Reply:
     """One reply of at most `MOST_BYTES`.
 

@@ -18,6 +18,7 @@ from pydantic import field_validator
 from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
+from retouch.errors import shown
 from retouch.imaging import Fit, PackedImage
 
 MOST_COMPLEX = 8
@@ -111,10 +112,10 @@ def complexities(value: str) -> tuple[int, ...]:
     found: set[int] = set()
     for piece in value.split(","):
         low, dash, high = (part.strip() for part in piece.partition("-"))
-        numbers = low.isdecimal() and (not dash or high.isdecimal())
+        numbers = all(part.isdecimal() and len(part) < 3 for part in ((low, high) if dash else (low,)))
         found.update(range(int(low), int(high or low) + 1) if numbers else [0])
     if not found or not found <= set(range(1, MOST_COMPLEX + 1)):
-        raise ValueError(f'given {value!r}; write numbers from 1 to {MOST_COMPLEX}, like "8", "1-8" or "1,3,5"')
+        raise ValueError(f'given {shown(value)}; write numbers from 1 to {MOST_COMPLEX}, like "8", "1-8" or "1,3,5"')
     return tuple(sorted(found))
 
 

@@ -18,8 +18,7 @@ from pydantic import PositiveInt, model_validator
 
 from retouch.config.base import NonNegative, Text, Unit
 from retouch.disk import expanded
-from retouch.errors import ConfigError
-from retouch.rewards.foreign import shown
+from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.judge_client import image_part

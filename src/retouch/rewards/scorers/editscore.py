@@ -20,7 +20,7 @@ from pydantic import PositiveInt
 
 from retouch import plain_json
 from retouch.config.base import NonNegative
-from retouch.rewards.foreign import shown
+from retouch.errors import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part, is_openai

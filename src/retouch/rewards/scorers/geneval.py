@@ -215,8 +215,8 @@ def read_detections(body: bytes) -> tuple[str, list[Detection]]:
     try:
         reply = plain_json.loads(body)
         return str(reply["detector"]), [_detection(given) for given in reply["objects"]]
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{type(error).__name__} {error}") from None
+    except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
+        raise ValueError(f"{type(error).__name__} {str(error)[:200]}") from None
 
 
 def _detection(given: Mapping[str, Any]) -> Detection:

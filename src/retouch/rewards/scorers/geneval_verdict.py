@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from retouch.errors import shown
+
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 CLASSES = (
@@ -69,11 +71,11 @@ def read_clauses(metadata: Mapping[str, Any]) -> tuple[list[Clause], list[Clause
         ValueError: no tag, or a clause that is not of the benchmark.
     """
     if metadata.get("tag") not in TAGS:
-        raise ValueError(f"tag must be one of {', '.join(TAGS)}; given {metadata.get('tag')!r}")
+        raise ValueError(f"tag must be one of {', '.join(TAGS)}; given {shown(metadata.get('tag'))}")
     lists = [cast("list[Any]", metadata.get(name) or []) for name in ("include", "exclude")]
     for name, given in zip(("include", "exclude"), lists, strict=True):
         if not isinstance(given, list | tuple) or len(given) > _MOST_CLAUSES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{name} must be a list of at most {_MOST_CLAUSES} objects; given {str(given)[:60]!r}")
+            raise ValueError(f"{name} must be a list of at most {_MOST_CLAUSES} objects; given {shown(given)}")
     include = [_clause(given, i) for i, given in enumerate(lists[0])]
     if not include:
         raise ValueError("include must name at least one object")
@@ -84,16 +86,16 @@ def _clause(given: Any, number: int) -> Clause:
     fields = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
     label, count, color, position = (fields.get(name) for name in ("class", "count", "color", "position"))
     if label not in CLASSES or isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"include: clause {number} needs a class of COCO and a count; given {given!r}")
+        raise ValueError(f"include: clause {number} needs a class of COCO and a count; given {shown(given)}")
     if color is not None and color not in COLORS:
-        raise ValueError(f"include: clause {number}: color must be one of {', '.join(COLORS)}; given {color!r}")
+        raise ValueError(f"include: clause {number}: color must be one of {', '.join(COLORS)}; given {shown(color)}")
     if position is None:
         return Clause(label, count, color)
     relation, target = (*position, None, None)[:2] if isinstance(position, list | tuple) else (None, None)
     if relation not in _RELATIONS or not isinstance(target, int) or not 0 <= target < number:
         raise ValueError(
             f"include: clause {number}: position must be one of {', '.join(_RELATIONS)} and the number of an earlier "
-            f"clause; given {position!r}"
+            f"clause; given {shown(position)}"
         )
     return Clause(label, count, color, (relation, target))
 

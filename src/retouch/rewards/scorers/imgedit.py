@@ -19,8 +19,7 @@ from pydantic import PositiveInt, model_validator
 from retouch import plain_json
 from retouch.config.base import NonNegative, Text
 from retouch.disk import expanded
-from retouch.errors import ConfigError
-from retouch.rewards.foreign import shown
+from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer

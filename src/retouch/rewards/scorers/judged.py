@@ -13,9 +13,8 @@ from pydantic import PositiveInt, model_validator
 
 from retouch import plain_json
 from retouch.config.base import NonNegative, Positive
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, shown
 from retouch.rewards.base import PackageScorer, RewardEntry
-from retouch.rewards.foreign import shown
 from retouch.rewards.scorers.judge_client import (
     KEY_VARIABLE,
     Budget,

@@ -19,8 +19,7 @@ from pydantic import model_validator
 
 from retouch.config.base import Text
 from retouch.disk import expanded
-from retouch.errors import ConfigError
-from retouch.rewards.foreign import shown
+from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.fn import find_function, source_digest

@@ -27,8 +27,8 @@ from pydantic import Field, PositiveInt
 
 from retouch import plain_json
 from retouch.config.base import Unit
+from retouch.errors import shown
 from retouch.imaging import text_similarity
-from retouch.rewards.foreign import shown
 from retouch.rewards.matching import assignment
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.judge_client import image_part
