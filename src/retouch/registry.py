@@ -127,8 +127,10 @@ class Chosen:
 
     def _validated(self, value: object) -> Any:
         """The section of its class; its errors are located below the tag, as those of a union."""
-        if isinstance(value, BaseModel) and self.key in type(value).model_fields:
-            return value
+        if isinstance(value, BaseModel):
+            own = self.of({self.key: getattr(value, self.key, None)})
+            if own is not None and isinstance(value, own):
+                return value
         if not isinstance(value, Mapping):
             raise PydanticKnownError("model_attributes_type")
         section = cast("Mapping[str, Any]", value)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from retouch.config import RunConfig
 from retouch.core.rules import StepRule
 from retouch.registry import import_plugins
 
@@ -88,3 +91,13 @@ def test_a_step_rule_whose_function_is_missing_names_it(step: str) -> None:
     rule = StepRule(prediction="flow", strength="eta", default=1.0, step=step)
     with pytest.raises(ImportError, match=rf"StepRule\.step: given '{step}', .*; set it to 'module:function'"):
         _ = rule.mean_std
+
+
+def test_a_section_of_another_registry_is_not_taken(run_with: Callable[..., RunConfig]) -> None:
+    """Validation takes objects, but only those of the class that the registry has under their name."""
+    run = run_with("name=grpo")
+    assert run.model_validate({**dict(run), "model": run.model}).model is run.model
+    with pytest.raises(ValidationError, match="model"):
+        run.model_validate({**dict(run), "model": run.data})
+    with pytest.raises(ValidationError, match="algorithm"):
+        run.model_validate({**dict(run), "algorithm": run})  # which has a name, too

@@ -229,6 +229,20 @@ def test_corpus(file: Path) -> None:
     attempt("answers, corpus", lambda: read(text), ValueError)
 
 
+LONG = {
+    "unified_axes": "\n" * 60_000,
+    "unified_pair": "\n" * 60_000,
+    "editscore": "```" + "\n" * 4_000 + "x",
+    "prompt": " 'a" * 30_000,
+}
+"""Answers that once took a time that grew with the square or the cube of their length."""
+
+
+@pytest.mark.parametrize("reader", LONG)
+def test_long_answers(reader: str) -> None:
+    attempt("answers, corpus", lambda: READERS[reader][0](LONG[reader]), ValueError)
+
+
 @pytest.mark.parametrize("file", kept("endpoints"), ids=lambda file: file.name)
 def test_corpus_of_endpoints(file: Path) -> None:
     attempt("endpoints, corpus", lambda: _ask(file.read_bytes(), "judge"), JudgeError)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator
-
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, judge, mean, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.complex_edit import ComplexEditData, complexities
+from retouch.data.formats.complex_edit import ComplexEditData
 
 _PARTS = ("instruction_following", "identity_preservation", "perceptual_quality")
 
@@ -33,11 +31,6 @@ class ComplexEditBenchmark(Benchmark):
     official: ClassVar[Official] = Official(
         settings={"judge": "gpt-4o-2024-11-20", "answers": 20, "temperature": 1.0},
     )
-
-    @field_validator("complexity")
-    @classmethod
-    def _is_complexity(cls, value: str) -> str:
-        return ",".join(map(str, complexities(value)))
 
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark
 from retouch.config.errors import explain, nearest
 from retouch.config.load import read_yaml, with_variables
+from retouch.disk import is_file
 from retouch.errors import ConfigError
 from retouch.registry import PLUGINS, import_plugins
 
@@ -28,7 +28,7 @@ def load_benchmark(given: str, path: Path | None) -> Benchmark:
     keys: dict[str, Any] = {"name": given}
     source = "--benchmark"
     if given.endswith((".yaml", ".yml")):
-        if not os.path.isfile(given):  # noqa: PTH113  a name that is too long is no error
+        if not is_file(Path(given)):
             raise ConfigError(f"--benchmark: given {given}; no such file")
         keys, source = read_yaml(Path(given)), given
     if path is not None:
