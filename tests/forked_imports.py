@@ -1,6 +1,7 @@
 """What the server of `tests.forked` imports: every module of the package that its extras allow, and the launchers."""
 
 import contextlib
+import gc
 import importlib
 import pkgutil
 
@@ -12,3 +13,5 @@ for found in pkgutil.walk_packages(retouch.__path__, "retouch."):
             importlib.import_module(found.name)
 for name in ("torch.distributed.run", "torch.distributed.fsdp", "accelerate.commands.launch"):
     importlib.import_module(name)
+
+gc.freeze()  # what is imported lives as long as its forks: none of them looks through it for garbage
