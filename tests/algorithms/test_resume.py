@@ -100,15 +100,23 @@ def uninterrupted(long_run: Path) -> Path:
 
 
 def test_resume_is_bitwise(long_run: Path, uninterrupted: Path) -> None:
-    """Killed in a rollout (epoch 1, before there is a checkpoint, and 2), between backwards of step 5 (an inner epoch),
-    and while writing a checkpoint."""
-    for where, count in (("rollout", 1), ("rollout", 2), ("backward", 10), ("writing", 5)):
-        name = f"{where}{count}"
-        killed = run_child(where, count, [str(long_run), f"name={name}"])
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        again = run_child("nowhere", 0, [str(long_run), f"name={name}"])
-        assert again.returncode == 0, again.stderr
-        same_runs(uninterrupted, long_run.parent / "runs" / name)
+    """Killed in the second rollout, between backwards of step 5 (an inner epoch), and while writing a checkpoint."""
+    for where, count in (("rollout", 2), ("backward", 10), ("writing", 5)):
+        resumes_bitwise(long_run, uninterrupted, where, count)
+
+
+@pytest.mark.full
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(long_run: Path, uninterrupted: Path) -> None:
+    resumes_bitwise(long_run, uninterrupted, "rollout", 1)
+
+
+def resumes_bitwise(long_run: Path, uninterrupted: Path, where: str, count: int) -> None:
+    name = f"{where}{count}"
+    killed = run_child(where, count, [str(long_run), f"name={name}"])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = run_child("nowhere", 0, [str(long_run), f"name={name}"])
+    assert again.returncode == 0, again.stderr
+    same_runs(uninterrupted, long_run.parent / "runs" / name)
 
 
 def same_runs(a: Path, b: Path) -> None:

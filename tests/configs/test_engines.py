@@ -55,7 +55,7 @@ def test_precision_is_left_to_the_run_file(path: Path) -> None:
     ("name", "groups"),
     [
         pytest.param("flux_fill_grpo.yaml", 2, marks=pytest.mark.full),
-        ("flux_fill_grpo_lora.yaml", 2),
+        pytest.param("flux_fill_grpo_lora.yaml", 2, marks=pytest.mark.full),
         pytest.param("flux_fill_nft.yaml", 2, marks=pytest.mark.slow),  # tests/distributed has both, on smaller runs
         pytest.param("flux_fill_dpo.yaml", 3, marks=pytest.mark.slow),
     ],

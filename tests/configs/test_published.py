@@ -136,8 +136,10 @@ OF_KIND: dict[tuple[str, str, str], list[Path]] = {}
 for run_path in RUNS:
     OF_KIND.setdefault(kind_of(run_path), []).append(run_path)
 
-STEPPED = {OF_KIND[kind][n % len(OF_KIND[kind])] for n, kind in enumerate(covering(OF_KIND))}  # type: ignore[index]
-"""The runs that a default run of the tests trains for a step; one kind's is a list of descriptions, another's tiny."""
+COVER = covering([(family, (algorithm, kind)) for family, algorithm, kind in OF_KIND], strength=1)
+STEPPED = {OF_KIND[family, *what][n % len(OF_KIND[family, *what])] for n, (family, what) in enumerate(COVER)}  # type: ignore[index]
+"""The runs that a default run of the tests trains for a step, for every family and every algorithm with what it trains;
+one kind's is a list of descriptions, another's tiny."""
 
 
 @pytest.mark.parametrize("path", default(RUNS, STEPPED.__contains__), ids=name_of)
