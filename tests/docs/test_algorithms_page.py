@@ -14,6 +14,7 @@ PAGE = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
+import nft  # noqa: E402
 import region  # noqa: E402
 import text_to_image  # noqa: E402
 
@@ -27,7 +28,7 @@ def test_forwards_of_the_tiny_runs() -> None:
     assert f"| network forwards per image, tiny FLUX runs | {forwards} |" in PAGE
 
 
-@pytest.mark.parametrize("benchmark", [algorithms, region, text_to_image], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("benchmark", [algorithms, nft, region, text_to_image], ids=lambda module: module.__name__)
 def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
