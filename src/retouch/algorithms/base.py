@@ -30,6 +30,8 @@ class AlgorithmSection(Section):
     """"module:function" of the built run that is the algorithm."""
     presets: ClassVar[bool] = False
     """Whether `rollout.preset` applies to it; `preset_keys` then returns the keys to fill in."""
+    decodes_with_gradient: ClassVar[bool] = False
+    """Whether it takes gradients of rewards through the decoder."""
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
@@ -65,6 +67,10 @@ class AlgorithmSection(Section):
 
     def trained_steps(self, run: RunConfig) -> int:
         """Denoising steps of a rollout that enter the loss."""
+        return 0
+
+    def recorded_steps(self, run: RunConfig) -> int:
+        """Last steps of an ODE rollout whose states sampling records."""
         return 0
 
     @property
@@ -237,17 +243,19 @@ class RlConfig(Objective):
     def _samples_by_the_ode(self, run: RunConfig) -> None:
         """Refuse options of stochastic steps."""
         rollout, given_pairs = run.rollout, self.takes_given_pairs
+        records = self.recorded_steps(run) > 0
         if run.optimizer.steps_per_forward is not None:
+            rows = "takes every trained step as a row" if records else "trains no solver steps"
             raise ValueError(
-                f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} trains no "
-                "solver steps; leave it out"
+                f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} {rows}; leave "
+                "it out"
             )
         why = "algorithm.pairs=offline samples no images" if given_pairs else f"{self.name} samples by the ODE"
         for name in ("noise_level", "eta", "step_rule"):
             if getattr(rollout, name) is not None:
                 raise ValueError(f"rollout.{name}: given {getattr(rollout, name)!r}, but {why}; leave {name} out")
         if rollout.window is not None:
-            untrained = "" if given_pairs else " and trains no steps of it"
+            untrained = "" if given_pairs or records else " and trains no steps of it"
             raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
         if given_pairs and rollout.solver != "first_order":
             raise ValueError(f"rollout.solver: given {rollout.solver!r}, but {why}; leave it out")
