@@ -122,11 +122,11 @@ def decoder_bytes(run: RunConfig, networks: Networks) -> int:
     vae = networks.parts.get("vae")
     if not run.algorithm.decodes_with_gradient or vae is None:
         return 0
-    mode, (height, width) = without_data(), run.data.size
-    to_run_without_data(vae.requires_grad_(False), mode, lambda _: DTYPES[run.model.dtype])
-    kind = load_attribute(run.model.spec.model).autoencoder_class
+    kind, mode, (height, width) = load_attribute(run.model.spec.model).autoencoder_class, without_data(), run.data.size
+    autoencoder = kind(vae.requires_grad_(False), "meta", run.model.vae_batch)
+    autoencoder.device = torch.device("cpu")
+    to_run_without_data(vae, mode, lambda _: DTYPES[run.model.dtype])
     with mode:
-        autoencoder = kind(vae, "cpu", run.model.vae_batch)
         cells = height // autoencoder.downsampling, width // autoencoder.downsampling
         latents = torch.empty(1, autoencoder.channels, *cells)
         return gradient_bytes(autoencoder, latents, checkpointing=run.training.gradient_checkpointing)

@@ -44,7 +44,7 @@ class RewardEntry(Section):
     licence: ClassVar[str] = "Apache-2.0"
     """Licence of the scorer's code and weights."""
     differentiable: ClassVar[bool] = False
-    """Whether its scorer has `values`: a gradient with respect to the pixels."""
+    """Whether the scorer has `values`: scores with a gradient with respect to the pixels."""
     cpu_only: ClassVar[str | None] = None
     """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
 

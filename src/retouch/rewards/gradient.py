@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retouch.imaging import MASK_THRESHOLD
-from retouch.errors import one_line
+from retouch.rewards.foreign import one_line
 from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs
 from retouch.rewards.table import RewardTable
 from retouch.rewards.views import View, can_be_pasted, crop_box, viewed

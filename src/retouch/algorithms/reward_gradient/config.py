@@ -25,8 +25,8 @@ class RewardGradientConfig(RlConfig):
 
     name: Literal["reward_gradient"] = "reward_gradient"
     trained_step: Literal["last", "random", "all"] = "last"
-    """Denoising steps that are trained: the last one (DRaFT-1), a random one of each sample, or all (DRTune). The inputs
-    of the network are constants: no chain of steps is differentiated."""
+    """Denoising steps that are trained: the last one (DRaFT-1), a random one of each sample, or all (DRTune). The
+    inputs of the network are constants: no chain of steps is differentiated."""
     last_steps: PositiveInt | None = None
     """Number of last steps that "random" and "all" take from; null takes from the whole schedule."""
     reward_at: Literal["final", "step"] = "final"
@@ -115,8 +115,8 @@ class RewardGradientConfig(RlConfig):
         if not entry.differentiable:
             known = ", ".join(name for name in REWARDS if REWARDS[name].differentiable)
             raise ValueError(
-                f"{key}: given scorer {entry.scorer!r}, but {self.name} trains on the gradient of a reward with respect "
-                f"to the pixels, which this scorer does not have; set {key}.role=gold, and train on one of {known}"
+                f"{key}: given scorer {entry.scorer!r}, but {self.name} trains on the gradient of a reward with "
+                f"respect to the pixels, which it does not have; set {key}.role=gold, and train on one of {known}"
             )
         if entry.url is not None:
             raise ValueError(
