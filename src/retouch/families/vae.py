@@ -185,8 +185,9 @@ class QwenAutoencoder(Autoencoder):
 
 
 def decoder_blocks(decoder: Any) -> list[nn.Module]:
-    """The blocks of a decoder of diffusers, in their order."""
-    return [decoder.mid_block, *decoder.up_blocks]
+    """The residual, attention and upsampling blocks of a decoder of diffusers."""
+    kinds = ("resnets", "attentions", "upsamplers")
+    return [block for name, block in decoder.named_modules() if name.split(".")[-2:-1] in ([kind] for kind in kinds)]
 
 
 @contextmanager
