@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -74,8 +75,8 @@ class RecognizerNetwork(nn.Module):
 
 
 def line_pixels(crop: Tensor) -> Tensor:
-    """A crop of one line [3, h, w] in [0, 1] -> [1, 32, W]: grey, scaled to the height 32 with its proportions kept up to
-    the rounding of W to whole columns, minus its mean, divided by its standard deviation."""
+    """A crop of one line [3, h, w] in [0, 1] -> [1, 32, W]: grey, scaled to the height 32 with its proportions kept but
+    for the rounding of W to whole columns, minus its mean, divided by its standard deviation."""
     grey = (crop * crop.new_tensor(_GREY).view(3, 1, 1)).sum(0)
     size = HEIGHT, width_of(*grey.shape)
     scaled = functional.interpolate(grey[None, None], size, mode="bilinear", align_corners=False, antialias=True)[0]
@@ -96,7 +97,7 @@ def classes_of(text: str) -> list[int] | None:
 
 def columns_needed(classes: Sequence[int]) -> int:
     """Columns that a text takes at least under CTC: one per character, and a blank between equal ones."""
-    return len(classes) + sum(a == b for a, b in zip(classes, classes[1:], strict=False))
+    return len(classes) + sum(a == b for a, b in pairwise(classes))
 
 
 def log_likelihood(log_probabilities: Tensor, classes: Sequence[int]) -> Tensor:

@@ -55,8 +55,8 @@ _WIDEST = 88  # columns of a training line
 class Training:
     """How the network of the package is trained."""
 
-    lines: int = 16_000
-    epochs: int = 5
+    lines: int = 18_000
+    epochs: int = 6
     batch: int = 32
     lr: float = 3e-3
     test_lines: int = 500

@@ -91,7 +91,7 @@ def random_text(draw: Generator, longest: int, capitals: bool = False) -> str:
     Args:
         capitals: no small letters.
     """
-    kind = draw.choice(["upper", "lower", "title", "digits", "mixed", "words"], p=[0.4, 0.16, 0.14, 0.08, 0.06, 0.16])
+    kind = draw.choice(["upper", "lower", "title", "digits", "mixed", "words"], p=[0.46, 0.15, 0.12, 0.08, 0.04, 0.15])
     length = min(longest, 1 + int(draw.binomial(10, 0.38)))
     if kind == "words" and longest >= 3:
         first = random_text(draw, max(1, longest // 2), capitals).replace(" ", "")
@@ -108,7 +108,7 @@ def _some(draw: Generator, alphabet: str, count: int) -> str:
     return "".join(alphabet[i] for i in draw.integers(len(alphabet), size=count))
 
 
-def _written(draw: Generator, text: str, name: str) -> tuple[Ink, NDArray[np.float64]]:
+def _written(draw: Generator, text: str, name: str) -> tuple[Ink, Ink]:
     """Ink of a line [h, w] in [0, 1], and the centres of its characters in pixels."""
     font = face(name)
     widths = np.array([font.getlength(character) for character in text])
@@ -133,7 +133,9 @@ def _break(draw: Generator, ink: Ink) -> None:
         angle, length = draw.uniform(0, 2 * np.pi), draw.uniform(0.2, 0.45) * CAP
         step = np.array([np.cos(angle), np.sin(angle)]) * length / 2
         page = Image.new("L", ink.shape[::-1])
-        ends = [float(v) for v in (columns[at] - step[0], rows[at] - step[1], columns[at] + step[0], rows[at] + step[1])]
+        ends = [
+            float(v) for v in (columns[at] - step[0], rows[at] - step[1], columns[at] + step[0], rows[at] + step[1])
+        ]
         ImageDraw.Draw(page).line(ends, fill=255, width=max(1, round(draw.uniform(0.05, 0.13) * CAP)))
         stroke = np.asarray(page, np.float32) / 255
         ink[:] = ink * (1 - stroke) if draw.random() < 0.7 else np.maximum(ink, stroke)
@@ -145,7 +147,7 @@ def _quad(draw: Generator, ink: Ink, hard: bool) -> NDArray[np.float64] | None:
     if not len(rows):
         return None
     top, bottom = min(rows.min(), _BASE - CAP), max(rows.max() + 1, _BASE)
-    above, below = CAP * np.exp(draw.uniform(np.log(0.04), np.log(0.7), 2))
+    above, below = CAP * np.exp(draw.uniform(np.log(0.04), np.log(0.9), 2))
     left, right = CAP * np.exp(draw.uniform(np.log(0.04), np.log(0.9), 2))
     left, right, top, bottom = columns.min() - left, columns.max() + 1 + right, top - above, bottom + below
     corners = np.array([[left, top], [left, bottom], [right, bottom], [right, top]], float)
@@ -160,7 +162,7 @@ def _quad(draw: Generator, ink: Ink, hard: bool) -> NDArray[np.float64] | None:
 
 
 def _seen(
-    draw: Generator, ink: Ink, places: NDArray[np.float64], quad: NDArray[np.float64], hard: bool
+    draw: Generator, ink: Ink, places: Ink, quad: NDArray[np.float64], hard: bool
 ) -> tuple[Ink, tuple[float, ...]]:
     """The crop and the centres of its characters as shares of its width."""
     left, right = (quad[0] + quad[1]) / 2, (quad[2] + quad[3]) / 2
@@ -171,7 +173,7 @@ def _seen(
     page = page.transform(size, Image.Transform.QUAD, quad.flatten().tolist(), Image.Resampling.BILINEAR)
     weight = draw.choice(["as it is", "bolder", "lighter", "outline"], p=[0.72, 0.14, 0.11, 0.03]) if hard else ""
     if weight == "bolder":
-        page = page.filter(ImageFilter.MaxFilter(3))
+        page = page.filter(ImageFilter.MaxFilter(int(draw.choice([3, 5]))))
     elif weight == "lighter":
         page = page.filter(ImageFilter.MinFilter(3))
     seen = np.asarray(page, np.float32) / 255
