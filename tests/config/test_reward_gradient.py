@@ -27,8 +27,9 @@ def gradient(**options: Any) -> str:
         (
             (gradient(), "rewards={jpeg_size: {}}"),
             (
-                "rewards.jpeg_size: given scorer 'jpeg_size', but reward_gradient trains on the gradient of a reward with "
-                "respect to the pixels, which it does not have; set rewards.jpeg_size.role=gold, and train on one of "
+                "rewards.jpeg_size: given scorer 'jpeg_size', but reward_gradient trains on the gradient of a reward "
+                "with respect to the pixels, which it does not have; set rewards.jpeg_size.role=gold, and train on one "
+                "of "
             ),
         ),
         (
@@ -80,8 +81,8 @@ def gradient(**options: Any) -> str:
         (
             (gradient(last_steps=2), REWARD),
             (
-                "algorithm.last_steps: given 2, but algorithm.trained_step is 'last'; set trained_step=random or all, or "
-                "leave last_steps out"
+                "algorithm.last_steps: given 2, but algorithm.trained_step is 'last'; set trained_step=random or all, "
+                "or leave last_steps out"
             ),
         ),
         (
@@ -102,8 +103,8 @@ def gradient(**options: Any) -> str:
         (
             (gradient(), REWARD, SD, "rollout.guidance_scale=7.5"),
             (
-                "rollout.guidance_scale: given 7.5, which takes a second forward with a negative prompt, and the gradient "
-                "would train that one away from the reward; set rollout.guidance_scale=1"
+                "rollout.guidance_scale: given 7.5, which takes a second forward with a negative prompt, and the "
+                "gradient would train that one away from the reward; set rollout.guidance_scale=1"
             ),
         ),
         (
@@ -186,8 +187,8 @@ def test_gradients_that_an_epoch_takes_once_and_uses_twice_are_a_warning(run_wit
     assert told == [
         [
             (
-                "optimizer.gradient_accumulation: an epoch has 2 optimizer steps on one process, but the gradients of its "
-                "rewards are taken once, before the first; raise gradient_accumulation, or lower "
+                "optimizer.gradient_accumulation: an epoch has 2 optimizer steps on one process, but the gradients of "
+                "its rewards are taken once, before the first; raise gradient_accumulation, or lower "
                 "rollout.global_groups_per_batch"
             )
         ],
