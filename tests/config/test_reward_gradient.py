@@ -159,23 +159,25 @@ def test_it_takes(overrides: tuple[str, ...], run_with: RunWith) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "rows", "forwards"),
+    ("options", "rows", "forwards", "decodes"),
     [
-        ({"kl_weight": 0}, 1, 10 + 4),
-        ({}, 1, 10 + 4 + 1),
-        ({"trained_step": "random"}, 1, 10 + 4 + 1),
-        ({"trained_step": "all"}, 10, 10 + 10 * 5),
-        ({"trained_step": "all", "last_steps": 3, "kl_weight": 0}, 3, 10 + 3 * 4),
+        ({"kl_weight": 0}, 1, 10 + 4, 1),
+        ({}, 1, 10 + 4 + 1, 1),
+        ({"trained_step": "random", "reward_at": "step"}, 1, 10 + 4 + 1, 1),
+        ({"trained_step": "all"}, 10, 10 + 10 * 5, 1),
+        ({"trained_step": "all", "last_steps": 3, "kl_weight": 0, "reward_at": "step"}, 3, 10 + 3 * 4, 3),
     ],
 )
-def test_what_an_image_costs(options: dict[str, Any], rows: int, forwards: float, run_with: RunWith) -> None:
+def test_what_an_image_costs(
+    options: dict[str, Any], rows: int, forwards: float, decodes: int, run_with: RunWith
+) -> None:
     """The steps of sampling, and per trained step a forward and a backward, here with gradient checkpointing, and the
     reference."""
     shape = ("rollout.num_steps=10", "rollout.group_size=2", "rollout.global_groups_per_batch=4")
     run = run_with(gradient(**options), REWARD, *shape, "training.gradient_checkpointing=true")
     derived = derive(run)
     assert derived.forwards_per_image == forwards
-    assert derived.trained_steps == rows
+    assert (derived.trained_steps, derived.decoder_backwards_per_image) == (rows, decodes)
     per_step = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
     assert derived.optimizer_steps_per_epoch == -(-8 * rows // per_step)
 

@@ -30,8 +30,6 @@ class AlgorithmSection(Section):
     """"module:function" of the built run that is the algorithm."""
     presets: ClassVar[bool] = False
     """Whether `rollout.preset` applies to it; `preset_keys` then returns the keys to fill in."""
-    decodes_with_gradient: ClassVar[bool] = False
-    """Whether it takes gradients of rewards through the decoder."""
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
@@ -67,6 +65,10 @@ class AlgorithmSection(Section):
 
     def trained_steps(self, run: RunConfig) -> int:
         """Denoising steps of a rollout that enter the loss."""
+        return 0
+
+    def decoder_backwards(self, run: RunConfig) -> int:
+        """Decodes of an image through which a gradient is taken."""
         return 0
 
     def recorded_steps(self, run: RunConfig) -> int:

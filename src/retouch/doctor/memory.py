@@ -120,7 +120,7 @@ def decoder_bytes(run: RunConfig, networks: Networks) -> int:
     from retouch.families.vae import gradient_bytes
 
     vae = networks.parts.get("vae")
-    if not run.algorithm.decodes_with_gradient or vae is None:
+    if not run.algorithm.decoder_backwards(run) or vae is None:
         return 0
     kind, mode, (height, width) = load_attribute(run.model.spec.model).autoencoder_class, without_data(), run.data.size
     autoencoder = kind(vae.requires_grad_(False), "meta", run.model.vae_batch)

@@ -21,7 +21,6 @@ class RewardGradientConfig(RlConfig):
     arXiv 2309.17400; DRTune, 2405.00760; ReFL, 2304.05977)."""
 
     recipe: ClassVar[str] = "retouch.algorithms.reward_gradient.recipe:train"
-    decodes_with_gradient: ClassVar[bool] = True
 
     name: Literal["reward_gradient"] = "reward_gradient"
     trained_step: Literal["last", "random", "all"] = "last"
@@ -33,8 +32,8 @@ class RewardGradientConfig(RlConfig):
     """Image whose reward is differentiated: the final one, or the one that the prediction of the trained step implies
     (ReFL), which is decoded for every trained step. For the last step both are the same."""
     gradient_scale: Literal["rms", "none"] = "rms"
-    """"rms" divides the gradients of an epoch by their root mean square and takes the mean over the region, so that
-    neither the scale of the reward nor the resolution changes the loss; "none" trains on the gradient itself."""
+    """"rms" divides the gradients of an epoch by their root mean square and takes the mean over the region: the loss does
+    not depend on the scale of the reward or on the resolution. "none" trains on the gradient itself."""
     kl_weight: NonNegative = 1.0
     """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`) at the trained
     steps; 0 keeps no reference. Reward gradients exploit a reward fast, and this is what holds them."""
@@ -48,6 +47,9 @@ class RewardGradientConfig(RlConfig):
 
     def trained_steps(self, run: RunConfig) -> int:
         return self.recorded_steps(run) if self.trained_step == "all" else 1
+
+    def decoder_backwards(self, run: RunConfig) -> int:
+        return self.trained_steps(run) if self.reward_at == "step" else 1
 
     def rows_per_device(self, run: RunConfig, world_size: int) -> int:
         return super().rows_per_device(run, world_size) * self.trained_steps(run)

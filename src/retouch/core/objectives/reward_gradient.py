@@ -83,7 +83,7 @@ def implied_data(schedule: Schedule, x: Tensor, x_next: Tensor, step: Tensor) ->
 
 
 def _factors(schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """What a first-order step multiplies its state and its prediction by -> ([T], [T]) fp64."""
+    """Factors of the state and of the prediction in each first-order step -> ([T], [T]) fp64."""
     level = schedule.level(schedule.times).double()
     one = torch.ones(len(level) - 1, 1, dtype=torch.float64)
     zero, kind = torch.zeros_like(one), schedule.prediction
