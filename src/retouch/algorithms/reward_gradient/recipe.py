@@ -216,8 +216,8 @@ def sample_gradient(
     if algorithm.reward_at == "final":
         scored, coefficients = states[-1:], step_coefficients(schedule)
     else:
-        around = [states_before(states[None], steps[None], num_steps, after=after)[0] for after in (0, 1)]
-        scored, coefficients = implied_data(schedule, *around, steps), estimate_coefficients(schedule)
+        before, then = (states_before(states[None], steps[None], num_steps, after=after)[0] for after in (0, 1))
+        scored, coefficients = implied_data(schedule, before, then, steps), estimate_coefficients(schedule)
     strip = 0 if example.strip is None else example.strip.height
     problem: list[Failure] = []
 
