@@ -34,7 +34,7 @@ class RewardGradientConfig(RlConfig):
     gradient_scale: Literal["rms", "none"] = "rms"
     """"rms" divides the gradients of an epoch by their root mean square and takes the mean over the region: the loss
     does not depend on the scale of the reward or on the resolution. "none" trains on the gradient itself."""
-    kl_weight: NonNegative = 1.0
+    kl_weight: NonNegative = 0.1
     """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`) at the trained
     steps; 0 keeps no reference. Reward gradients exploit a reward fast, and this is what holds them."""
 
