@@ -78,6 +78,7 @@ def beside_the_centre(item: RewardItem) -> Any:
 CASES = (
     Case("recognizer", {}, beside_the_box),
     Case("recognizer", {"value": "probability"}, beside_the_box),
+    Case("recognizer", {"line": "ink"}, beside_the_box),
     Case("glyph_structure", {"boxes": "equal"}, beside_the_box),
     Case("glyph_structure", {"boxes": "equal", "over": "worst_quarter"}, beside_the_box),
     Case("seam", {}, far_from_the_edge, 2e-3),  # `score` rounds the luminance
@@ -222,7 +223,7 @@ def test_pixels_beyond_the_range_keep_their_gradient() -> None:
     assert (gradient[beyond].abs() > 0).any()
 
 
-@pytest.mark.parametrize("index", [0, 2, 4, 5, 7])
+@pytest.mark.parametrize("index", [0, 3, 5, 6, 8])
 def test_an_item_that_cannot_be_scored_fails_alone(index: int) -> None:
     scorer, some = loaded(index), items()
     assert some[1].mask is not None
@@ -233,7 +234,7 @@ def test_an_item_that_cannot_be_scored_fails_alone(index: int) -> None:
 
 
 def test_a_flat_image_has_a_finite_gradient() -> None:
-    for index in (0, 4, 5, 6, 7):
+    for index in (0, 2, 5, 6, 7, 8):
         some = items()[:1]
         assert some[0].source is not None
         for level in (0.0, 0.5):

@@ -222,6 +222,15 @@ def test_it_reads_the_whole_image_without_a_mask_and_a_wider_box_with_a_margin()
     assert whole.detail["text"] == "MOKA" and margin.value == whole.value
 
 
+def test_the_ink_of_a_high_box_is_read_where_the_box_is_not() -> None:
+    """Signs of 512 x 512 pixels; a blank one is read as a whole."""
+    items = [sign(word, size=(512, 512)) for word in ("MOKA", "TUFI", "BERU", "HADE")]
+    box, ink = ([o.detail["ned"] for o in loaded(line=line).score(items)] for line in ("box", "ink"))  # pyright: ignore[reportAttributeAccessIssue]
+    assert np.mean(ink) > 0.95 and np.mean(box) < 0.7
+    blank = replace(items[0], image=np.full((512, 512, 3), 200, np.uint8))
+    assert [o.value for o in loaded(line="ink").score([blank])] == [o.value for o in loaded().score([blank])]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
@@ -246,7 +255,10 @@ def test_one_line_with_spaces_is_read_with_single_spaces() -> None:
 def test_options_and_revision() -> None:
     with pytest.raises(ValidationError):
         RecognizerReward.model_validate({"scorer": "recognizer", "value": "nats"})
-    revisions = {loaded(**options).spec.revision for options in ({}, {"value": "probability"}, {"crop_margin": 0.5})}
-    assert len(revisions) == 3 and all(len(revision.split()[0]) == 12 for revision in revisions)
+    revisions = {
+        loaded(**options).spec.revision
+        for options in ({}, {"value": "probability"}, {"crop_margin": 0.5}, {"line": "ink"})
+    }
+    assert len(revisions) == 4 and all(len(revision.split()[0]) == 12 for revision in revisions)
     assert make_scorer("recognizer").spec.range == (-LOWEST, 1.0)
     assert tiny_path("text_recognizer") == FOLDER
