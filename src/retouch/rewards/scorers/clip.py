@@ -168,7 +168,8 @@ class ClipScorer(PackageScorer[ClipReward]):
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. They differ
         from `score` by the rounding of the processor's images to 256 levels."""
-        size, found = self.options.images_per_forward, list[Tensor | Failure]()
+        found: list[Tensor | Failure] = []
+        size = self.options.images_per_forward
         assert self._towers is not None
         for start in range(0, len(items), size):
             seen = self._towers.of_pixels(images[start : start + size])
@@ -177,11 +178,11 @@ class ClipScorer(PackageScorer[ClipReward]):
 
     def _batch(self, items: Sequence[RewardItem]) -> list[float]:
         assert self._towers is not None
-        return self._compared(self._towers.of_images([i.image for i in items]), items).tolist()
+        return self._compared(self._towers.of_images([i.image for i in items]), items).float().tolist()
 
     def _compared(self, seen: Tensor, items: Sequence[RewardItem]) -> Tensor:
         """[B] scores of unit vectors [B, D] and the prompts of the items."""
         towers = self._towers
         assert towers is not None
         cosines = (seen * towers.of_texts([i.prompt for i in items])).sum(-1)
-        return (cosines * towers.model.logit_scale.exp() if self.options.scaled else cosines).float()
+        return cosines * towers.model.logit_scale.exp() if self.options.scaled else cosines

@@ -125,7 +125,8 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
-        size, found = self.options.images_per_forward, list[Tensor | Failure]()
+        found: list[Tensor | Failure] = []
+        size = self.options.images_per_forward
         for start in range(0, len(items), size):
             found += self._cosines(list(images[start : start + size]), items[start : start + size]).unbind()
         return found

@@ -137,7 +137,8 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
-        size, found = self.options.images_per_forward, list[Tensor | Failure]()
+        found: list[Tensor | Failure] = []
+        size = self.options.images_per_forward
         for start in range(0, len(items), size):
             found += self._scores(images[start : start + size], items[start : start + size]).unbind()
         return found

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Unit
-from retouch.imaging import normalize_text, text_similarity
+from retouch.glyphs import ink_box
+from retouch.imaging import Box, normalize_text, text_similarity
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import RewardItem, lines_to_read
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 LOWEST = 20.0
 """Mean log-probabilities are bounded softly by -LOWEST: LOWEST tanh(mean / LOWEST), about the mean near 0."""
+
+
+_ROOM = 0.3
+"""Room around the ink, in heights of the ink: what the network was trained on, about."""
 
 
 class RecognizerReward(RewardEntry):
@@ -38,6 +43,9 @@ class RecognizerReward(RewardEntry):
     gradient vanishes while the text cannot be read."""
     crop_margin: Unit = 0.0
     """Widens the mask box by this fraction of its sides."""
+    line: Literal["box", "ink"] = "box"
+    """Whether the line is the whole box, or its part around the ink: for boxes much higher than their text, on an even
+    ground."""
 
     def make(self) -> RecognizerScorer:
         return RecognizerScorer(self)
@@ -50,7 +58,7 @@ class RecognizerScorer(PackageScorer[RecognizerReward]):
     """CTC log-likelihood of the target text in the mask box, divided by the number of its characters."""
 
     def __init__(self, options: RecognizerReward) -> None:
-        super().__init__(options, f"value={options.value} margin={options.crop_margin}")
+        super().__init__(options, f"value={options.value} margin={options.crop_margin} line={options.line}")
 
     def load(self, device: str) -> None:
         """Load the network."""
@@ -107,7 +115,7 @@ class RecognizerScorer(PackageScorer[RecognizerReward]):
         asked = normalize_text(text)
         if (classes := classes_of(asked)) is None:
             return Failure("bad_item", f"{asked!r} holds characters other than A-Z, a-z, 0-9 and the space; use ocr")
-        left, top, right, bottom = crop_box(item, self.options.crop_margin)
+        left, top, right, bottom = self._line_box(item)
         columns, needed = width_of(bottom - top, right - left) // COLUMN, columns_needed(classes)
         if columns < needed:
             return Failure(
@@ -119,6 +127,15 @@ class RecognizerScorer(PackageScorer[RecognizerReward]):
         found, confidence = read_greedily(names.detach())
         detail = {"text": found, "ned": text_similarity(asked, found), "confidence": confidence}
         return log_likelihood(names, classes) / len(classes), detail
+
+    def _line_box(self, item: RewardItem) -> Box:
+        left, top, right, bottom = box = crop_box(item, self.options.crop_margin)
+        ink = ink_box(item.image[top:bottom, left:right]) if self.options.line == "ink" else None
+        if ink is None:
+            return box
+        room = round(_ROOM * (ink[3] - ink[1]))
+        inner = left + ink[0] - room, top + ink[1] - room, left + ink[2] + room, top + ink[3] + room
+        return max(left, inner[0]), max(top, inner[1]), min(right, inner[2]), min(bottom, inner[3])
 
 
 def one_line_to_read(item: RewardItem) -> str | Failure:
