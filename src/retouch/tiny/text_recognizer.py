@@ -213,7 +213,7 @@ def _columns(line: Line, count: int) -> Tensor:
 
 def _known(text: str) -> list[int]:
     classes = classes_of(text)
-    assert classes is not None  # drawn from the network's own characters
+    assert classes is not None  # the text has only characters of the network
     return classes
 
 

@@ -1,7 +1,7 @@
 """How likely the target text is to the recogniser of `retouch.text_recognizer`, with a gradient.
 
 OCR reports which text it reads; this score measures how far the image is from the target text, and its gradient has the
-direction. The run that trains on it knows the network: keep `ocr` as gold.
+direction. A run that trains on it can exploit the network: keep `ocr` as gold.
 """
 
 from __future__ import annotations
