@@ -42,8 +42,8 @@ _FLAT = 8 / 255  # standard deviation below which a crop is not amplified to ful
 
 class RecognizerNetwork(nn.Module):
     """Seven convolutions reduce the height to 1 and the width to a quarter; three along the line look at neighbours,
-    10 columns to each side; the mean of the line is added, because it distinguishes small and capital letters of one shape;
-    one layer names the character of each column."""
+    10 columns to each side; the mean of the line is added, because it distinguishes small and capital letters of one
+    shape; one layer names the character of each column."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -105,7 +105,8 @@ def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int =
     Args:
         recorded: number of last steps whose states are recorded.
     """
-    return StepPlan(schedule, None, 0.0, len(schedule.times) - 1 - recorded, 0, recorded, solver)
+    first = len(schedule.times) - 1 - recorded if recorded else 0
+    return StepPlan(schedule, None, 0.0, first, 0, recorded, solver)
 
 
 class Plans:
