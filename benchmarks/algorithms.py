@@ -34,7 +34,7 @@ from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
 from retouch.use.comparison import gains  # noqa: E402
 
 FAMILIES = ("flux_fill", "sd_inpaint")
-ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
+ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient")
 IMAGES_PER_STEP = 96
 MEASURES = ("ocr.ned", "glyph_correlation", "outside_l1")
 

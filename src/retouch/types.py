@@ -7,7 +7,7 @@ Outside `retouch.families` latents are [B, C, H, W] and regions [B, 1, H, W]; pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -152,6 +152,17 @@ class DiffusionModel(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] clean latents -> [B, 3, H, W] fp32 in [-1, 1]."""
+        ...
+
+    def latent_gradient(
+        self, latents: Tensor, value: Callable[[Tensor], Tensor], *, checkpointing: bool = False
+    ) -> Tensor:
+        """d value(images) / d latents [B, C, h, w] fp32, through the decoder.
+
+        Args:
+            value: function of decoded images [B, 3, H, W] fp32 -> scalar; pixels beyond [-1, 1] are not clamped.
+            checkpointing: less memory for one more decode.
+        """
         ...
 
     def to(self, device: Any) -> None:

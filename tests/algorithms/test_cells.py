@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from retouch.config import RunConfig
+from retouch.families import FAMILIES
 from retouch.observe.run_dir import read_metrics
 from tests.selection import cells
 from tests.tiny_models import WITH_BASE, tiny_model
@@ -26,14 +27,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"kl_weight": 0.1, "inner_epochs": 2},
     "dpo": {"reference_refresh_every": 2, "inner_epochs": 2, "beta": 100.0},
     "nft": {"old_policy": "ramp_half", "kl_weight": 0.1, "inner_epochs": 2},
+    "reward_gradient": {"trained_step": "all", "last_steps": 2},
 }
 
 STEPS = 5
 
 CELLS = [
     *product(WITH_BASE, ALGORITHMS, TRAIN),
-    *product(["qwen_image"], ["sft", "grpo", "nft"], ["lora"]),
-    *product(["qwen_image_edit"], ["sft", "grpo", "dpo", "nft"], ["lora"]),
+    *product(["qwen_image"], ["sft", "grpo", "nft", "reward_gradient"], ["lora"]),
+    *product(["qwen_image_edit"], ["sft", "grpo", "dpo", "nft", "reward_gradient"], ["lora"]),
     ("qwen_image_edit", "grpo", "full"),
 ]
 
@@ -44,6 +46,8 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
     if algorithm != "sft":
         own["warmup_steps"] = 1
     window = {"size": 1, "range": [0, 0.5]} if algorithm in ("grpo", "ppo") else None
+    if algorithm == "reward_gradient":
+        overrides = {"rollout__guidance_scale": guidance_of(family), **overrides}
     return config(
         model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
         algorithm=own,
@@ -56,6 +60,12 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
         **({"data__path": overrides.pop("targets"), "data__target": "auto"} if algorithm == "sft" else {}),
         **{name: value for name, value in overrides.items() if name != "targets"},
     )
+
+
+def guidance_of(family: str) -> float:
+    """Its own, or none where guidance takes a second forward."""
+    facts = FAMILIES[family].spec
+    return 1.0 if facts.doubles_for_guidance else facts.guidance_scale
 
 
 @pytest.mark.parametrize(("family", "algorithm", "kind"), cells(CELLS))

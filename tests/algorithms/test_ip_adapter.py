@@ -50,11 +50,12 @@ from tests.selection import cells
 from tests.tiny_models import tiny_model
 
 from .runs import Config, Use, brightness, of_kind, train, weights
-from .test_cells import ALGORITHMS
+from .test_cells import ALGORITHMS, guidance_of
 
 CELLS = [
     *product(["flux_fill"], ALGORITHMS),
     *product(["sd_inpaint", "qwen_image"], ["sft", "grpo", "nft"]),
+    ("sd_inpaint", "reward_gradient"),
 ]
 
 ADAPTER = {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4}
@@ -120,6 +121,8 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     scripted(brightness)
     own: dict[str, Any] = {"model__family": family, "model__path": tiny_model(family)}
     own |= {"evaluation__num_examples": 1, "evaluation__num_steps": 1}  # looked at elsewhere
+    if algorithm == "reward_gradient":
+        own["rollout__guidance_scale"] = guidance_of(family)
     before, base = start_of(run_of(config, styled, algorithm, {}, name="start", **own))
     whole, records = train(run_of(config, styled, algorithm, {}, name="whole", **own))
     assert all(step["grad_norm"] > 0 for step in of_kind(records, "train"))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from retouch.adapters.lora import FILE
 from retouch.families import FAMILIES
+from tests.algorithms.test_cells import guidance_of
 from tests.algorithms.test_resume import run_child
 from tests.conftest import small_run
 from tests.selection import cells
@@ -24,6 +25,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_weight": 0.1},
     "dpo": {"reference_refresh_every": 1, "beta": 100.0},
     "nft": {"old_policy": "ramp_half", "kl_weight": 0.1},
+    "reward_gradient": {"trained_step": "random"},
 }
 
 
@@ -50,7 +52,9 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) 
         folder / "runs",
         model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
         algorithm={"name": algorithm, **ALGORITHMS[algorithm]},
-        rollout__guidance_scale=FAMILIES[family].spec.guidance_scale,
+        rollout__guidance_scale=guidance_of(family)
+        if algorithm == "reward_gradient"
+        else FAMILIES[family].spec.guidance_scale,
         rollout__num_steps=2,
         rollout__noise_level=None,
         optimizer__batch_size_per_device=2,

@@ -39,6 +39,7 @@ def test_the_tiny_run_on_one_process() -> None:
         # of 4 steps 0 or 1 before the window, once for 8 images: 4 - .5 x 7/8; 2 of the reference; 2 x 3
         "forwards_per_image": 3.5625 + 2 + 6,
         "vision_tokens": 0,
+        "decoder_backwards_per_image": 0,
         "state_bytes_per_weight": 16 + 4,  # weight, gradient, two moments; the reference of the KL
     }
 

@@ -163,7 +163,8 @@ def test_one_step(path: Path, signs: dict[str, Path], tmp_path: Path, picky: Ope
         assert steps[-1].get("logit", 0) == 0 and steps[-1].get("old_velocity_distance", 0) == 0
         [rollouts] = [record for record in records if record["kind"] == "rollout"]
         assert rollouts["images"] == derive(run).global_images_per_epoch
-        assert {f"reward/{name}" for name in run.rewards} <= rollouts.keys()
+        scored = {f"reward/{name}" for name, entry in run.rewards.items() if entry.role == "train"}
+        assert scored <= rollouts.keys()
     newest = complete_checkpoints(tmp_path / run.name / "checkpoints")[-1]
     assert newest.name == f"step-{len(phases):06d}"
     kept = {file.stem for file in (newest / "snapshots").glob("*")}

@@ -30,6 +30,7 @@ SHARDED = ("training.sharding=fsdp2",)
 ZERO = ("zero2", "zero3")
 DPO = "algorithm={name: dpo, beta: 100.0, timesteps_per_pair: 2, inner_epochs: 2}"
 NFT = "algorithm={name: nft, kl_weight: 0.1, timesteps_per_image: 2, inner_epochs: 2}"
+GRADIENT = "algorithm={name: reward_gradient, trained_step: all, last_steps: 2}"
 ODE = ("rollout.window=null", "rollout.noise_level=null")
 SD = ("model={family: sd_inpaint, path: tiny, dtype: fp32, train: {kind: full}}", "rollout.noise_level=null")
 
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sd_grpo": (*SD, "optimizer.lr=2e-4"),
     "sd_dpo": (*SD, DPO, *ODE, "optimizer.lr=2e-4"),
     "sd_nft": (*SD, NFT, *ODE, "optimizer.lr=2e-4", *SMALL),
+    "flux_gradient": (GRADIENT, *ODE, *SMALL, "optimizer.gradient_accumulation=4"),  # two epochs of one step
     "sft": ("algorithm={name: sft}", "training.gradient_checkpointing=true"),
     "lora": ("model.train={kind: lora, rank: 4, alpha: 64}", "optimizer.lr=1e-2"),
     "qwen_grpo": (*QWEN, *SMALL),  # what its last block makes of the text goes nowhere: weights without a gradient
@@ -59,7 +61,7 @@ CASES: dict[str, tuple[str, ...]] = {
 """Name of a comparison -> what its runs have in common beside `write_run`. Three of them would grow rounding beyond
 the tolerance, or until it tips a pixel over, in one step of its learning rate."""
 
-FEW = ("sd_nft", "qwen_grpo")
+FEW = ("sd_nft", "qwen_grpo", "flux_gradient")
 """Those of them that are compared in every run of the tests, not only in the slow ones."""
 
 COMPARED = [pytest.param(name, marks=slow) for name in CASES if name not in FEW and not name.startswith("flat")]

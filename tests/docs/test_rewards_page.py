@@ -17,6 +17,7 @@ from retouch.rewards import REWARDS
 from retouch.rewards.protocol import FAILURE_CODES, RewardItem
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.preservation import PreservationReward
+from retouch.text_recognizer import FOLDER
 from retouch.tiny.signs import (
     draw_sign,
     draw_words,
@@ -53,6 +54,23 @@ def shape(value: Any) -> Any:
 def test_every_scorer_and_failure_code_is_on_the_page() -> None:
     named = set(re.findall(r"^\| `([a-z0-9_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert named >= {*REWARDS, *FAILURE_CODES}
+
+
+def test_the_gradient_column_is_of_the_registry() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(rows) == {name: "yes" if REWARDS[name].differentiable else "no" for name in REWARDS}
+
+
+def test_the_accuracy_of_the_recogniser_is_that_of_its_card() -> None:
+    page, card = PAGE.read_text(encoding="utf-8"), json.loads((FOLDER / "card.json").read_text(encoding="utf-8"))
+    shown = re.findall(
+        r"\| ([\d.]+)% \|$", page.partition("| lines | read right |")[2].partition("\n\n")[0], re.MULTILINE
+    )
+    measured = [value for value in card["letters"].values() if isinstance(value, float)]
+    assert shown == [f"{value:.1%}".rstrip("%") for value in measured]
+    assert f"on {card['training']['lines']:,} rendered lines in {len(card['fonts']['train'])} fonts" in " ".join(
+        page.split()
+    )
 
 
 def test_the_fields_of_an_item_are_on_the_page() -> None:

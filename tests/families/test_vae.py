@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import parse_run
 from retouch.families.loading import load_model
+from retouch.families.meta import on_meta, to_run_without_data, without_data
 from retouch.families.vae import (
     Autoencoder,
     FrameConv3d,
     frame_by_frame,
+    gradient_bytes,
 )
 from tests.tiny_models import tiny_model
 
@@ -144,3 +146,25 @@ def test_frames_that_are_not_there_are_not_computed_with() -> None:
 def test_qwen_models_take_pictures_as_pictures(family: str) -> None:
     convolutions = [m for m in load(family).vae.modules() if isinstance(m, torch.nn.Conv3d)]
     assert convolutions and all(isinstance(m, FrameConv3d) for m in convolutions)
+
+
+@pytest.mark.parametrize(
+    ("side", "checkpointing", "gib"), [(512, False, 2.8), (512, True, 1.2), (1024, False, 11.4), (1024, True, 5.0)]
+)
+def test_activations_of_a_decode_with_gradient_of_flux(side: int, checkpointing: bool, gib: float) -> None:
+    """The numbers of docs/algorithms.md, of the published config."""
+    up: Any = ("UpDecoderBlock2D",) * 4
+    down: Any = ("DownEncoderBlock2D",) * 4
+    widths: Any = (128, 256, 512, 512)
+    vae = on_meta(
+        lambda: AutoencoderKL(
+            3, 3, down, up, widths, 2, latent_channels=16, use_quant_conv=False, use_post_quant_conv=False
+        )
+    )
+    mode, autoencoder = without_data(), Autoencoder(vae.requires_grad_(False), "meta")
+    autoencoder.device = torch.device("cpu")
+    to_run_without_data(vae, mode, lambda _: torch.bfloat16)
+    with mode:
+        latents = torch.empty(1, 16, side // 8, side // 8)
+        counted = gradient_bytes(autoencoder, latents, checkpointing=checkpointing)
+    assert round(counted / 2**30, 1) == gib

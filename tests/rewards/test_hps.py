@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retouch.config import ConfigError
+from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.hps import clip_weights, padded
 from tests.rewards.fakes import item, picture, score_checked, values
@@ -114,7 +115,7 @@ def test_the_weights_of_open_clip_score_as_its_network_does(
     expected: list[float] = []
     for one in batch:
         ids = tokens([one.prompt], padding="max_length", max_length=LENGTH, return_tensors="pt")["input_ids"]
-        pixels = padded(torch.from_numpy(one.image), 24)[None]
+        pixels = padded(unit_pixels(one.image), 24)[None]
         expected.append(open_clip_score(weights, pixels, ids, tokens.eos_token_id))
     assert values(score_checked(scorer_of(path), batch)) == pytest.approx(expected, abs=1e-6)
     assert len({round(value, 3) for value in expected}) == 3
@@ -140,7 +141,7 @@ def test_a_file_that_lacks_weights_is_refused(weights: dict[str, Tensor], tmp_pa
 
 def test_a_wide_image_is_padded_with_black_before_it_is_normalised() -> None:
     """10 x 40 becomes 5 x 20, in rows 7 to 11."""
-    found = padded(torch.full((10, 40, 3), 255, dtype=torch.uint8), 20)
+    found = padded(torch.ones(3, 10, 40), 20)
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
     columns = found[:, :, 10].T.tolist()
     assert found.shape == (3, 20, 20)

@@ -13,6 +13,7 @@ ALGORITHMS: Registry[type] = Registry(
         "ppo": "retouch.algorithms.grpo.config:PpoConfig",
         "dpo": "retouch.algorithms.dpo.config:DpoConfig",
         "nft": "retouch.algorithms.nft.config:NftConfig",
+        "reward_gradient": "retouch.algorithms.reward_gradient.config:RewardGradientConfig",
         "vlm_grpo": "retouch.algorithms.vlm_grpo.config:VlmGrpoConfig",
     },
     key="name",

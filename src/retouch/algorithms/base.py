@@ -67,6 +67,14 @@ class AlgorithmSection(Section):
         """Denoising steps of a rollout that enter the loss."""
         return 0
 
+    def decoder_backwards(self, run: RunConfig) -> int:
+        """Decodes of an image through which a gradient is taken."""
+        return 0
+
+    def recorded_steps(self, run: RunConfig) -> int:
+        """Last steps of an ODE rollout whose states sampling records."""
+        return 0
+
     @property
     def recorded_log_probs(self) -> Literal["exact", "cps"]:
         """The log-probability that sampling records."""
@@ -237,17 +245,19 @@ class RlConfig(Objective):
     def _samples_by_the_ode(self, run: RunConfig) -> None:
         """Refuse options of stochastic steps."""
         rollout, given_pairs = run.rollout, self.takes_given_pairs
+        records = self.recorded_steps(run) > 0
         if run.optimizer.steps_per_forward is not None:
+            rows = "takes every trained step as a row" if records else "trains no solver steps"
             raise ValueError(
-                f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} trains no "
-                "solver steps; leave it out"
+                f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} {rows}; leave "
+                "it out"
             )
         why = "algorithm.pairs=offline samples no images" if given_pairs else f"{self.name} samples by the ODE"
         for name in ("noise_level", "eta", "step_rule"):
             if getattr(rollout, name) is not None:
                 raise ValueError(f"rollout.{name}: given {getattr(rollout, name)!r}, but {why}; leave {name} out")
         if rollout.window is not None:
-            untrained = "" if given_pairs else " and trains no steps of it"
+            untrained = "" if given_pairs or records else " and trains no steps of it"
             raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
         if given_pairs and rollout.solver != "first_order":
             raise ValueError(f"rollout.solver: given {rollout.solver!r}, but {why}; leave it out")

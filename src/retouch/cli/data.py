@@ -126,7 +126,8 @@ def build(
     family: Annotated[
         str,
         typer.Argument(
-            help="Model family, image_encoder for the references of tiny runs, or glyph_structure for the reward."
+            help="Model family, image_encoder for the references of tiny runs, or glyph_structure or "
+            "text_recognizer for a reward."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
@@ -137,10 +138,12 @@ def build(
     from retouch.tiny.editing import build_edit
     from retouch.tiny.glyph_structure import build_structure
     from retouch.tiny.image_encoder import build_encoder
+    from retouch.tiny.text_recognizer import build_recognizer
     from retouch.tiny.writing import SCHEDULES, build_and_measure
 
     builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
     builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit, "glyph_structure": build_structure}
+    builders |= {"text_recognizer": build_recognizer}
     if family not in builders:
         raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
     with writing(out):

@@ -26,14 +26,16 @@ class Derived:
 
     Attributes:
         images_per_epoch_per_device, padded_images_per_epoch: each rollout batch is padded until it divides.
-        global_rows_per_step: images (DPO: pairs) in one optimizer step at most; an epoch is split evenly into its
-            steps.
+        global_rows_per_step: images (DPO: pairs; reward gradients: trained steps of images) in one optimizer step at
+            most; an epoch is split evenly into its steps.
         forwards_per_image: forward-equivalents of the network that one image costs, sampled and trained: solver steps,
             1 for each noised copy or trained step under each snapshot (old, reference) and for each log-probability
             that is computed again, then 3 for each of them in each inner epoch (a backward counts as 2; 1 more with
             gradient checkpointing). NFT's old policy counts as in the epochs after the first: none in the first step of
             an epoch with old_policy=copy. Classifier-free guidance doubles what goes through the solver: sampling, and
             the trained steps of GRPO and PPO.
+        decoder_backwards_per_image: decodes with a backward that one image costs beside these; each costs about two
+            decodes, or three with gradient checkpointing.
         state_bytes_per_weight: device memory that training keeps for every trained weight at most, in fp32: the
             weight, its gradient, two moments of AdamW (fewer bytes with another optimizer.state), and one copy in each
             snapshot; training.sharding divides this over the devices. It excludes frozen weights, activations,
@@ -54,6 +56,7 @@ class Derived:
     stochastic_steps: int
     trained_steps: int
     forwards_per_image: float
+    decoder_backwards_per_image: int
     state_bytes_per_weight: int
     vision_tokens: int
 
@@ -135,6 +138,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         stochastic_steps=stochastic_steps(run),
         trained_steps=algorithm.trained_steps(run),
         forwards_per_image=forwards_per_image(run, per_epoch),
+        decoder_backwards_per_image=algorithm.decoder_backwards(run),
         state_bytes_per_weight=4 * (2 + len(snapshots(run))) + moment_bytes(run),
         vision_tokens=run.model.vision_tokens(run.data.size) if "source" in run.data.has_images else 0,
     )

@@ -20,6 +20,7 @@ from retouch.doctor.machine import Gpus
 from retouch.doctor.model import Found, Shapes, find_model
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
 from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
+from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
@@ -50,6 +51,7 @@ class Counted:
         quantized: bytes of the frozen weights of the network, where `model.quantize` sets them.
         others: frozen networks beside it, by name.
         waiting: names of those that are on the device only while they encode.
+        decoder: bytes of the activations of one decode with gradient; 0 where the algorithm takes none.
         whole: False where only some of the networks are known.
     """
 
@@ -61,6 +63,7 @@ class Counted:
     quantized: int | None = None
     others: Mapping[str, int] = field(default_factory=dict[str, int])
     waiting: frozenset[str] = frozenset()
+    decoder: int = 0
     whole: bool = True
 
 
@@ -98,12 +101,35 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
         waiting.add("image_encoder")
     quantized = None if run.model.quantize is None else quantized_bytes(run, networks.parts[name])
     about: Any = {"quantized": quantized, "others": others, "waiting": frozenset(waiting), "whole": networks.whole}
+    about["decoder"] = decoder_bytes(run, networks)
     if isinstance(train, TrainFull):
         return Counted(number(shapes), 0, **about)
     if isinstance(train, TrainLora):
         return Counted(lora_weights(run, shapes), number(shapes), **about)
     shape = asked_adapter(run.model, networks)
     return None if shape is None else Counted(frozen=number(shapes), **adapter_weights(train, shape), **about)
+
+
+def decoder_bytes(run: RunConfig, networks: Networks) -> int:
+    """Bytes of the activations of one decode with gradient, where the algorithm takes any and the VAE is known. The VAE
+    loses its place on the meta device."""
+    import torch
+
+    from retouch.families.loading import DTYPES
+    from retouch.families.meta import to_run_without_data, without_data
+    from retouch.families.vae import gradient_bytes
+
+    vae = networks.parts.get("vae")
+    if not run.algorithm.decoder_backwards(run) or vae is None:
+        return 0
+    kind, mode, (height, width) = load_attribute(run.model.spec.model).autoencoder_class, without_data(), run.data.size
+    autoencoder = kind(vae.requires_grad_(False), "meta", run.model.vae_batch)
+    autoencoder.device = torch.device("cpu")
+    to_run_without_data(vae, mode, lambda _: DTYPES[run.model.dtype])
+    with mode:
+        cells = height // autoencoder.downsampling, width // autoencoder.downsampling
+        latents = torch.empty(1, autoencoder.channels, *cells)
+        return gradient_bytes(autoencoder, latents, checkpointing=run.training.gradient_checkpointing)
 
 
 def quantized_bytes(run: RunConfig, network: Any) -> int:
@@ -160,8 +186,9 @@ def lora_weights(run: RunConfig, shapes: Shapes) -> int:
 
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
-    """Memory of a process before any activation: state of the trained weights in fp32 (on several processes with the
-    buckets of the gradient exchange), and frozen weights in the precision of the run file. A sharded network counts
+    """Memory of a process before any activation of the network: state of the trained weights in fp32 (on several
+    processes with the buckets of the gradient exchange), frozen weights in the precision of the run file, and of
+    reward gradients the activations of one decode with gradient. A sharded network counts
     with its shard; gradients that are not sharded count in full."""
     trained, small = weights.trained, BYTES[run.model.dtype]
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
@@ -188,6 +215,7 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
             for name, n in frozen.items()
             if n
         ),
+        *([Part("decode with gradient", 0, weights.decoder)] if weights.decoder else []),
     ]
 
 

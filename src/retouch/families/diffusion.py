@@ -9,7 +9,7 @@ Legend: B samples, C latent channels, h w latent sides.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -247,6 +247,11 @@ class FamilyModel(ABC):
 
     def decode(self, latents: Tensor) -> Tensor:
         return self.autoencoder.decode(latents)
+
+    def latent_gradient(
+        self, latents: Tensor, value: Callable[[Tensor], Tensor], *, checkpointing: bool = False
+    ) -> Tensor:
+        return self.autoencoder.latent_gradient(latents, value, checkpointing=checkpointing)
 
 
 def pack(x: Tensor) -> Tensor:

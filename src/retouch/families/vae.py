@@ -4,14 +4,17 @@ between uses) and, where one made for video encodes single frames, in less time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from retouch.lru import LruCache
 
@@ -94,6 +97,25 @@ class Autoencoder:
         with self._in_use():
             return self._decode(latents.float()).float().clamp(-1, 1)
 
+    def latent_gradient(self, latents: Tensor, value: Callable[[Tensor], Tensor], *, checkpointing: bool) -> Tensor:
+        """d value(image) / d latents through the decoder, [B, C, h, w] fp32.
+
+        Args:
+            latents: [B, C, h, w].
+            value: function of the decoded images [B, 3, H, W] fp32 -> scalar. They are not clamped to [-1, 1]: pixels
+                beyond have a gradient.
+            checkpointing: computes each block of the decoder again in the backward and keeps only its input.
+        """
+        blocks = decoder_blocks(self.vae.decoder) if checkpointing else []
+        with self._in_use(), torch.enable_grad(), recomputed(blocks):
+            latents = latents.detach().float().requires_grad_()
+            result = value(self.decode_unclamped(latents).float())
+            return torch.autograd.grad(result, latents)[0]
+
+    def decode_unclamped(self, latents: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, 3, H, W] as the network returns it, beyond [-1, 1], too."""
+        return self._decode(latents)
+
     def _encode(self, images: Tensor) -> Tensor:
         """-> fp32 latents, shifted and scaled."""
         config = self.vae.config
@@ -146,8 +168,78 @@ class QwenAutoencoder(Autoencoder):
         return (latents - self._mean.to(latents)) / self._std.to(latents)
 
     def _decode(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(self._frames(latents)).sample[:, :, 0]
+
+    def decode_unclamped(self, latents: Tensor) -> Tensor:
+        """Without the caches of earlier frames, which a single frame does not read, and without diffusers' clamp and
+        tiles."""
+        return self._decoded_frames(self.vae.post_quant_conv(self._frames(latents)))[:, :, 0]
+
+    def _decoded_frames(self, frames: Tensor) -> Tensor:
+        return self.vae.decoder(frames)
+
+    def _frames(self, latents: Tensor) -> Tensor:
+        """-> [B, C, 1, h, w] as the network takes them."""
         latents = latents * self._std.to(latents.device) + self._mean.to(latents.device)
-        return self.vae.decode(latents.to(self.device, self.vae.dtype)[:, :, None]).sample[:, :, 0]
+        return latents.to(self.device, self.vae.dtype)[:, :, None]
+
+
+def decoder_blocks(decoder: Any) -> list[nn.Module]:
+    """The residual, attention and upsampling blocks of a decoder of diffusers."""
+    kinds = ("resnets", "attentions", "upsamplers")
+    return [block for name, block in decoder.named_modules() if name.split(".")[-2:-1] in ([kind] for kind in kinds)]
+
+
+@contextmanager
+def recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, each of these blocks keeps only its input for the backward."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def gradient_bytes(autoencoder: Autoencoder, latents: Tensor, *, checkpointing: bool) -> int:
+    """Bytes of the activations that `Autoencoder.latent_gradient` keeps for its backward at most. With checkpointing:
+    the inputs of all blocks, and what the largest block keeps while it is computed again.
+
+    Args:
+        latents: of the shape to decode; with tensors without data nothing is computed.
+    """
+    storages = [weight.untyped_storage() for weight in autoencoder.vae.parameters()]
+    seen, kept, inputs, inside = {storage._cdata for storage in storages}, Counter[int](), Counter[int](), [-1]
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            storages.append(storage)  # no other tensor may take its place
+            kept[inside[0]] += storage.nbytes()
+        return tensor
+
+    def enter(number: int, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inside[0], inputs[number] = number, given[0].nbytes
+
+    def leave(*_: Any) -> None:
+        inside[0] = -1
+
+    with ExitStack() as hooks:
+        for number, block in enumerate(decoder_blocks(autoencoder.vae.decoder)):
+            for handle in (
+                block.register_forward_pre_hook(partial(enter, number)),
+                block.register_forward_hook(leave),
+            ):
+                hooks.callback(handle.remove)
+        hooks.enter_context(torch.enable_grad())
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+        autoencoder.decode_unclamped(latents.requires_grad_())
+    if not checkpointing:
+        return kept.total()
+    outside = kept.pop(-1, 0)
+    return outside + inputs.total() + max(kept.values())
 
 
 def limit_batch(vae: Any, batch: Literal["all", "one", "tiles"]) -> None:

@@ -33,6 +33,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "negative_error": "mean",
     "old_velocity_distance": "mean",
     "positive_share": "mean",
+    "gradient_rms": "mean",
 }
 
 

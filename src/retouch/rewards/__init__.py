@@ -43,6 +43,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "pairwise": "retouch.rewards.scorers.pairwise:PairwiseReward",
         "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
         "preservation": "retouch.rewards.scorers.preservation:PreservationReward",
+        "recognizer": "retouch.rewards.scorers.recognizer:RecognizerReward",
         "seam": "retouch.rewards.scorers.seam:SeamReward",
         "style": "retouch.rewards.scorers.style:StyleReward",
         "textedit": "retouch.rewards.scorers.textedit:TextEditReward",

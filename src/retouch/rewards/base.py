@@ -43,6 +43,8 @@ class RewardEntry(Section):
     """Images that an item must have in addition to the sample: mask, source, reference."""
     licence: ClassVar[str] = "Apache-2.0"
     """Licence of the scorer's code and weights."""
+    differentiable: ClassVar[bool] = False
+    """Whether the scorer has `values`: scores with a gradient with respect to the pixels."""
     cpu_only: ClassVar[str | None] = None
     """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
 

@@ -26,7 +26,7 @@ from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
 from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.local import LocalRewards
-from retouch.rewards.protocol import RewardBackend, RewardItem
+from retouch.rewards.protocol import RewardBackend, RewardItem, Scorer
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Outcome, Score, Scores
@@ -264,6 +264,19 @@ class RewardTable:
                 for name, codes in s.failures.items():
                     counts |= {f"reward_failures/{name}/{code}": float(n) for code, n in codes.items()}
         return counts
+
+    def local(self, name: str) -> tuple[Scorer, View, str]:
+        """The loaded scorer of a reward that is scored in this process, its view of the images, and its device. It must
+        not be used while scores are pending.
+
+        Raises:
+            KeyError: the reward is scored elsewhere.
+        """
+        place = self._places[name]
+        backend = self._backends[place]
+        if not isinstance(backend, LocalRewards):
+            raise KeyError(name)
+        return backend.scorers[name], place.view, backend.device
 
     def submit(self, items: Sequence[RewardItem], *, training: bool = True) -> PendingScores:
         """Start scoring a batch.

@@ -42,30 +42,42 @@ def viewed(item: RewardItem, view: View) -> RewardItem:
 
 def paste(item: RewardItem) -> RewardItem:
     """The item with the composite as its image; unchanged without a source and a mask of the image's size."""
-    if item.source is None or item.mask is None or malformed(item):
-        return item
-    if item.source.shape != item.image.shape or item.mask.shape != item.image.shape[:2]:
+    if item.source is None or item.mask is None or not can_be_pasted(item):
         return item
     return replace(item, image=paste_back(item.source, item.image, item.mask))
 
 
+def can_be_pasted(item: RewardItem) -> bool:
+    """Whether the item has a source and a mask of the image's size."""
+    if item.source is None or item.mask is None or malformed(item):
+        return False
+    return item.source.shape == item.image.shape and item.mask.shape == item.image.shape[:2]
+
+
 def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
     """Image, mask and source within the mask box; unchanged without a mask of the image's size."""
-    size = item.image.shape[:2]
-    if item.mask is None or item.mask.shape != size or not (item.mask >= MASK_THRESHOLD).any():
+    box = crop_box(item, margin, least)
+    if box is None:
         return item
-    if item.source is not None and item.source.shape[:2] != size:
-        return item
-    box = widen(mask_box(item.mask), margin, size[1], size[0])
-    left, top, right, bottom = at_least(box, least, size[1], size[0])
-    source = None if item.source is None else item.source[top:bottom, left:right]
+    left, top, right, bottom = box
+    mask, source = (None if p is None else p[top:bottom, left:right] for p in (item.mask, item.source))
     return replace(
         item,
         image=item.image[top:bottom, left:right],
-        mask=item.mask[top:bottom, left:right],
+        mask=mask,
         source=source,
         metadata=_shifted(item.metadata, left, top),
     )
+
+
+def crop_box(item: RewardItem, margin: float, least: int) -> Box | None:
+    """The widened mask box in the item's image; None without a mask of the image's size."""
+    size = item.image.shape[:2]
+    if item.mask is None or item.mask.shape != size or not (item.mask >= MASK_THRESHOLD).any():
+        return None
+    if item.source is not None and item.source.shape[:2] != size:
+        return None
+    return at_least(widen(mask_box(item.mask), margin, size[1], size[0]), least, size[1], size[0])
 
 
 def _shifted(metadata: Mapping[str, Any], left: int, top: int) -> Mapping[str, Any]:

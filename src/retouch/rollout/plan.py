@@ -29,7 +29,7 @@ class StepPlan:
     """A solver run: its times, the stochastic rule, and three consecutive kinds of steps.
 
     Steps `first .. first + stochastic - 1` use the rule, the others the ODE by `solver`; the first `trained` of them
-    enter the loss and are recorded.
+    enter the loss and are recorded. Without a rule, the `trained` steps from `first` are recorded.
 
     Raises:
         ValueError: steps that cannot be trained: not stochastic, of another family's rule, or with a std of 0. It is
@@ -45,7 +45,7 @@ class StepPlan:
     solver: Solver = "first_order"
 
     def __post_init__(self) -> None:
-        if self.trained > self.stochastic:
+        if self.rule is not None and self.trained > self.stochastic:
             raise ValueError(f"{self.trained} steps are trained, but only {self.stochastic} are stochastic")
         if self.solver == "dpm2" and self.schedule.prediction != "flow":
             raise ValueError(f"solver dpm2 is of flow models, the model predicts {self.schedule.prediction}")
@@ -99,9 +99,14 @@ class StepPlan:
         return found[1]
 
 
-def ode_plan(schedule: Schedule, solver: Solver = "first_order") -> StepPlan:
-    """The deterministic sampler of evaluation, of use, and of algorithms that train on clean images alone."""
-    return StepPlan(schedule, None, 0.0, 0, 0, 0, solver)
+def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int = 0) -> StepPlan:
+    """The deterministic sampler of evaluation, of use, and of algorithms without stochastic steps.
+
+    Args:
+        recorded: number of last steps whose states are recorded.
+    """
+    first = len(schedule.times) - 1 - recorded if recorded else 0
+    return StepPlan(schedule, None, 0.0, first, 0, recorded, solver)
 
 
 class Plans:
@@ -113,6 +118,7 @@ class Plans:
         self.seed = run.seed
         self.log_prob_mode: Literal["exact", "cps"] = run.algorithm.recorded_log_probs
         self.records_means = run.algorithm.records_means
+        self.recorded = run.algorithm.recorded_steps(run)
         if self.rule is None:
             return
         _ = self.rule.mean_std  # imported here: a rule that cannot be imported ends the run before its first rollout
@@ -132,7 +138,7 @@ class Plans:
         """The plan of rollout batch number `batch` of the run (counted over epochs); a random window depends on
         (run seed, batch), never on a global generator."""
         if self.rule is None:
-            return ode_plan(schedule, self.solver)
+            return ode_plan(schedule, self.solver, self.recorded)
         if self.is_random:
             first = Random(derive_seed(self.seed, "window", batch)).randint(self.starts[0], self.starts[-1])
         else:

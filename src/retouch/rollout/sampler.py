@@ -68,6 +68,7 @@ def sample(
                 means += [mean] if keep_means else []
         else:
             x, before = deterministic(model, network, plan, x, step, condition, before)
+            states += [x] if recorded else []
     return Trajectory(
         final=x,
         times=plan.schedule.times,

@@ -42,7 +42,7 @@ from retouch.training.scoring import (
     tally_of,
     without_strip,
 )
-from retouch.training.session import Session
+from retouch.training.session import Rows, Session
 from retouch.types import Scores, Trajectory
 
 
@@ -277,7 +277,7 @@ def rollout_grid(rollouts: Rollouts, group_size: int, groups: int = 6) -> Image:
 # --- dealing ---
 
 
-def evenly_dealt(engine: Engine, experience: Experience, weight: Tensor) -> Experience:
+def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor) -> Rows:
     """The rows worth a forward, the same number on every process; what is missing is filled up with weight 0.
 
     Groups are left out and resampled on whatever process they were: without dealing, the process with the most rows
@@ -300,7 +300,7 @@ def evenly_dealt(engine: Engine, experience: Experience, weight: Tensor) -> Expe
             rows = torch.cat([rows, rows_of_all(engine, t, moved)[guests]])
         return rows if len(rows) == most else torch.cat([rows, t[:1].expand(most - len(rows), *t.shape[1:])])
 
-    result = Experience(**{name: dealt(t) if len(t) else t for name, t in vars(experience).items()})
+    result = type(experience)(**{name: dealt(t) if len(t) else t for name, t in vars(experience).items()})
     result.weight[len(mine) :] = 0
     return result
 

@@ -24,7 +24,10 @@ from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
 
-SAMPLED_WITH = ("pairs", "inner_epochs", "region", "region_dilation", "seam_weight", "log_prob_mode", "guard")
+SAMPLED_WITH = (
+    "pairs", "inner_epochs", "region", "region_dilation", "seam_weight", "log_prob_mode", "guard", "trained_step",
+    "last_steps", "reward_at", "gradient_scale",
+)  # fmt: skip
 """Options of an algorithm that rollouts still to be trained on depend on, as they do on `rollout`, `model`, `data` and
 `seed`: with others the recorded log-probabilities would be of another policy, or the steps of the epoch other ones."""
 

@@ -25,6 +25,7 @@ from diffusers import (
     QwenImage21Pipeline,
     QwenImage21Transformer2DModel,
 )
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import _unpatchify
 from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -60,8 +61,21 @@ class QwenImage21Autoencoder(QwenAutoencoder):
 
     def _decode(self, latents: Tensor) -> Tensor:
         colour, alpha = super()._decode(latents).float().clamp(-1, 1).split([3, 1], dim=1)
-        opacity = (alpha + 1) / 2
-        return colour * opacity + (1 - opacity)
+        return _on_white(colour, alpha)
+
+    def decode_unclamped(self, latents: Tensor) -> Tensor:
+        colour, alpha = super().decode_unclamped(latents).float().split([3, 1], dim=1)
+        return _on_white(colour, alpha.clamp(-1, 1))
+
+    def _decoded_frames(self, frames: Tensor) -> Tensor:
+        decoded = self.vae.decoder(frames, first_chunk=True)
+        patch = self.vae.config.patch_size
+        return decoded if patch is None else _unpatchify(decoded, patch_size=patch)
+
+
+def _on_white(colour: Tensor, alpha: Tensor) -> Tensor:
+    opacity = (alpha + 1) / 2
+    return colour * opacity + (1 - opacity)
 
 
 class QwenImage21(FamilyModel):

@@ -15,7 +15,7 @@ from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.types import Outcome, Score
+from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,7 @@ class ClipReward(RewardEntry):
 
     value_range = (-1.0, 1.0)
     licence = "MIT"
+    differentiable = True
     scaled: ClassVar[bool] = False
     """Whether the cosine is multiplied by the model's own scale."""
 
@@ -76,7 +77,7 @@ class ClipTowers:
         for name, given in {option: path, "processor": processor}.items():
             require_hub(name, given)
         try:
-            self.model: Any = CLIPModel.from_pretrained(path).eval().to(device)  # pyright: ignore[reportArgumentType]
+            self.model: Any = CLIPModel.from_pretrained(path).eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
             self.pixels: Any = AutoImageProcessor.from_pretrained(processor or path)
             self.tokens: Any = AutoTokenizer.from_pretrained(processor or path)
         except (OSError, ValueError) as error:
@@ -89,14 +90,57 @@ class ClipTowers:
             inputs = self.pixels(images=list(images), return_tensors="pt").to(self.device)
             return _unit(self.model.visual_projection(self.model.vision_model(**inputs).pooler_output))
 
+    def of_pixels(self, images: Tensor) -> Tensor:
+        """[B, D] unit vectors of images [B, 3, H, W] in [0, 1], with gradient.
+
+        The processor's steps in torch: resize with antialiasing, central crop, normalise. Its own images are rounded to
+        256 levels after the resize.
+
+        Raises:
+            ConfigError: a processor with other steps.
+        """
+        processor = self.pixels
+        size, crop = processor.size, processor.crop_size if processor.do_center_crop else None
+        mode = {2: "bilinear", 3: "bicubic"}.get(int(processor.resample))
+        if mode is None or not processor.do_normalize:
+            raise ConfigError(
+                f"processor: {type(processor).__name__} resamples with filter {int(processor.resample)} and "
+                f"do_normalize={processor.do_normalize}, which has no gradient here; expected filter 2 or 3 and true"
+            )
+        height, width = images.shape[2:]
+        if processor.do_resize and (short := size.get("shortest_edge")):
+            resized = [int(short * side / min(height, width)) for side in (height, width)]
+        else:
+            resized = [size["height"], size["width"]] if processor.do_resize else [height, width]
+        seen = self.torch.nn.functional.interpolate(
+            images.to(self.device, self.model.dtype), resized, mode=mode, align_corners=False, antialias=True
+        )
+        if crop is not None:
+            seen = _centre(seen, crop["height"], crop["width"])
+        mean, std = (
+            seen.new_tensor(list(values))[:, None, None] for values in (processor.image_mean, processor.image_std)
+        )
+        inputs = (seen - mean) / std
+        return _unit(self.model.visual_projection(self.model.vision_model(pixel_values=inputs).pooler_output))
+
     def of_texts(self, texts: Sequence[str]) -> Tensor:
         """[B, D] unit vectors. Every text is padded to the model's length: it does not depend on the others."""
-        with self.torch.inference_mode():
+        with self.torch.no_grad():  # not inference_mode: `values` multiplies them with embeddings that have gradients
             length = self.model.config.text_config.max_position_embeddings
             inputs = self.tokens(
                 list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
             ).to(self.device)
             return _unit(self.model.text_projection(self.model.text_model(**inputs).pooler_output))
+
+
+def _centre(images: Tensor, height: int, width: int) -> Tensor:
+    """The central crop of images, with black where they are smaller."""
+    from torch.nn.functional import pad
+
+    down, right = max(0, height - images.shape[2]), max(0, width - images.shape[3])
+    images = pad(images, (right // 2, right - right // 2, down // 2, down - down // 2))
+    top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
+    return images[:, :, top : top + height, left : left + width]
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -121,8 +165,24 @@ class ClipScorer(PackageScorer[ClipReward]):
             outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
         return outcomes
 
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. They differ
+        from `score` by the rounding of the processor's images to 256 levels."""
+        found: list[Tensor | Failure] = []
+        size = self.options.images_per_forward
+        assert self._towers is not None
+        for start in range(0, len(items), size):
+            seen = self._towers.of_pixels(images[start : start + size])
+            found += self._compared(seen, items[start : start + size]).unbind()
+        return found
+
     def _batch(self, items: Sequence[RewardItem]) -> list[float]:
+        assert self._towers is not None
+        return self._compared(self._towers.of_images([i.image for i in items]), items).float().tolist()
+
+    def _compared(self, seen: Tensor, items: Sequence[RewardItem]) -> Tensor:
+        """[B] scores of unit vectors [B, D] and the prompts of the items."""
         towers = self._towers
         assert towers is not None
-        cosines = (towers.of_images([i.image for i in items]) * towers.of_texts([i.prompt for i in items])).sum(-1)
-        return (cosines * towers.model.logit_scale.exp() if self.options.scaled else cosines).float().tolist()
+        cosines = (seen * towers.of_texts([i.prompt for i in items])).sum(-1)
+        return cosines * towers.model.logit_scale.exp() if self.options.scaled else cosines

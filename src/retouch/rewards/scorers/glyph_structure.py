@@ -12,26 +12,27 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from retouch.config.base import Unit
 from retouch.glyphs import ink_box
 from retouch.imaging import Box, normalize_text
 from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.character_boxes import aligned, read_characters
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
-from retouch.rewards.scorers.reading import crop_for, unreadable
+from retouch.rewards.scorers.reading import crop_box, crop_for, unreadable
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
-    from retouch.glyph_structure import GlyphNetwork
+    from torch import Tensor
 
 
 class GlyphStructureReward(RewardEntry):
     """How whole the letters of the target text are, in [0, 1]: 1 - mean P(broken)."""
 
+    differentiable = True
     cpu_only = "the network is small and runs on the CPU; leave device out"
 
     scorer: Literal["glyph_structure"] = "glyph_structure"
@@ -77,7 +78,6 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
             self._reader = OcrReward(detect=o.detect, threads=o.threads).make()
         settings = f"boxes={o.boxes} over={o.over} margin={o.crop_margin}"
         super().__init__(options, f"{settings} {self._reader.spec.revision}" if self._reader else settings)
-        self._network: GlyphNetwork | None = None
 
     def load(self, device: str) -> None:
         """Load the network and, for recognised boxes, the recogniser.
@@ -87,7 +87,7 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
         """
         from retouch.glyph_structure import FOLDER, WEIGHTS, packaged
 
-        self._network = packaged()
+        packaged()  # read before the first item
         digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()[:12]
         self.set_revision(f"{digest} {self.spec.revision}")
         if self._reader is not None:
@@ -96,15 +96,18 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [self._one(item) for item in items]  # one by one: a score must not depend on its batch
 
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. The boxes are
+        found on the image rounded to uint8 and have no gradient."""
+        judged = (self._judged(image, with_image(item, image)) for image, item in zip(images, items, strict=True))
+        return [one if isinstance(one, Failure) else one[0].to(images.dtype) for one in judged]
+
     def _one(self, item: RewardItem) -> Outcome:
-        wrong = unreadable(item, self.options.crop_margin)
-        text = wrong or text_to_read(item)
-        if isinstance(text, Failure):
-            return text
-        crop = crop_for(item, self.options.crop_margin)
-        asked = normalize_text(text)
-        boxes = self._equal(crop, asked) if self._reader is None else self._recognised(crop, asked)
-        return self._judged(crop, asked, boxes)
+        import torch
+
+        with torch.no_grad():
+            judged = self._judged(unit_pixels(item.image), item)
+        return judged if isinstance(judged, Failure) else Score(float(judged[0]), judged[1])
 
     def _recognised(self, crop: Pixels, asked: str) -> list[Box | None]:
         assert self._reader is not None
@@ -123,29 +126,36 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
             return [None] * len(asked)
         return list(equal_slices(line, len(asked)))
 
-    def _judged(self, crop: Pixels, asked: str, boxes: Sequence[Box | None]) -> Outcome:
+    def _judged(self, image: Tensor, item: RewardItem) -> tuple[Tensor, dict[str, Any]] | Failure:
+        """Value and detail of an image [3, H, W] in [0, 1]; `item.image` is the same, rounded, and gives the boxes."""
         import torch
 
         from retouch.glyph_structure import index_of, structure_of
 
+        margin = self.options.crop_margin
+        text = unreadable(item, margin) or text_to_read(item)
+        if isinstance(text, Failure):
+            return text
+        crop, asked = crop_for(item, margin), normalize_text(text)
+        boxes = self._equal(crop, asked) if self._reader is None else self._recognised(crop, asked)
         known = {i: index for i, char in enumerate(asked) if (index := index_of(char)) is not None}
         if not known:
             return Failure("bad_item", f"{asked!r} holds none of the letters A-Z, a-z and 0-9, which alone are judged")
         seen = {i: box for i in known if (box := boxes[i]) is not None}
         if not seen:
             return Failure("bad_item", f"no box of a letter of {asked!r} was found; gate this reward by ocr")
-        pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1)[None].float() / 255
-        with torch.no_grad():
-            whole = structure_of(pixels, [(0, box) for box in seen.values()], [known[i] for i in seen], self._network)
+        left, top, right, bottom = crop_box(item, margin)
+        pixels = image[None, :, top:bottom, left:right]
+        whole = structure_of(pixels, [(0, box) for box in seen.values()], [known[i] for i in seen]).double()
         values = dict(zip(seen, whole.tolist(), strict=True))
-        broken = sorted((1 - values.get(i, 0.0) for i in known), reverse=True)
+        broken = torch.cat([1 - whole, whole.new_ones(len(known) - len(seen))]).sort(descending=True).values
         taken = broken[: math.ceil(len(broken) / 4)] if self.options.over == "worst_quarter" else broken
         detail: dict[str, Any] = {
             "letters": [[asked[i], round(values[i], 4) if i in values else None] for i in known],
             "missing": len(known) - len(seen),
             "not_judged": len(asked.replace(" ", "")) - len(known),
         }
-        return Score(1 - sum(taken) / len(taken), detail)
+        return 1 - taken.sum() / len(taken), detail
 
 
 def _within(box: Box, ink: Box) -> Box:

@@ -18,9 +18,10 @@ from retouch.config.base import Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.weights import read_weights, require_all, weights_file
-from retouch.types import Outcome, Score
+from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,7 @@ class HpsV2Reward(RewardEntry):
     """Human Preference Score v2.1 (arXiv 2306.09341), about .15 to .35."""
 
     value_range = (-1.0, 1.0)
+    differentiable = True
 
     scorer: Literal["hpsv2"] = "hpsv2"
     path: Text = "xswu/HPSv2"
@@ -111,7 +113,7 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         require_all(file, found.missing_keys, found.unexpected_keys)
         for tower in (model.vision_model, model.text_model):  # buffers that are saved in no file
             tower.embeddings.position_ids = torch.arange(tower.embeddings.position_ids.shape[-1])[None]
-        self._model = model.float().eval().to(device)
+        self._model = model.float().eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
         self.set_revision(f"hpsv2 {o.path} {version} as {o.processor}")
 
@@ -121,32 +123,42 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
             outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
         return outcomes
 
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
+        found: list[Tensor | Failure] = []
+        size = self.options.images_per_forward
+        for start in range(0, len(items), size):
+            found += self._cosines(list(images[start : start + size]), items[start : start + size]).unbind()
+        return found
+
     def _batch(self, items: Sequence[RewardItem]) -> list[float]:
+        with self._torch.no_grad():
+            return self._cosines([unit_pixels(item.image) for item in items], items).tolist()
+
+    def _cosines(self, images: Sequence[Tensor], items: Sequence[RewardItem]) -> Tensor:
+        """[B] cosines of images [3, H, W] in [0, 1] and the prompts of the items."""
         torch, model = self._torch, self._model
         side = model.config.vision_config.image_size
-        pixels = torch.stack([padded(torch.from_numpy(item.image.copy()), side) for item in items])
+        pixels = torch.stack([padded(image, side) for image in images])
         length = model.config.text_config.max_position_embeddings
         texts = [item.prompt for item in items]
         tokens = self._tokens(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        with torch.inference_mode():
-            seen = model.vision_model(pixel_values=pixels.to(self._device)).pooler_output
-            read = model.text_model(**tokens.to(self._device)).pooler_output
-            images, prompts = model.visual_projection(seen), model.text_projection(read)
-            return torch.nn.functional.cosine_similarity(images, prompts).tolist()
+        with torch.no_grad():
+            prompts = model.text_projection(model.text_model(**tokens.to(self._device)).pooler_output)
+        seen = model.vision_model(pixel_values=pixels.to(self._device, model.dtype)).pooler_output
+        return torch.nn.functional.cosine_similarity(model.visual_projection(seen), prompts)
 
 
 def padded(image: Tensor, side: int) -> Tensor:
-    """An image [H, W, 3] uint8 as [3, side, side] fp32, normalised: its longest side is `side`, the rest is black."""
-    import torch
+    """An image [3, H, W] in [0, 1] as [3, side, side], normalised: its longest side is `side`, the rest is black."""
     from torch.nn.functional import interpolate, pad
 
-    pixels = image.permute(2, 0, 1)[None].float() / 255
-    height, width = (round(length * side / max(image.shape[:2])) for length in image.shape[:2])
+    height, width = (round(length * side / max(image.shape[1:])) for length in image.shape[1:])
     size = (max(1, height), max(1, width))
-    pixels = interpolate(pixels, size, mode="bicubic", align_corners=False, antialias=True)[0]
+    pixels = interpolate(image[None], size, mode="bicubic", align_corners=False, antialias=True)[0]
     down, right = side - size[0], side - size[1]
     pixels = pad(pixels, (right // 2, right - right // 2, down // 2, down - down // 2))
-    mean, std = (torch.tensor(values)[:, None, None] for values in (_MEAN, _STD))
+    mean, std = (pixels.new_tensor(values)[:, None, None] for values in (_MEAN, _STD))
     return (pixels - mean) / std
 
 

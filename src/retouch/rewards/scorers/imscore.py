@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import PositiveInt
@@ -20,7 +20,10 @@ from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.reading import importlib_version
-from retouch.types import Outcome, Score
+from retouch.types import Failure, Outcome, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 class ImscoreReward(RewardEntry):
     """Options that the models of imscore share."""
 
+    differentiable = True
     model: ClassVar[str]
     """module:class in imscore."""
     beside: ClassVar[str]
@@ -92,7 +96,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
                 f"of its own, which `retouch reward env {name}` makes; then set rewards.{name}.url"
             ) from None
         require_hub("path", self.options.path)
-        self._model = self._weights(made).eval().to(device)
+        self._model = self._weights(made).eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
 
     def _weights(self, kind: Any) -> Any:
@@ -131,9 +135,21 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
                 outcomes.update(zip(chunk, self._batch([items[i] for i in chunk]), strict=True))
         return [outcomes[i] for i in range(len(items))]
 
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
+        found: list[Tensor | Failure] = []
+        size = self.options.images_per_forward
+        for start in range(0, len(items), size):
+            found += self._scores(images[start : start + size], items[start : start + size]).unbind()
+        return found
+
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
         torch = self._torch
         pixels = torch.from_numpy(np.stack([item.image for item in items])).permute(0, 3, 1, 2).float() / 255
         with torch.inference_mode():
-            scores = self._model.score(pixels.to(self._device), [item.prompt for item in items])
-        return [Score(value) for value in scores.float().reshape(len(items)).tolist()]
+            return [Score(value) for value in self._scores(pixels, items).tolist()]
+
+    def _scores(self, images: Tensor, items: Sequence[RewardItem]) -> Tensor:
+        """[B] scores of images [B, 3, H, W] in [0, 1]."""
+        scores = self._model.score(images.to(self._device), [item.prompt for item in items])
+        return scores.float().reshape(len(items))

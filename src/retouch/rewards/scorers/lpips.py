@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import PackageScorer, RewardEntry
-from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.pixels import unit_pixels
+from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ class LpipsReward(RewardEntry):
     images = frozenset({"source"})
     value_range = (-100.0, 0.0)
     licence = "BSD-2-Clause"
+    differentiable = True
 
     scorer: Literal["lpips"] = "lpips"
     backbone: Text
@@ -84,42 +84,53 @@ class LpipsScorer(PackageScorer[LpipsReward]):
         return [self._one(item) for item in items]
 
     def _one(self, item: RewardItem) -> Outcome:
-        assert item.source is not None  # spec.needs
-        kept = 1.0
-        if item.image.shape != item.source.shape or min(item.image.shape[:2]) < _SMALLEST:
-            shapes = f"image {item.image.shape}, source {item.source.shape}"
-            return Failure("bad_item", f"image and source must have one size of {_SMALLEST} or more; given {shapes}")
-        if self.options.region == "kept":
-            assert item.mask is not None
-            if item.mask.shape != item.image.shape[:2]:
-                return Failure(
-                    "bad_item", f"image {item.image.shape[:2]} and mask {item.mask.shape} must have one size"
-                )
-            kept = (item.mask < MASK_THRESHOLD).astype(np.float32)[..., None]
-        distance = self._distance(*(self._input(pixels, kept) for pixels in (item.image, item.source)))
-        return Score(-distance, {"lpips": distance})
-
-    def _input(self, pixels: Pixels, kept: Any) -> Tensor:
-        """[1, 3, H, W] in [-1, 1], normalised."""
         import torch
 
-        image = torch.from_numpy(pixels.astype(np.float32) / 255 * kept).permute(2, 0, 1)[None].float() * 2 - 1
-        shift, scale = (torch.tensor(values)[:, None, None] for values in (_SHIFT, _SCALE))
-        return ((image - shift) / scale).to(self._device)
+        with torch.no_grad():
+            distance = self._distance(unit_pixels(item.image), item)
+        if isinstance(distance, Failure):
+            return distance
+        return Score(-float(distance), {"lpips": float(distance)})
 
-    def _distance(self, a: Tensor, b: Tensor) -> float:
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
+        distances = (self._distance(image, item) for image, item in zip(images, items, strict=True))
+        return [distance if isinstance(distance, Failure) else -distance for distance in distances]
+
+    def _distance(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        """LPIPS between an image [3, H, W] in [0, 1] and the source of an item, on the scorer's device."""
+        import torch
+
+        assert item.source is not None  # spec.needs
+        shape = (*image.shape[1:], 3)
+        if shape != item.source.shape or min(shape[:2]) < _SMALLEST:
+            shapes = f"image {shape}, source {item.source.shape}"
+            return Failure("bad_item", f"image and source must have one size of {_SMALLEST} or more; given {shapes}")
+        image = image.to(self._device)
+        both = torch.stack([image, unit_pixels(item.source).to(image)])
+        if self.options.region == "kept":
+            assert item.mask is not None
+            if item.mask.shape != shape[:2]:
+                return Failure("bad_item", f"image {shape[:2]} and mask {item.mask.shape} must have one size")
+            both = both * torch.from_numpy(item.mask < MASK_THRESHOLD).to(image)
+        shift, scale = (both.new_tensor(values)[:, None, None] for values in (_SHIFT, _SCALE))
+        return self._compared((both * 2 - 1 - shift) / scale)
+
+    def _compared(self, x: Tensor) -> Tensor:
+        """LPIPS between two images [2, 3, H, W], normalised."""
         import torch
         import torch.nn.functional as F
 
-        x, total = torch.cat([a, b]), 0.0
-        with torch.inference_mode():
-            for block, (numbers, head) in enumerate(zip(_BLOCKS, self._heads, strict=True)):
-                x = F.max_pool2d(x, 2) if block else x
-                for number in numbers:
-                    x = F.conv2d(x, *self._convolutions[number], padding=1).relu()
-                unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
-                squared = (unit[0] - unit[1]).square()
-                total += float((squared * head[:, None, None]).sum(0).mean())
+        total = x.new_zeros(())
+        for block, (numbers, head) in enumerate(zip(_BLOCKS, self._heads, strict=True)):
+            x = F.max_pool2d(x, 2) if block else x
+            for number in numbers:
+                weight, bias = self._convolutions[number]
+                x = F.conv2d(x, weight.to(x.dtype), bias.to(x.dtype), padding=1).relu()
+            # the norm has gradient 0 where all features are 0; the root of the sum of squares has none
+            unit = x / (torch.linalg.vector_norm(x, dim=1, keepdim=True) + 1e-10)
+            squared = (unit[0] - unit[1]).square()
+            total = total + (squared * head[:, None, None].to(x.dtype)).sum(0).mean()
         return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,29 @@ from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class PreservationReward(RewardEntry):
     """1 - mean |difference| to the source in the unmasked region, in [0, 1]; meant for the raw sample."""
 
     images = frozenset({"mask", "source"})
+    differentiable = True
     cpu_only = NO_NETWORK
 
     scorer: Literal["preservation"] = "preservation"
     paste_back: bool = False
     """True scores the composite, which is 1 by construction."""
+
+    def advice(self, name: str) -> list[str]:
+        if not self.paste_back:
+            return []
+        warning = (
+            f"rewards.{name}.paste_back: given true, but the composite equals the source outside the mask: every value "
+            "is 1 and every gradient 0; set paste_back=false"
+        )
+        return [warning]
 
     def make(self) -> PreservationScorer:
         return PreservationScorer(self)
@@ -41,14 +54,39 @@ class PreservationScorer(PackageScorer[PreservationReward]):
         drift = float(np.abs(difference).mean() / 255)
         return Score(1.0 - drift, {"outside_l1": drift})
 
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
+        import torch
+
+        found: list[Tensor | Failure] = []
+        for image, item in zip(images, items, strict=True):
+            kept = kept_pixels(item, (*image.shape[1:], 3))
+            if isinstance(kept, Failure):
+                found.append(kept)
+                continue
+            assert item.source is not None
+            source = torch.from_numpy(item.source[kept]).to(image.device, image.dtype) / 255
+            pixels = image.permute(1, 2, 0)[torch.from_numpy(kept).to(image.device)]
+            found.append(1 - (pixels - source).abs().mean())
+        return found
+
 
 def unmasked_difference(item: RewardItem) -> NDArray[np.float32] | Failure:
     """Image minus source [N, 3] of the N unmasked pixels, in [-255, 255]; a failure without such pixels."""
+    kept = kept_pixels(item, item.image.shape)
+    if isinstance(kept, Failure):
+        return kept
+    assert item.source is not None
+    return item.image[kept].astype(np.float32) - item.source[kept]
+
+
+def kept_pixels(item: RewardItem, shape: tuple[int, ...]) -> NDArray[np.bool_] | Failure:
+    """Whether each pixel [H, W] is unmasked; a failure if none is, or the image's shape (H, W, 3) is another one."""
     assert item.mask is not None and item.source is not None  # spec.needs
-    if item.image.shape != item.source.shape or item.image.shape[:2] != item.mask.shape:
-        shapes = f"image {item.image.shape}, source {item.source.shape}, mask {item.mask.shape}"
+    if shape != item.source.shape or shape[:2] != item.mask.shape:
+        shapes = f"image {shape}, source {item.source.shape}, mask {item.mask.shape}"
         return Failure("bad_item", f"image, source and mask must have one size; given {shapes}")
     kept = item.mask < MASK_THRESHOLD
     if not kept.any():
         return Failure("bad_item", "the mask is full: there is no unmasked region to compare")
-    return item.image[kept].astype(np.float32) - item.source[kept]
+    return kept

@@ -15,7 +15,7 @@ from pydantic import Field
 from retouch.config.base import Text
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
-from retouch.imaging import MASK_THRESHOLD, mask_box, widen
+from retouch.imaging import MASK_THRESHOLD, Box, mask_box, widen
 from retouch.lines import Bounds
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
@@ -207,10 +207,14 @@ def unreadable(item: RewardItem, margin: float) -> Failure | None:
 
 def crop_for(item: RewardItem, margin: float) -> Pixels:
     """The mask box of the image, widened; the whole image without a mask. Check `unusable_mask` first."""
-    if item.mask is None:
-        return item.image
-    left, top, right, bottom = widen(mask_box(item.mask), margin, item.image.shape[1], item.image.shape[0])
+    left, top, right, bottom = crop_box(item, margin)
     return item.image[top:bottom, left:right]
+
+
+def crop_box(item: RewardItem, margin: float) -> Box:
+    """The box of `crop_for` in the image."""
+    height, width = item.image.shape[:2]
+    return (0, 0, width, height) if item.mask is None else widen(mask_box(item.mask), margin, width, height)
 
 
 def importlib_version(package: str) -> str:

@@ -1,0 +1,1 @@
+"""Gradients of rewards through the decoder and single denoising steps."""

@@ -1,0 +1,271 @@
+"""Reward gradients: differentiable rewards train single denoising steps directly.
+
+    1. Samples by the ODE; the states of the trained steps are recorded.
+    2. Rewards, as in every algorithm; and g = -d reward / d latents through the decoder, one image at a time.
+    3. At a recorded state x_k: loss = c_k <v(x_k), g> + kl_weight mean |v - v_reference|². x_k, g and c_k, which is
+       d x0 / d v_k, are constants (`step_coefficients`): each trained step of a sample is a row of its own.
+
+The last step alone is DRaFT-1 (arXiv 2309.17400), any other steps are DRTune (2405.00760), and with the gradient taken
+at the image that the prediction of the step implies it is ReFL (2304.05977). An epsilon model has the coefficients of
+DDIM. One sample of an example suffices: nothing is compared.
+
+Departures: g is taken of the composite within the crop that the reward scores, and only the region counts; by default
+it is divided by its root mean square over the epoch (`gradient_scale`); a sample whose reward or gradient fails has
+weight 0. Pixels are not clamped, and not rounded to 8 bits as in the logged rewards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retouch.algorithms.reward_gradient.config import RewardGradientConfig
+from retouch.core.objectives.reward_gradient import (
+    estimate_coefficients,
+    implied_data,
+    linear_loss,
+    step_coefficients,
+)
+from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
+from retouch.data.sampler import derive_seed
+from retouch.rewards.gradient import PixelReward, combined_value, pixel_rewards
+from retouch.rewards.protocol import RewardItem
+from retouch.rollout.sampler import objective_region
+from retouch.training.build import Run
+from retouch.training.experience import evenly_dealt, rewarded_groups
+from retouch.training.scoring import Tally, refuse_failures, summary
+from retouch.training.session import Session
+from retouch.training.step import Step
+from retouch.training.supervised import warm_up
+from retouch.types import Failure
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainedSteps:
+    """Denoising steps to train, with the gradients of their rewards, on the CPU; a sample has one row or several.
+
+    Attributes:
+        position: [n] of each row's example in the dataset.
+        seed: [n] int64 of the row's image.
+        step: [n] int64 index of the denoising step.
+        latents: [n, C, h, w] fp32, the recorded state before the step.
+        gradient: [n, C, h, w] fp32, -d reward / d latents.
+        coefficient: [n] fp32, d x0 / d prediction of the step, times the scale of the epoch's gradients.
+        weight: [n]: 1, or 0 for padding and rows whose reward or gradient failed.
+    """
+
+    position: Tensor
+    seed: Tensor
+    step: Tensor
+    latents: Tensor
+    gradient: Tensor
+    coefficient: Tensor
+    weight: Tensor
+
+
+def train(run: Run) -> None:
+    """Warm up, then train to max_steps."""
+    algorithm = run.config.algorithm
+    assert isinstance(algorithm, RewardGradientConfig)
+    with Session(run) as session:
+        warm_up(session, algorithm)
+        for _ in session.epochs():
+            rows = session.kept(TrainedSteps) or collect(session, algorithm)
+            for step in session.steps(rows):
+                train_step(session, algorithm, rows, step)
+        session.finish()
+
+
+def train_step(session: Session, algorithm: RewardGradientConfig, rows: TrainedSteps, step: Step) -> None:
+    """One optimizer step. The reference predicts before the policy's first forward: weights must not be swapped between
+    a forward and its backward."""
+    run = session.run
+    for attempt in step.attempts():
+        with attempt:
+            micros = [Micro(chosen, None) for chosen in attempt.chunks()]
+            if algorithm.kl_weight:
+                with run.clock.part("train_forward"), run.policy.use("reference"):
+                    micros = [Micro(chosen, predict(run, rows, chosen)) for chosen, _ in micros]
+            for micro in attempt.micro_batches(micros):
+                attempt.backward(*reward_gradient_loss(run, algorithm, rows, micro, step.total))
+
+
+class Micro(NamedTuple):
+    """Rows [B] of one forward, and what the reference predicts for them; None without a KL."""
+
+    rows: Tensor
+    reference: Tensor | None
+
+
+def reward_gradient_loss(
+    run: Run, algorithm: RewardGradientConfig, rows: TrainedSteps, micro: Micro, total: Tensor
+) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
+    """The loss of one forward of B rows -> (loss, metrics, rows that count)."""
+    chosen, device = micro.rows, run.engine.device
+    weight = rows.weight[chosen].to(device)
+    condition = run.encoded.conditions(rows.position[chosen].tolist(), device)
+    region = objective_region(algorithm, condition, run.model.spec.downsampling)
+    prediction = predict(run, rows, chosen)
+    gradient, coefficient = rows.gradient[chosen].to(device), rows.coefficient[chosen].to(device)
+    loss, values = linear_loss(prediction, gradient, coefficient, region, weight, total)
+    if micro.reference is not None:
+        counted = region_of_kept(region, weight)
+        kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)
+        loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, total)
+        values["kl"] = weighted_mean(kl.detach(), weight)
+    return loss, values, weight.sum()
+
+
+def predict(run: Run, rows: TrainedSteps, chosen: Tensor) -> Tensor:
+    """[B, C, h, w] of the weights in use at the recorded states, under the guidance of sampling."""
+    device = run.engine.device
+    condition = run.encoded.conditions(rows.position[chosen].tolist(), device)
+    times = run.model.schedule(run.config.rollout.num_steps, condition.size).times[rows.step[chosen]]
+    return run.model.predict(run.network, rows.latents[chosen].to(device), times.to(device), condition)
+
+
+# --- an epoch ---
+
+
+def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
+    """Sample an epoch, score it, take the gradients of the rewards, deal the rows to the processes.
+
+    Raises:
+        RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
+        Stopped: asked to stop between batches.
+    """
+    run, engine = session.run, session.run.engine
+    rollouts, rewards = rewarded_groups(session, algorithm, None)
+    n = len(rollouts.slots)
+    own = slice(engine.rank * n, (engine.rank + 1) * n)
+    usable = rewards.usable[own]
+    states = torch.cat([path.latents for path in rollouts.trajectories])  # [n, S + 1, C, h, w]
+    items = [item for batch in rollouts.batches for item in batch.items]
+    steps = torch.tensor([steps_of(algorithm, run.config.rollout.num_steps, seed) for seed in rollouts.seeds])
+    gradient = torch.zeros(*steps.shape, *states.shape[2:])
+    coefficient = torch.zeros(steps.shape)
+    failures: list[Failure] = []
+    scorers = pixel_rewards(run.rewards)
+    for i in usable.nonzero().flatten().tolist():
+        found = sample_gradient(run, algorithm, scorers, states[i], steps[i], items[i], rewards.position[own][i])
+        if isinstance(found, Failure):
+            failures.append(found)
+            usable[i] = False
+        else:
+            gradient[i], coefficient[i] = found
+    refuse_lost_gradients(session, int((~rewards.padding[own]).sum()), failures)
+    rows = TrainedSteps(
+        position=rewards.position[own].repeat_interleave(steps.shape[1]),
+        seed=torch.tensor(rollouts.seeds).repeat_interleave(steps.shape[1]),
+        step=steps.flatten(),
+        latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1).cpu(),
+        gradient=gradient.flatten(0, 1),
+        coefficient=coefficient.flatten(),
+        weight=usable.float().repeat_interleave(steps.shape[1]),
+    )
+    if algorithm.gradient_scale == "rms":
+        rows.coefficient /= rms_scale(run, algorithm, rows)
+    return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu())
+
+
+def steps_of(algorithm: RewardGradientConfig, num_steps: int, seed: int) -> list[int]:
+    """Indices of the denoising steps that a sample trains."""
+    last = range(num_steps - (algorithm.last_steps or num_steps), num_steps)
+    if algorithm.trained_step == "random":
+        return [Random(derive_seed(seed, "step")).choice(last)]
+    return list(last) if algorithm.trained_step == "all" else [num_steps - 1]
+
+
+def states_before(states: Tensor, steps: Tensor, num_steps: int, *, after: int = 0) -> Tensor:
+    """The recorded states [n, W, C, h, w] before steps [n, W], or those `after` them by so many steps.
+
+    Args:
+        states: [n, S + 1, C, h, w] around the last S steps.
+    """
+    place = steps - (num_steps - (states.shape[1] - 1)) + after
+    return states[torch.arange(len(states))[:, None], place]
+
+
+def sample_gradient(
+    run: Run,
+    algorithm: RewardGradientConfig,
+    scorers: list[PixelReward],
+    states: Tensor,
+    steps: Tensor,
+    item: RewardItem,
+    position: Tensor,
+) -> tuple[Tensor, Tensor] | Failure:
+    """-d reward / d latents [W, C, h, w] of one sample and d x0 / d prediction [W] of its trained steps [W]; or a
+    failure.
+
+    Args:
+        states: [S + 1, C, h, w] around the last S steps.
+    """
+    num_steps = run.config.rollout.num_steps
+    example = run.encoded.examples([int(position)])[0]
+    condition = run.encoded.conditions([int(position)], run.engine.device)
+    schedule = run.model.schedule(num_steps, condition.size)
+    if algorithm.reward_at == "final":
+        scored, coefficients = states[-1:], step_coefficients(schedule)
+    else:
+        before, then = (states_before(states[None], steps[None], num_steps, after=after)[0] for after in (0, 1))
+        scored, coefficients = implied_data(schedule, before, then, steps), estimate_coefficients(schedule)
+    strip = 0 if example.strip is None else example.strip.height
+    problem: list[Failure] = []
+
+    def reward(decoded: Tensor) -> Tensor:
+        value = combined_value(scorers, (decoded[0, :, strip:] + 1) / 2, item)
+        if isinstance(value, Failure):
+            problem.append(value)
+            value = decoded.new_zeros(())
+        return value + 0 * decoded.sum()  # a value that no pixel changes has a gradient of 0
+
+    checkpointing = run.config.training.gradient_checkpointing
+    with run.clock.part("vae"):
+        found = [run.model.latent_gradient(x0[None], reward, checkpointing=checkpointing).cpu() for x0 in scored]
+    if problem:
+        return problem[0]
+    gradient = -torch.cat(found).expand(len(steps), *states.shape[1:])
+    if not bool(gradient.isfinite().all()):
+        return Failure("scorer_error", "the gradient of the reward contains NaN or Inf")
+    return gradient, coefficients[steps].float()
+
+
+def refuse_lost_gradients(session: Session, asked: int, failures: list[Failure]) -> None:
+    """Count samples without a gradient as those without a reward.
+
+    Args:
+        asked: samples of the epoch on this process.
+
+    Raises:
+        FailureRateExceeded: on every process.
+    """
+    rewards = session.run.rewards
+    if failures:
+        logger.warning("%d of %d samples have no gradient: %s", len(failures), asked, summary(failures))
+    tally = Tally(asked, len(failures), failures, (rewards.asked - asked, rewards.failed))
+    refuse_failures(session.run.engine.gather_list([tally]), session.config.reward_client)
+    rewards.count(0, len(failures))
+
+
+def rms_scale(run: Run, algorithm: RewardGradientConfig, rows: TrainedSteps) -> Tensor:
+    """Root mean square of the gradients over the region of all processes' rows, times the mean number of elements of a
+    region; 1 where all are 0."""
+    total = torch.zeros(3, dtype=torch.float64)  # sum of squares, elements, rows
+    for i in rows.weight.nonzero().flatten().tolist():
+        condition = run.encoded.conditions([int(rows.position[i])], torch.device("cpu"))
+        region = objective_region(algorithm, condition, run.model.spec.downsampling)
+        g = rows.gradient[i].double()
+        share = torch.ones_like(g) if region is None else region[0].double().expand_as(g)
+        total += torch.stack([(share * g**2).sum(), share.sum(), total.new_ones(())])
+    squares, elements, count = run.engine.sum(total).cpu()
+    scale = (squares / elements).sqrt() * elements / count
+    return (scale if scale > 0 else torch.ones(())).float()

@@ -1,0 +1,95 @@
+"""Gradients of rewards with respect to the pixels of a sample. Legend: B images of H x W pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from retouch.imaging import MASK_THRESHOLD
+from retouch.rewards.foreign import one_line
+from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs
+from retouch.rewards.table import RewardTable
+from retouch.rewards.views import View, can_be_pasted, crop_box, viewed
+from retouch.types import Failure
+
+
+@runtime_checkable
+class DifferentiableScorer(Scorer, Protocol):
+    """A scorer of an entry that is `differentiable`."""
+
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images as scalars with gradient, one per item in order; value i depends on image i only.
+
+        Args:
+            images: [B, 3, H, W] fp32 in [0, 1]; values beyond keep their gradient.
+            items: everything but the images, which are not read from them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PixelReward:
+    """A reward of the run as a function of pixels; `view` is the part of the image that its scorer receives."""
+
+    name: str
+    weight: float
+    scorer: DifferentiableScorer
+    view: View
+    device: str
+
+    def value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        """The reward of an image [3, H, W] in [0, 1], with gradient."""
+        problem = malformed(item)
+        if problem is not None:
+            return problem
+        image, item = viewed_pixels(image, item, self.view)
+        problem = missing_needs(self.scorer.spec, item)
+        if problem is not None:
+            return problem
+        try:
+            [value] = self.scorer.values(image[None].to(self.device), [item])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a scorer is foreign code, see `CheckedScorer`
+            return Failure("scorer_error", one_line(f"{self.name} raised {type(error).__name__}: {error}"))
+        return value if isinstance(value, Failure) else value.to(image.device)
+
+
+def pixel_rewards(table: RewardTable) -> list[PixelReward]:
+    """The rewards with a weight that are trained on; their scorers must have loaded."""
+    found: list[PixelReward] = []
+    for name in table.trained:
+        if table.weights[name]:
+            scorer, view, device = table.local(name)
+            assert isinstance(scorer, DifferentiableScorer), f"{name}: differentiable, but without values"
+            found.append(PixelReward(name, table.weights[name], scorer, view, device))
+    return found
+
+
+def combined_value(rewards: Sequence[PixelReward], image: Tensor, item: RewardItem) -> Tensor | Failure:
+    """The weighted sum of the rewards of an image [3, H, W] in [0, 1] with gradient, or the failure of one of them."""
+    total = image.new_zeros(())
+    for reward in rewards:
+        value = reward.value(image, item)
+        if isinstance(value, Failure):
+            return value
+        total = total + reward.weight * value
+    return total
+
+
+def viewed_pixels(image: Tensor, item: RewardItem, view: View) -> tuple[Tensor, RewardItem]:
+    """`retouch.rewards.views.viewed` of an image [3, H, W] with gradient, and the item that goes with it. The gradient
+    is 0 outside the mask of a composite and outside a crop."""
+    if view.paste_back and item.mask is not None and item.source is not None and can_be_pasted(item):
+        inside = torch.from_numpy(item.mask >= MASK_THRESHOLD).to(image.device)
+        source = torch.from_numpy(item.source.copy()).to(image).permute(2, 0, 1) / 255
+        image = torch.where(inside, image, source)
+    box = crop_box(item, view.margin, view.least) if view.crop else None
+    if box is not None:
+        left, top, right, bottom = box
+        image = image[:, top:bottom, left:right]
+    return image, viewed(item, view)
