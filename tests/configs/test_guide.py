@@ -46,6 +46,7 @@ OF: dict[str, dict[str, list[Any]]] = {
     },
     "dpo": {},
     "sft": {},
+    "reward_gradient": {},
 }
 
 
