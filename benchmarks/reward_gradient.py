@@ -185,7 +185,7 @@ def plot(rows: Sequence[Row], compared: Sequence[Row], out: Path) -> None:
         for number, row in enumerate(row for row in shown if row["arm"] == arm):
             axis.plot(*zip(*row["points"], strict=True), color=f"C{color}", label=None if number else arm, alpha=0.7)
     axis.axhline(REACHED, color="grey", linewidth=0.6, linestyle=":")
-    axis.set_xscale("symlog", linthresh=1000)
+    axis.set_xlim(left=0)
     axis.set_xlabel("network forwards of RL")
     axis.set_ylabel("held-out NED (OCR)")
     axis.legend(frameon=False)

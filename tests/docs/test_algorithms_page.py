@@ -16,7 +16,9 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import nft  # noqa: E402
 import region  # noqa: E402
+import reward_gradient  # noqa: E402
 import text_to_image  # noqa: E402
+from inputs import inputs  # noqa: E402
 
 import algorithms  # noqa: E402
 from retouch.config import derive, load_run  # noqa: E402
@@ -33,3 +35,23 @@ def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
     assert f"<!-- table: {file} -->\n\n{benchmark.table(rows)}\n" in PAGE
+
+
+def test_the_tables_of_reward_gradients_are_those_of_the_committed_results() -> None:
+    file = "benchmarks/results/reward_gradient.json"
+    rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
+    assert f"<!-- table: {file} -->\n\n{reward_gradient.table(rows)}\n" in PAGE
+    reached = reward_gradient.reached_table([*rows, *reward_gradient.others()])
+    assert f"<!-- table: {file} reached -->\n\n{reached}\n" in PAGE
+    for row in rows:
+        assert row["inputs"] == inputs(reward_gradient.FILE if "nft" in row else reward_gradient.SUPERVISED)
+
+
+def test_a_reward_gradient_passes_nft_in_a_sixth_of_its_forwards() -> None:
+    """In the committed runs, each seed: NED with the lower end of its interval above 0, and glyph correlation."""
+    rows = json.loads((REPOSITORY / "benchmarks/results/reward_gradient.json").read_text(encoding="utf-8"))["rows"]
+    found = [row["nft"] for row in rows if "nft" in row]
+    assert len(found) == 3
+    assert all(one["share_of_forwards"] <= 1 / 6 for one in found)
+    assert all(one["over"]["ocr.ned"][1] > 0 and one["over"]["glyph_correlation"][0] > 0 for one in found)
+    assert all(row["held_out"]["last"]["outside_l1"] <= row["held_out"]["base"]["outside_l1"] for row in rows)
