@@ -192,10 +192,10 @@ class Engine:
         scaler = self.accelerator.scaler
         return None if scaler is None else float(scaler.get_scale())
 
-    def set_loss_scale(self, scale: float | None) -> None:
+    def set_loss_scale(self, scale: float) -> None:
         """Set the factor of fp16 losses; no effect in other precisions."""
         scaler = self.accelerator.scaler
-        if scaler is not None and scale is not None:
+        if scaler is not None:
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
 
     def drop_gradients(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from retouch.data.identity import item_key
@@ -30,7 +30,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Hexadecimal = Annotated[str, Field(max_length=40, pattern=r"^(nan|-?inf|-?0x[01]\.[0-9a-f]+p[+-][0-9]+)$")]
+
+def _as_written(text: str) -> str:
+    try:
+        if len(text) <= 40 and float.fromhex(text).hex() == text:
+            return text
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError("no number as float.hex writes it")
+
+
+Hexadecimal = Annotated[str, AfterValidator(_as_written)]
 """A number with all its bits, as `float.hex` writes it."""
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -46,7 +56,7 @@ class _Part(BaseModel):
 
 
 class Share(_Part):
-    """What one process computed.
+    """Examples and losses of one process.
 
     Attributes:
         examples: id of the example of each row.
@@ -87,7 +97,7 @@ class Dump(_Part):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What this process computed in an optimizer step.
+    """Losses and settings of an optimizer step on this process.
 
     Attributes:
         losses: scalar of each micro-batch.

@@ -1,7 +1,7 @@
 """Repeat the optimizer step of a dump and compare every number with the recorded one.
 
-The run file, the state before the step and the rows of the epoch come from the dump; data and model files are those that
-the run file names. No reward is computed, and nothing is written.
+The run file, the state before the step and the rows of the epoch come from the dump; the run file names the data and
+the model. No reward is computed, and nothing is written.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def inputs(then: Dump, now: Dump) -> list[str]:
     for a, b in zip(then.shares, now.shares, strict=True):
         if a.examples != b.examples:
             found.append(f"examples: {_few(a.examples)} then, {_few(b.examples)} now")
-        changed = [i for i, x, y in zip(a.examples, a.keys, b.keys, strict=False) if x != y and a.examples == b.examples]
+        changed = [
+            i for i, x, y in zip(a.examples, a.keys, b.keys, strict=False) if x != y and a.examples == b.examples
+        ]
         if changed:
             found.append(f"data: example {_few(sorted(set(changed)))} has another prompt or image now")
         if a.seeds != b.seeds:

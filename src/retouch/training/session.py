@@ -253,7 +253,7 @@ class Session:
         """Optimizer steps on rows of their own, up to step `until` of the run.
 
         Args:
-            data: dataset that `step_positions` draws from.
+            data: dataset of the rows, see `step_positions`.
             purpose: of the noise, in its seeds.
             lr: peak learning rate of supervised steps; None for a step of RL.
         """
@@ -370,7 +370,9 @@ class Session:
         try:
             folder = run.dumps.save(self.progress.step, run.engine, run.policy, state, rollouts)
         except (OSError, RuntimeError) as failed:  # the error that is reported is the gradient's
-            logger.warning("no dump of this step: %s", (file_problem(failed) if isinstance(failed, OSError) else None) or failed)
+            logger.warning(
+                "no dump of this step: %s", (file_problem(failed) if isinstance(failed, OSError) else None) or failed
+            )
             return error
         run.dir.log("event", self.progress.step, {"event": "diverged", "dump": f"dumps/{folder.name}"})
         return Diverged(f"{error}; `retouch replay {folder}` repeats the step")
@@ -404,15 +406,14 @@ class Session:
         self._require_fit(folder, state)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
-        _, rollouts = self.run.checkpoints.load(
-            folder, self.run.engine, self.run.policy, finite=not self.run.replaying
-        )
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy, finite=not self.run.replaying)
         self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
         self._left = self._rollouts
         if self.run.replaying:
             dump = Dump.model_validate(state["dump"])
             self.rows_per_forward = dump.rows_per_forward
-            self.run.engine.set_loss_scale(dump.loss_scale and float.fromhex(dump.loss_scale))
+            if dump.loss_scale is not None:
+                self.run.engine.set_loss_scale(float.fromhex(dump.loss_scale))
             return
         self.run.dir.open(self.progress.step)
         self._saved_at = self.progress.step
