@@ -143,7 +143,7 @@ def _compared(checkpoint: Path) -> None:
     _, found = read_dump(checkpoint)
     for shares in (found, Dump.model_validate(DUMP)):
         if len(found.shares) == len(shares.shares):
-            results(found, shares), inputs(shares, found)
+            assert isinstance(results(found, shares) + inputs(shares, found), list)
     first_broken(found.shares, found.rows_per_forward)
 
 
