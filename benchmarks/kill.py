@@ -1,10 +1,10 @@
 """Kill runs and reward servers at random moments, and compare what they end with with an undisturbed run, bitwise.
 
-Runs: SFT, GRPO, DPO, DiffusionNFT and VLM-GRPO on networks of the smallest kind, a checkpoint after every step. A trial kills
-one run up to three times, resumes it each time with resume=auto, lets it finish, and compares weights, EMA weights,
-snapshots, optimizer, counters and metrics (without timings) with those of a run that nobody killed. The ways to kill:
+Runs: SFT, GRPO, DPO, DiffusionNFT and VLM-GRPO on networks of the smallest kind, with a checkpoint after every step. A
+trial kills one run up to three times, resumes it each time with resume=auto, lets it finish, and compares weights, EMA
+weights, snapshots, optimizer, counters and metrics (without timings) with those of a run that nobody killed:
 
-    SIGKILL             at a random moment, from the start of the process to its end
+    SIGKILL             at a random moment from half a second after the start of the process
     SIGKILL, writing    while a checkpoint is written
     SIGTERM, SIGHUP     at a random moment; the run must end with exit code 3, without a traceback
     SLURM               SIGTERM, and SIGKILL after a deadline of up to a second
@@ -223,7 +223,7 @@ def kill(process: Process, way: str, run: Path, seconds: float, rng: random.Rand
     Args:
         seconds: of an undisturbed run.
     """
-    moment = rng.uniform(0.05, seconds)
+    moment = rng.uniform(0.5, max(1.0, seconds))  # before that Python imports, and there is nothing to lose
     deadline = rng.uniform(0.0, 1.0)
     if way == "SIGKILL, writing":
         _wait_for_writing(process, run, rng.randint(1, 4))
@@ -503,11 +503,11 @@ def main() -> None:
 
         while sum(len(t["kills"]) for t in trials) < given.kills:
             trials.append(trial_of_a_run(len(trials), given.seed, undisturbed))
-            print(json.dumps(trials[-1]), flush=True)  # noqa: T201
+            print(json.dumps(trials[-1]), flush=True)
             write()
         if rewards is None and given.reward_kills:
             rewards = trial_of_rewards(given.seed, given.reward_kills, work)
-            print(json.dumps(rewards), flush=True)  # noqa: T201
+            print(json.dumps(rewards), flush=True)
         write()
 
 
