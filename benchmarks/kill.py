@@ -22,6 +22,7 @@ written after every trial, and the same command continues it.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -158,6 +159,7 @@ class Process:
         self.started = time.monotonic()
         self._code: int | None = None
         sys.stdout.flush()
+        gc.freeze()  # or the collections of the fork would copy the pages of every module
         self.pid = os.fork()
         if self.pid == 0:
             _become_retouch(["train", str(file), f"name={name}"], log)
@@ -186,6 +188,7 @@ def _become_retouch(arguments: list[str], log: Path) -> None:
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
         with log.open("ab") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
@@ -230,7 +233,7 @@ def kill(process: Process, way: str, run: Path, seconds: float, rng: random.Rand
         time.sleep(rng.uniform(0, 0.01))
     else:
         process.wait(moment)
-    at, where = time.monotonic() - process.started, _state_of(run)
+    at, where = time.monotonic() - process.started, _state_of(process, run)
     if way.startswith("SIGKILL"):
         process.send(signal.SIGKILL)
     elif way == "server":
@@ -258,10 +261,22 @@ def _wait_for_writing(process: Process, run: Path, count: int) -> None:
         time.sleep(0.0005)
 
 
-def _state_of(run: Path) -> str:
+def _state_of(process: Process, run: Path) -> str:
+    """What the process is doing: "starting" until it handles signals, before which there is nothing to lose."""
+    if not _catches(process.pid, signal.SIGTERM):
+        return "starting"
     if list((run / "checkpoints").glob(".writing-*")):
         return "writing"
     return "training" if (run / "metrics.jsonl").exists() else "loading"
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _kill_server(process: Process, rng: random.Random) -> None:
@@ -365,7 +380,10 @@ def trial_of_a_run(number: int, seed: int, undisturbed: Undisturbed) -> dict[str
         if one["code"] == 0 and way != "server":
             break  # it had ended
         kills.append(one)
-        if one["code"] not in ALLOWED[way] | ({0} if way == "server" else set()):
+        allowed = ALLOWED[way] | ({0} if way == "server" else set())
+        if one["while"] == "starting":
+            allowed |= {-signal.SIGTERM, -signal.SIGHUP}
+        if one["code"] not in allowed:
             problems.append(f"exit code {one['code']} after {way}")
         if one["code"] == 0:
             break

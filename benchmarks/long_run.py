@@ -87,7 +87,9 @@ def train(steps: int, work: Path) -> dict[str, Any]:
                 with metrics.open("rb") as stream:
                     stream.seek(read)
                     lines = stream.read().rpartition(b"\n")[0]
-                    read += len(lines) + 1
+                if not lines:
+                    continue
+                read += len(lines) + 1
                 step = max([step, *(r["step"] for r in map(json.loads, lines.splitlines()) if r["kind"] == "train")])
                 samples.append((step, held([process.pid])))
     if process.returncode:
@@ -136,7 +138,9 @@ def rewards(count: int, work: Path) -> dict[str, Any]:
                     failed += sum(not isinstance(one, Score) for one in found)
                 spent = time.monotonic() - started
                 own = {f"client_{name}": value for name, value in held([os.getpid()]).items()}
-                served = {f"server_{name}": value for name, value in held(descendants(server.pid)).items()}
+                front, worker = ([pid] for pid in descendants(server.pid))
+                served = {f"front_{name}": value for name, value in held(front).items()}
+                served |= {f"worker_{name}": value for name, value in held(worker).items()}
                 samples.append((first + ITEMS_PER_SAMPLE, {**own, **served, "time_s": spent}))
     finally:
         server.terminate()
@@ -189,20 +193,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--images", type=int, default=100_000)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON; a part that it has is not measured again")
     given = parser.parse_args()
     about = {key: environment()[key] for key in ("python", "packages", "platform")}
-    content: dict[str, Any] = {**about, "load": os.getloadavg()}
+    before = json.loads(given.out.read_text()) if given.out.exists() else {}
+    content: dict[str, Any] = {**before, **about, "load": os.getloadavg()}
     for name, measure in (
         ("rewards", lambda work: rewards(given.images, work)),
         ("train", lambda work: train(given.steps, work)),
     ):
+        if name in content:
+            continue
         with tempfile.TemporaryDirectory(prefix="retouch-long-") as folder:
             started = time.monotonic()
             content[name] = measure(Path(folder))
             content[name]["seconds"] = round(time.monotonic() - started)
             print(json.dumps(content[name], indent=1), flush=True)
-    given.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        given.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

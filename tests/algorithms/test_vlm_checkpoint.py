@@ -178,3 +178,12 @@ def test_state_of_deepspeed_is_read_by_the_same_engine_alone(
                 CheckpointError, match=f"was written under {before}.*, but this is .*{what}.*launch as before"
             ):
                 require_same_engine(folder, other, ranks)
+
+
+def test_the_module_names_of_an_adapter_have_one_order(tmp_path: Path) -> None:
+    """PEFT keeps them in sets, whose order differs between processes: a resumed run wrote another file."""
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"target_modules": ["v_proj", "k_proj"], "modules_to_save": None, "r": 4}))
+    checkpoint._sort_modules(file)
+    assert json.loads(file.read_text()) == {"target_modules": ["k_proj", "v_proj"], "modules_to_save": None, "r": 4}
+    checkpoint._sort_modules(tmp_path / "none.json")
