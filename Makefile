@@ -31,7 +31,7 @@ beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types
 	$(1); tests=$$?; wait $$types; types=$$?; cat .venv/types.log; exit $$((tests + types))
 
 trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes
-	RETOUCH_FUZZ_CASES=1000 $(TEST) -q -W ignore tests/fuzz
+	RETOUCH_FUZZ_CASES=1000 RETOUCH_FUZZ_OUT=benchmarks/results/fuzz.json $(TEST) -q -W ignore tests/fuzz
 
 environments: .venv/.installed ## Resolve the packages of every reward environment, without installing them
 	$(TEST) -q -m full tests/rewards/test_environments.py

@@ -70,7 +70,7 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapp
             file.unlink()
         elif file.is_file() and file.name not in _STATE and not file.name.endswith((".pt", ".pth")):
             file.rename(weights / file.name)
-    _sort_modules(weights / "adapter_config.json")
+    sort_modules(weights / "adapter_config.json")
     state = {"progress": {"step": step, "phase": "rl"}, "config": dump_run(config), "rewards": dict(rewards)}
     (written / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     declare_complete(written, step, pinned=pinned)
@@ -81,7 +81,7 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapp
     return folder
 
 
-def _sort_modules(file: Path) -> None:
+def sort_modules(file: Path) -> None:
     """Give PEFT's sets of module names one order: equal runs then write equal files."""
     if file.is_file():
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
