@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -182,11 +182,6 @@ def slope(at: Sequence[float], values: Sequence[float]) -> dict[str, Any]:
         "interval_per_1000": [float(f"{low:.4g}"), float(f"{high:.4g}")],
         "growth": float(f"{line * (x[-1] - x[0]):.4g}"),
     }
-
-
-def is_flat(found: Mapping[str, Any], share: float = 0.02) -> bool:
-    """Whether a value does not grow: its slope may be 0, or over the whole run it is less than a share of the mean."""
-    return found["interval_per_1000"][0] <= 0 or found["growth"] <= share * found["mean"]
 
 
 def main() -> None:
