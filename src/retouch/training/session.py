@@ -415,9 +415,9 @@ class Session:
             if dump.loss_scale is not None:
                 self.run.engine.set_loss_scale(float.fromhex(dump.loss_scale))
             return
-        self.run.dir.open(self.progress.step)
-        self._saved_at = self.progress.step
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
+        self.run.dir.open(self.progress.step, evaluated=self._evaluated_at == self.progress.step)
+        self._saved_at = self.progress.step
         self._owes_evaluation = self._is_due()
         if "rewards" in state:
             self.run.rewards.restore(state["rewards"], self.run.engine.rank, self.run.engine.world_size)
