@@ -65,6 +65,9 @@ ALLOWED = {
 }
 """Exit codes of a run that was killed before its end."""
 
+LIVES_S = {"front": 6.0, "worker": 2.0}
+"""Age in seconds at which a process of the reward server may be killed: one that always ends sooner is given up."""
+
 TARGETS = ("sft", "grpo", "dpo", "nft", "vlm_grpo", "grpo_server")
 
 
@@ -423,13 +426,18 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
     done = threading.Event()
 
     def disturb() -> None:
-        while sum(counts.values()) < kills:
+        seen: dict[int, float] = {}
+        while sum(counts.values()) < kills and server.poll() is None:
             time.sleep(rng.uniform(0.3, 1.5))
-            pids = descendants(server.pid)
-            if not pids:
+            now = time.monotonic()
+            kinds = {
+                pid: "worker" if b"server.process" in _command(pid) else "front" for pid in descendants(server.pid)
+            }
+            old_enough = [pid for pid, kind in kinds.items() if now - seen.setdefault(pid, now) > LIVES_S[kind]]
+            if not old_enough:
                 continue
-            pid = rng.choice(pids)
-            kind = "worker" if b"server.process" in _command(pid) else "front"
+            pid = rng.choice(old_enough)
+            kind = kinds[pid]
             frozen = kind == "worker" and rng.random() < 0.2
             _kill_pid(pid, signal.SIGSTOP if frozen else signal.SIGKILL)
             counts[f"{kind}, {'SIGSTOP' if frozen else 'SIGKILL'}"] += 1
@@ -457,6 +465,8 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
                     else:
                         failed[found.code] += 1
             thread.join()
+            if server.poll() is not None:
+                raise SystemExit(f"the reward server ended with exit code {server.returncode}")
             before = dict(counts)
     finally:
         server.terminate()
