@@ -68,6 +68,9 @@ ALLOWED = {
 LIVES_S = {"front": 6.0, "worker": 2.0}
 """Age in seconds at which a process of the reward server may be killed: one that always ends sooner is given up."""
 
+SCORED_BETWEEN = 100
+"""Images that are scored between two kills, at least."""
+
 TARGETS = ("sft", "grpo", "dpo", "nft", "vlm_grpo", "grpo_server")
 
 
@@ -407,7 +410,7 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
     """Score batches on a server of two instances while its processes are killed or frozen.
 
     Returns:
-        {"kills": by kind, "items", "wrong", "failed": by code, "resets"}.
+        {"kills": by kind, "items", "scored", "wrong", "failed": by code}.
     """
     from retouch.rewards.client.client import RewardClient
     from retouch.rewards.protocol import RewardItem
@@ -423,12 +426,15 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
     server = subprocess.Popen([*command, *files], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     counts: Counter[str] = Counter()
     failed: Counter[str] = Counter()
-    done = threading.Event()
+    done, scored = threading.Event(), [0]
 
     def disturb() -> None:
         seen: dict[int, float] = {}
         while sum(counts.values()) < kills and server.poll() is None:
-            time.sleep(rng.uniform(0.3, 1.5))
+            enough = scored[0] + SCORED_BETWEEN
+            while scored[0] < enough and server.poll() is None:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.5))
             now = time.monotonic()
             kinds = {
                 pid: "worker" if b"server.process" in _command(pid) else "front" for pid in descendants(server.pid)
@@ -436,7 +442,8 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
             old_enough = [pid for pid, kind in kinds.items() if now - seen.setdefault(pid, now) > LIVES_S[kind]]
             if not old_enough:
                 continue
-            pid = rng.choice(old_enough)
+            workers = [pid for pid in old_enough if kinds[pid] == "worker"]
+            pid = rng.choice(workers if workers and rng.random() < 0.7 else old_enough)
             kind = kinds[pid]
             frozen = kind == "worker" and rng.random() < 0.2
             _kill_pid(pid, signal.SIGSTOP if frozen else signal.SIGKILL)
@@ -461,6 +468,7 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
                 for found, right in zip(client.score(batch)["jpeg_size"], expected, strict=True):
                     items += 1
                     if isinstance(found, Score):
+                        scored[0] += 1
                         wrong += found.value != right.value  # type: ignore[union-attr]
                     else:
                         failed[found.code] += 1
@@ -471,7 +479,7 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
     finally:
         server.terminate()
         server.wait(60)
-    return {"kills": before, "items": items, "wrong": wrong, "failed": dict(failed)}
+    return {"kills": before, "items": items, "scored": scored[0], "wrong": wrong, "failed": dict(failed)}
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

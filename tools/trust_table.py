@@ -47,8 +47,8 @@ same weights, EMA weights, snapshots, optimizer, counters and metrics as a run t
 - **SIGKILL, writing**: while a checkpoint was written; {writing} kills of all kinds came then. **SLURM**: SIGTERM, then
   SIGKILL after a deadline of up to a second. **server**: SIGKILL of a process of the reward server of the run.
 - SIGTERM and SIGHUP ended the run with exit code 3 and without a traceback, once its imports were done.
-- {items:,} images were scored while {reward_kills} processes of a reward server were killed or frozen ({reward_ways}):
-  {wrong} wrong scores, and {failed} typed failures after all retries.
+- {items:,} images were sent to a reward server while {reward_kills} of its processes were killed or frozen
+  ({reward_ways}): {scored:,} were scored, {wrong} wrongly; {failed} failed after all retries, as typed failures.
 
 ```console
 $ OMP_NUM_THREADS=1 python benchmarks/kill.py --out benchmarks/results/kill.json
@@ -152,6 +152,7 @@ def page() -> str:
         items=of_rewards["items"],
         reward_kills=sum(of_rewards["kills"].values()),
         reward_ways=", ".join(f"{way}: {count}" for way, count in sorted(of_rewards["kills"].items())),
+        scored=of_rewards["scored"],
         wrong=of_rewards["wrong"],
         failed=failed,
         cases=fuzz["cases"],

@@ -25,7 +25,7 @@ def test_no_kill_was_noticed() -> None:
     found = result("kill")
     assert found["kills"] >= 100 and found["runs_that_differ"] == 0 and found["problems"] == []
     assert all(sum(ways.values()) >= 10 for ways in found["by_target"].values())
-    assert found["rewards"]["wrong"] == 0 and found["rewards"]["items"] > 1000
+    assert found["rewards"]["wrong"] == 0 and found["rewards"]["scored"] > 1000
     assert found["kills"] == sum(len(one["kills"]) for one in found["trials"]) + sum(found["rewards"]["kills"].values())
 
 
