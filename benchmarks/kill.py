@@ -421,6 +421,7 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
     local = make_scorer("jpeg_size", {})
     local.load("cpu")
     endpoints = work / "endpoints.json"
+    endpoints.unlink(missing_ok=True)
     command = [sys.executable, "-m", "retouch", "reward", "serve", "jpeg_size", "--port", "0", "--replicas", "2"]
     files = ["--endpoints", str(endpoints), "--log-dir", str(work / "reward-logs")]
     server = subprocess.Popen([*command, *files], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

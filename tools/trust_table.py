@@ -32,8 +32,9 @@ WAYS = ("SIGKILL", "SIGKILL, writing", "SIGTERM", "SIGHUP", "SLURM", "server")
 
 HEAD = """# Trials
 
-What was tried against runs, files and servers, with the result. `python tools/trust_table.py` writes this page from the
-committed results; [SECURITY.md](../SECURITY.md) describes who can reach what.
+Runs, servers and readers of files under kills, hostile inputs and long use, with the counts. The command
+`python tools/trust_table.py` writes this page from the committed results; [SECURITY.md](../SECURITY.md) describes who
+can reach what.
 
 ## Kills
 
@@ -44,7 +45,7 @@ same weights, EMA weights, snapshots, optimizer, counters and metrics as a run t
 |---|{rules}|---|
 {kills}
 
-- **SIGKILL, writing**: while a checkpoint was written; {writing} kills of all kinds came then. **SLURM**: SIGTERM, then
+- **SIGKILL, writing**: while a checkpoint was written. **SLURM**: SIGTERM, then
   SIGKILL after a deadline of up to a second. **server**: SIGKILL of a process of the reward server of the run.
 - SIGTERM and SIGHUP ended the run with exit code 3 and without a traceback, once its imports were done.
 - {items:,} images were sent to a reward server while {reward_kills} of its processes were killed or frozen
@@ -148,7 +149,6 @@ def page() -> str:
         ways=" | ".join(WAYS),
         rules="|".join("---" for _ in WAYS),
         kills="\n".join(_kill_rows(by_target)),
-        writing=kill["while"].get("writing", 0),
         items=of_rewards["items"],
         reward_kills=sum(of_rewards["kills"].values()),
         reward_ways=", ".join(f"{way}: {count}" for way, count in sorted(of_rewards["kills"].items())),

@@ -37,15 +37,15 @@ def test_no_input_is_a_traceback() -> None:
 
 @pytest.mark.parametrize(("part", "least"), [("train", ("steps", 2000)), ("rewards", ("images", 100_000))])
 def test_nothing_grows(part: str, least: tuple[str, int]) -> None:
-    """Memory by less than 2 % over the run; handles and threads by less than one; times by less than their scatter."""
+    """Memory by less than 3 % over the run, handles and threads by less than one, and the step time not at all."""
     found = result("long_run")[part]
     assert found[least[0]] >= least[1]
     slopes = {name: one for name, one in found.items() if isinstance(one, dict)}
     assert slopes
     for name, one in slopes.items():
         if name.endswith("rss_mb"):
-            assert one["growth"] < 0.02 * one["mean"], name
+            assert one["growth"] < 0.03 * one["mean"], name
         elif name.endswith(("handles", "threads")):
             assert one["growth"] < 1, name
-        else:
+        elif name == "step_s":
             assert one["interval_per_1000"][0] <= 0, name
