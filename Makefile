@@ -12,7 +12,7 @@ WORKERS := -n auto --dist worksteal
 EVERYTHING := -m "not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all trust environments test-slow test-deepspeed test-gpu lint style types docs mutants clean
+.PHONY: help demo test test-all trust audit environments test-slow test-deepspeed test-gpu lint style types docs mutants clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -31,7 +31,13 @@ beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types
 	$(1); tests=$$?; wait $$types; types=$$?; cat .venv/types.log; exit $$((tests + types))
 
 trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes
-	RETOUCH_FUZZ_CASES=1000 $(TEST) -q -W ignore tests/fuzz
+	RETOUCH_FUZZ_CASES=1000 RETOUCH_FUZZ_OUT=benchmarks/results/fuzz.json $(TEST) -q -W ignore tests/fuzz
+
+audit: .venv/.installed ## Compare packages with their pinned hashes, and look up known vulnerabilities
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed --no-deps \
+	  --only-binary :all: --require-hashes -r tools/hashes.txt
+	$(PIP) pip-audit
+	$(BIN)/pip-audit --disable-pip --require-hashes -r tools/hashes.txt
 
 environments: .venv/.installed ## Resolve the packages of every reward environment, without installing them
 	$(TEST) -q -m full tests/rewards/test_environments.py

@@ -19,7 +19,7 @@ from diffusers import FluxTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from retouch.errors import ConfigError, ImageProblem
+from retouch.errors import ConfigError, ImageProblem, ModelFilesError
 from retouch.families.loading import tiny_path
 from retouch.imaging import open_image
 from retouch.observe.run_lock import RunLock
@@ -465,16 +465,30 @@ def test_a_device_is_no_endpoints_file() -> None:
         resolve_urls("/dev/zero", "ocr")
 
 
+def misread(config: object, number: int) -> None:
+    """As a library that takes an interrupted read for a damaged file."""
+    try:
+        os.kill(os.getpid(), number)
+    except KeyboardInterrupt:
+        raise ModelFilesError("model.path: cannot load transformer/") from None
+
+
+@pytest.mark.parametrize("library", [lambda config, number: os.kill(os.getpid(), number), misread])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_model_loads_is_a_stop(
-    run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    run_yaml: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    library: Callable[[object, int], None],
 ) -> None:
     before = {n: signal.getsignal(n) for n in ENDING}
     signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored
-    monkeypatch.setattr("retouch.algorithms.train.train", lambda config: os.kill(os.getpid(), number))
+    monkeypatch.setattr("retouch.algorithms.train.train", lambda config: library(config, number))
     try:
         outcome = retouch("train", run_yaml())
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)
     assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")
+    after = retouch("check", "missing.yaml")
+    assert after.code == 2 and "interrupted" not in after.err

@@ -57,7 +57,7 @@ def first_kl(run: Run) -> tuple[float, float]:
         session.progress.phase = "rl"
         experience = grpo.rollouts(session, algorithm)
         rows, span = torch.tensor([0]), range(1)  # forwards of one row, as the reference's below
-        step = Step(session, rows, experience.weight[rows].sum(), 0.0)
+        step = Step(session, rows, experience.weight[rows].sum(), 0.0, data=run.data, positions=[], seeds=[])
         experience.weight[:] = 1
         session.rows_per_forward = 1
         experience.reference_means = grpo.reference_means(session, experience)

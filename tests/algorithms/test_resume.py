@@ -159,8 +159,15 @@ def test_a_run_stopped_in_its_last_step_can_still_be_extended_bitwise(long_run: 
     for name, where, code in (("ended", "nowhere", 0), ("stopped", "backward", 3)):
         first = run_child(where, 7, [str(long_run), f"name={name}", short], HOW="SIGTERM")
         assert first.returncode == code, first.stderr
+    killed = run_child("writing", 1, [str(long_run), "name=stopped", short])  # after its last evaluation
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     finished = run_child("nowhere", 0, [str(long_run), "name=stopped", short])
     assert finished.returncode == 0, finished.stderr
+    evaluations = [
+        [(r["step"], r["moment"]) for r in read_metrics(extended / name / "metrics.jsonl") if r["kind"] == "eval"]
+        for name in ("ended", "stopped")
+    ]
+    assert evaluations[0] == evaluations[1]
     assert (extended / "stopped" / "checkpoints" / "step-000004" / "rollouts.safetensors").is_file()
     for name in ("ended", "stopped"):
         whole = run_child("nowhere", 0, [str(long_run), f"name={name}"])

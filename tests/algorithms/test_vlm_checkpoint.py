@@ -3,6 +3,7 @@ DeepSpeed itself runs in tests/distributed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 pytest.importorskip("trl")
 
 from retouch.algorithms.vlm_grpo import recipe as vlm_grpo
-from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, require_same_engine
+from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, require_same_engine, sort_modules
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
 from retouch.config import load_run
 from retouch.engine import CheckpointError
@@ -178,3 +179,12 @@ def test_state_of_deepspeed_is_read_by_the_same_engine_alone(
                 CheckpointError, match=f"was written under {before}.*, but this is .*{what}.*launch as before"
             ):
                 require_same_engine(folder, other, ranks)
+
+
+def test_the_module_names_of_an_adapter_have_one_order(tmp_path: Path) -> None:
+    """PEFT keeps them in sets, whose order differs between processes: a resumed run wrote another file."""
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"target_modules": ["v_proj", "k_proj"], "modules_to_save": None, "r": 4}))
+    sort_modules(file)
+    assert json.loads(file.read_text()) == {"target_modules": ["k_proj", "v_proj"], "modules_to_save": None, "r": 4}
+    sort_modules(tmp_path / "none.json")

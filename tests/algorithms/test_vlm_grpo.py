@@ -657,3 +657,17 @@ def test_pictures_that_nobody_would_look_at_are_refused(vlm_file: RunFile) -> No
         ConfigError, match="example 0 has a source image, but under vlm_grpo qwen_image generates from text alone"
     ):
         build_run(config, "cpu", 1, main=True)
+
+
+def test_a_gradient_that_is_nan_ends_the_run_before_the_weights_change(vlm_file: RunFile) -> None:
+    """TRL would write it into the weights and go on to the end."""
+    outcome = train(vlm_file({"learning_rate": 1e30, "num_iterations": 2}, training__max_steps=4))
+    assert outcome.code == 1 and "Traceback" not in outcome.err, outcome.err
+    assert outcome.err.splitlines()[-1].startswith("error: the gradient norm is nan at step 2; lower algorithm.trl.")
+
+
+def test_a_policy_without_probabilities_is_an_error_with_a_remedy(vlm_file: RunFile) -> None:
+    """Where the weights are too large for a forward, and completions are sampled before the next gradient."""
+    outcome = train(vlm_file({"learning_rate": 1e30}, training__max_steps=4))
+    assert outcome.code == 1 and "Traceback" not in outcome.err, outcome.err
+    assert outcome.err.splitlines()[-1].startswith("error: the policy's token probabilities contain NaN or Inf; lower")

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import math
+import random
 import socket
 import subprocess
 import sys
@@ -218,10 +219,12 @@ def test_what_may_pass_is_tried_again(status: int) -> None:
     def script(asked: Asked, number: int) -> Answer:
         return honest(asked, number) if number >= 2 else Answer({"error": "later"}, status)
 
+    global_state = random.getstate()
     with FakeServer(script) as server, client_of(server.url) as client:
         assert values(client.score(items(2))["r"]) == [0.0, 1.0]
         assert len(server.asked) == 3
         assert len({asked.manifest["request_id"] for asked in server.asked}) == 1  # a server may know it again
+    assert random.getstate() == global_state  # checkpoints hold it, and must not depend on when a server answers
 
 
 @pytest.mark.parametrize("status", [301, 307, 400, 401, 403, 404, 405, 413, 415, 422])

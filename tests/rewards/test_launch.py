@@ -339,6 +339,18 @@ def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(tmp_path:
     assert not alive(one.pid)
 
 
+def test_a_server_of_a_run_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    """A run ended with exit code 2, as of a wrong option, which no supervisor repeats."""
+    one = LocalServer({"kept": {"scorer": "preservation"}}, tmp_path / "server.log")
+    try:
+        assert not one._endpoints.exists()
+        os.kill(one.pid, signal.SIGKILL)
+        [url] = one.urls()
+        until(lambda: ready(url), START_S)
+    finally:
+        one.close()
+
+
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     one = LocalServer({"orc": {}}, tmp_path / "server.log")
     with pytest.raises(ConfigError, match=r"did not start \(log: .*server.log\): .*no such scorer; did you mean 'ocr'"):

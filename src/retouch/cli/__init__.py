@@ -20,7 +20,8 @@ import typer
 from retouch import __version__
 from retouch.cli import data, rewards, runs, use
 from retouch.disk import file_problem
-from retouch.errors import RetouchError
+from retouch.errors import RetouchError, Stopped
+from retouch.training.stopping import interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
@@ -64,6 +65,7 @@ def main() -> None:
 
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
+    interrupted.clear()
     try:
         code = app(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
     except (KeyboardInterrupt, typer.Abort):
@@ -72,11 +74,13 @@ def _main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        outcome = _outcome(error)
-        if outcome is None:
+        if interrupted and not isinstance(error, Stopped):
+            code = _INTERRUPTED
+        elif outcome := _outcome(error):
+            code, message = outcome
+            _fail(f"{'stopped' if code in (0, 3) else 'error'}: {message}", code)
+        else:
             raise
-        code, message = outcome
-        _fail(f"{'stopped' if code in (0, 3) else 'error'}: {message}", code)
     if code == _INTERRUPTED:
         _fail("stopped: interrupted; continue with resume=auto", 3)
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,8 +1,9 @@
-"""Commands of a run file: train, check, init, doctor."""
+"""Commands of a run file: train, replay, check, init, doctor."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from retouch.config import load_run, numbers
 from retouch.config.advice import warnings_of
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, NotReproduced
 
 app = typer.Typer()
 
@@ -26,15 +27,34 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Debug messages in the log.")] = False,
 ) -> None:
     """Train from a run file; also under accelerate launch and torchrun."""
-    config = load_run(run, overrides or [])
-    start_logging(verbose)
     from retouch.training.stopping import interrupt_on_signals
 
     interrupt_on_signals()
+    config = load_run(run, overrides or [])
+    start_logging(verbose)
     from retouch.algorithms import train as recipes
 
     with writing(Path(config.logging.dir) / config.name):
         typer.echo(f"done: {recipes.train(config)}")
+
+
+@app.command()
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="Folder RUN/dumps/step-... of a step that failed.")],
+    overrides: Overrides = None,
+) -> None:
+    """Repeat an optimizer step whose gradient was NaN or Inf, and compare it bitwise; exit 1 if it differs."""
+    start_logging(verbose=False)
+    from retouch.training.replay import replay
+
+    repeated = replay(dump, overrides or [])
+    reasons = repeated.different_inputs
+    if repeated.different_results:
+        lines = [*repeated.lines, "not reproduced:", *repeated.different_results, *reasons]
+        raise NotReproduced("\n  ".join([f"{dump}: {lines[0]}", *lines[1:]]))
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo("\n".join([*repeated.lines, *(f"  without effect: {reason}" for reason in reasons)]))
+        typer.echo("reproduced: every loss and the gradient norm have the same bits")
 
 
 @app.command()

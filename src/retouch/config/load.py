@@ -18,6 +18,7 @@ from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of
 from retouch.config.run import RunConfig
+from retouch.disk import is_file
 from retouch.families import DEFAULT_FAMILY
 from retouch.registry import import_plugins
 
@@ -138,7 +139,7 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     base = own.pop("extends")
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: given {base!r}; name one run file, relative to this one")
-    if not (path.parent / base).is_file():
+    if not is_file(path.parent / base):
         raise ConfigError(
             f"{path}: extends: given {base!r}, but there is no {path.parent / base}; the name is relative to this file"
         )

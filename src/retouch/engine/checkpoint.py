@@ -111,8 +111,13 @@ class Checkpoints:
         (writing / "snapshots").mkdir(exist_ok=True)
         _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
 
-    def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    def load(
+        self, folder: Path, engine: Engine, policy: Policy, *, finite: bool = True
+    ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Restore everything -> (state, rollouts).
+
+        Args:
+            finite: reject weights and moments that contain NaN or Inf.
 
         Raises:
             CheckpointError: incomplete, damaged, or weights of another model.
@@ -133,7 +138,8 @@ class Checkpoints:
                 snapshots["ema"] = dict(self._load_weights(folder / "ema"))
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from None
-        for name, tensors_in in {"weights": weights, **snapshots, "optimizer": tensors_of(optimizer)}.items():
+        named = {"weights": weights, **snapshots, "optimizer": tensors_of(optimizer)}
+        for name, tensors_in in named.items() if finite else ():
             require_finite(tensors_in, f"{folder}: {name}")
         try:
             policy.load(weights)

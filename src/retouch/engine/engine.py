@@ -81,6 +81,8 @@ class Engine:
         set_seed(seed)  # for global generators: initial weights are equal on every rank
         self.training = training
         self.config = optimizer
+        self.grad_norm = 0.0
+        """Gradient norm of the last step, before clipping."""
         self._overflows = 0
         self._parallel: Replicated | Zero
 
@@ -172,7 +174,8 @@ class Engine:
         Raises:
             Diverged: the gradient norm is NaN or Inf; under fp16, in OVERFLOWS consecutive steps.
         """
-        norm, skipped = self._parallel.step(lr)
+        self.grad_norm, skipped = self._parallel.step(lr)
+        norm = self.grad_norm
         self._overflows = self._overflows + 1 if skipped else 0
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise Diverged(f"the gradient norm is {norm}; lower optimizer.lr, or check the rewards of the last batch")
@@ -182,6 +185,18 @@ class Engine:
                 "training.mixed_precision=bf16, or lower optimizer.lr"
             )
         return {"grad_norm": norm, "overflow": float(skipped)}
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of fp16 losses; None in other precisions."""
+        scaler = self.accelerator.scaler
+        return None if scaler is None else float(scaler.get_scale())
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Set the factor of fp16 losses; no effect in other precisions."""
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
 
     def drop_gradients(self) -> None:
         """Discard the gradients accumulated since the last step, and free their memory."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, RetouchError
 from retouch.observe.cost import COUNTED
 from retouch.observe.html import (
     COLOURS,
@@ -62,6 +62,8 @@ def leave_report(run: Path) -> None:
     """`write_report` at the end of a run; a failure is logged and does not fail the run."""
     try:
         write_report(run)
+    except (RetouchError, OSError) as error:  # such as a run directory that was deleted
+        logger.error("no report of %s: %s", run, error)
     except Exception:
         logger.exception("no report of %s; write it with `retouch report`", run)
 

@@ -76,12 +76,13 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def open(self, resume_step: int | None) -> None:
+    def open(self, resume_step: int | None, *, evaluated: bool = True) -> None:
         """Create the directory, or continue in it.
 
         Args:
             resume_step: step of the checkpoint to resume from; later records are dropped from metrics.jsonl. None
                 starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved to a folder.
+            evaluated: whether the checkpoint was written after the evaluation of its step; if not, the run repeats it.
 
         Raises:
             ConfigError: a new run where one exists, or another process writes here.
@@ -94,7 +95,7 @@ class RunDir:
             self.require_new()
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
         if resume_step is not None:
-            _truncate(metrics, resume_step)
+            _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
             _keep_config(self.path, resume_step, dump_run(self.config))
         (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
@@ -233,8 +234,16 @@ def _records(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
             continue
 
 
-def _truncate(metrics: Path, step: int) -> None:
+def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:
+    """Drop what a run that is resumed at a step writes again: later steps, an evaluation of this step that the
+    checkpoint does not know of, and that of the end unless the run finished."""
     kept = [record for record in read_metrics(metrics) if record["step"] <= step]
+    finished = any((record["step"], record.get("event")) == (step, "finished") for record in kept)
+    for place, record in enumerate(kept):
+        repeated = not evaluated or (record.get("moment") == "end" and not finished)
+        if (record["step"], record["kind"]) == (step, "eval") and repeated:
+            kept = kept[:place]
+            break
     temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     temporary.replace(metrics)

@@ -21,7 +21,10 @@ from torch import Tensor
 from retouch.algorithms.base import RlConfig
 from retouch.config import RunConfig, dump_run
 from retouch.config.presets import preset_lines
-from retouch.engine import CheckpointError
+from retouch.data.dataset import Dataset
+from retouch.data.sampler import derive_seed
+from retouch.disk import file_problem
+from retouch.engine import CheckpointError, Diverged
 from retouch.engine.checkpoint import read_state
 from retouch.engine.saved import require_sound
 from retouch.families.embeddings import base_files
@@ -31,6 +34,7 @@ from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
 from retouch.training.build import Run
+from retouch.training.dump import Dump, Numbers, describe
 from retouch.training.evaluation import (
     Moment,
     evaluated,
@@ -48,7 +52,7 @@ from retouch.training.scoring import (
     RewardOutage,
     wait_for_rewards,
 )
-from retouch.training.step import Step, step_batches
+from retouch.training.step import Step, step_batches, step_positions
 from retouch.training.stopping import StopRequests
 from retouch.types import Stopped
 
@@ -63,6 +67,8 @@ class EpochRows(Protocol):
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    position: Tensor
+    seed: Tensor
     weight: Tensor
 
 
@@ -118,6 +124,7 @@ class Session:
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
         self._left: Tensors | None = None
+        self._under_way: Tensors | None = None  # rows of the epoch of the step under way
         self._counted = run.rewards.state()  # as of the last step: discarded rewards are requested again
         self._stops = StopRequests(run.config.training.max_minutes, lambda flag: run.engine.any(flag), "the next step")
         self._owes_evaluation = False
@@ -137,6 +144,10 @@ class Session:
     def __enter__(self) -> Session:
         run = self.run
         run.engine.new_optimizer()
+        if run.replaying:
+            assert self.config.resume is not None
+            self._restore(Path(self.config.resume))
+            return self
         run.dir.lock()
         folder = resume_folder(self.config, run.dir.checkpoints)
         if folder is None:
@@ -163,6 +174,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._shown.close()
+        if self.run.replaying:
+            return
         away = isinstance(error, RewardOutage | FailureRateExceeded)
         if away:
             # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
@@ -222,8 +235,12 @@ class Session:
             fresh = progress.on_policy and progress.updates_in_epoch == 0
             ends_epoch = progress.position + 1 == len(batches)
             total = self.run.engine.sum(weight[batch].sum())
-            step = Step(self, batch, total, self._rl_learning_rate(), fresh=fresh, ends_epoch=ends_epoch)
+            which = {"data": self.run.data, "positions": rows.position[batch].tolist()}
+            seeds, lr = rows.seed[batch].tolist(), self._rl_learning_rate()
+            step = Step(self, batch, total, lr, **which, seeds=seeds, fresh=fresh, ends_epoch=ends_epoch)
+            self._under_way = vars(rows)
             yield step
+            self._under_way = None
             epoch = progress.epoch
             progress.position += 1
             progress.updates_in_epoch += step.updated
@@ -232,18 +249,23 @@ class Session:
             left = None if ends_epoch else vars(rows)
             self.end_step(step.values, updated=step.updated, rollouts=left, epoch=epoch)
 
-    def single_steps(self, until: int, lr: float | None = None) -> Iterator[Step]:
+    def single_steps(self, until: int, data: Dataset, purpose: str, lr: float | None = None) -> Iterator[Step]:
         """Optimizer steps on rows of their own, up to step `until` of the run.
 
         Args:
+            data: dataset of the rows, see `step_positions`.
+            purpose: of the noise, in its seeds.
             lr: peak learning rate of supervised steps; None for a step of RL.
         """
         optimizer, progress = self.config.optimizer, self.progress
         rows = torch.arange(optimizer.batch_size_per_device * optimizer.gradient_accumulation)
         total = torch.tensor(float(len(rows) * self.run.engine.world_size))
+        places = range(self.run.engine.rank * len(rows), (self.run.engine.rank + 1) * len(rows))
         while progress.step < until:
             rate = self._rl_learning_rate() if lr is None else self.learning_rate(lr, progress.step, until)
-            step = Step(self, rows, total, rate)
+            positions = step_positions(self, len(data), until)[0]
+            seeds = [derive_seed(self.config.seed, purpose, progress.step, place) for place in places]
+            step = Step(self, rows, total, rate, data=data, positions=positions, seeds=seeds)
             yield step
             self.end_step(step.values, updated=step.updated)
 
@@ -339,6 +361,22 @@ class Session:
             run.checkpoints.save(self.progress.step, run.engine, run.policy, state, rollouts, pinned=pinned)
         self._saved_at = self.progress.step
 
+    def diverged(self, numbers: Numbers, error: Diverged) -> Diverged:
+        """Leave a dump of the step under way, whose gradient contains NaN or Inf -> the error, which names it."""
+        run = self.run
+        dump = describe(run, numbers, self.rows_per_forward, str(error))
+        state: dict[str, Any] = {**self._state(), "base": self._base, "dump": dump.model_dump(mode="json")}
+        rollouts = None if self._under_way is None else with_keys(run, self._under_way)
+        try:
+            folder = run.dumps.save(self.progress.step, run.engine, run.policy, state, rollouts)
+        except (OSError, RuntimeError) as failed:  # the error that is reported is the gradient's
+            logger.warning(
+                "no dump of this step: %s", (file_problem(failed) if isinstance(failed, OSError) else None) or failed
+            )
+            return error
+        run.dir.log("event", self.progress.step, {"event": "diverged", "dump": f"dumps/{folder.name}"})
+        return Diverged(f"{error}; `retouch replay {folder}` repeats the step")
+
     # --- inside ---
 
     def _spent(self) -> dict[str, float]:
@@ -368,12 +406,18 @@ class Session:
         self._require_fit(folder, state)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
-        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy, finite=not self.run.replaying)
         self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
         self._left = self._rollouts
-        self.run.dir.open(self.progress.step)
-        self._saved_at = self.progress.step
+        if self.run.replaying:
+            dump = Dump.model_validate(state["dump"])
+            self.rows_per_forward = dump.rows_per_forward
+            if dump.loss_scale is not None:
+                self.run.engine.set_loss_scale(float.fromhex(dump.loss_scale))
+            return
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
+        self.run.dir.open(self.progress.step, evaluated=self._evaluated_at == self.progress.step)
+        self._saved_at = self.progress.step
         self._owes_evaluation = self._is_due()
         if "rewards" in state:
             self.run.rewards.restore(state["rewards"], self.run.engine.rank, self.run.engine.world_size)

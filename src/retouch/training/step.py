@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from retouch.data.sampler import derive_seed
-from retouch.engine import OutOfMemory
+from retouch.data.sampler import batch_examples, derive_seed
+from retouch.engine import Diverged, OutOfMemory
 from retouch.observe import Metrics
+from retouch.training.dump import Numbers, StepTaken
 
 if TYPE_CHECKING:
+    from retouch.data.dataset import Dataset
     from retouch.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,9 @@ class Step:
     Attributes:
         rows: [n] indices of the rows.
         total: sum of the rows' weights over all processes, which normalizes every loss of the step.
+        data: dataset of the examples.
+        positions: of each row's example in it.
+        seeds: of each row's noise or image.
         fresh: the weights are still those that sampled the rows.
         ends_epoch: it is the last step on these rows.
         values: metrics, once the step is taken.
@@ -38,11 +43,22 @@ class Step:
     """
 
     def __init__(
-        self, session: Session, rows: Tensor, total: Tensor, lr: float, *, fresh: bool = False, ends_epoch: bool = False
+        self,
+        session: Session,
+        rows: Tensor,
+        total: Tensor,
+        lr: float,
+        *,
+        data: Dataset,
+        positions: list[int],
+        seeds: list[int],
+        fresh: bool = False,
+        ends_epoch: bool = False,
     ) -> None:
         self.session = session
         self.rows = rows
         self.total = total
+        self.data, self.positions, self.seeds = data, positions, seeds
         self.fresh = fresh
         self.ends_epoch = ends_epoch
         self.values: dict[str, float] = {"skipped": 1.0}
@@ -58,6 +74,8 @@ class Step:
 
         Raises:
             OutOfMemory: halving cannot help.
+            Diverged: the gradient contains NaN or Inf; the run directory then has a dump of the step.
+            StepTaken: in a replay.
         """
         if float(self.total) == 0:
             return
@@ -65,6 +83,7 @@ class Step:
         for attempt in attempts(session, self.rows):
             yield attempt
         assert attempt is not None
+        numbers = Numbers(self, attempt.losses, self._lr, run.engine.loss_scale)
         with run.clock.part("optimizer"):
             try:
                 stepped = run.engine.step(self._lr)
@@ -73,6 +92,12 @@ class Step:
                     f"out of memory in the optimizer ({str(error).splitlines()[0]}); set optimizer.state=8bit or "
                     "model.train.kind=lora, or training.sharding on several devices"
                 ) from error
+            except Diverged as error:
+                if run.replaying:
+                    raise StepTaken(numbers) from None
+                raise session.diverged(numbers, error) from None
+        if run.replaying:
+            raise StepTaken(numbers)
         self.values = {**attempt.metrics.reduce(run.engine), **stepped, "lr": self._lr}
         self.updated = not stepped["overflow"]
         if self.fresh and "max_abs_log_ratio" in self.values:
@@ -116,11 +141,13 @@ class Attempt:
     Attributes:
         metrics: of the micro-batches so far.
         problem: first line of the error; None while everything fits.
+        losses: of the micro-batches so far, without their graphs.
     """
 
     def __init__(self, session: Session, rows: Tensor | None = None) -> None:
         self.metrics = Metrics()
         self.problem: str | None = None
+        self.losses: list[Tensor] = []
         self._session = session
         self._rows = torch.arange(0) if rows is None else rows
         self._forward = ExitStack()
@@ -161,6 +188,7 @@ class Attempt:
         self._forward.close()
         with self._session.run.clock.part("train_backward"):
             self._session.run.engine.backward(loss)
+        self.losses.append(loss.detach())
         self.metrics.add({**values, "loss": loss}, weight=rows)
 
 
@@ -192,6 +220,16 @@ def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int
         Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
         batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
     return batches
+
+
+def step_positions(session: Session, size: int, until: int) -> list[list[int]]:
+    """Positions, in data of `size` examples, of this process's rows of the next step and, if there is one before step
+    `until`, of the step after it."""
+    optimizer, engine, begun = session.config.optimizer, session.run.engine, session.progress.step
+    per_rank = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+    mine = slice(engine.rank * per_rank, (engine.rank + 1) * per_rank)
+    steps = range(begun, min(begun + 2, until))
+    return [batch_examples(size, per_rank * engine.world_size, session.config.seed, step)[mine] for step in steps]
 
 
 def _fewer(session: Session, problem: str) -> int:

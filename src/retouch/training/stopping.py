@@ -15,10 +15,16 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals of a scheduler, and of a terminal that is closed."""
 
 
+interrupted: list[int] = []
+"""Signals that raised KeyboardInterrupt while a model was loaded, in this command. A library may have made another
+error of it, such as a file that cannot be read."""
+
+
 def interrupt_on_signals() -> None:
     """From here on, a signal that would end the process raises KeyboardInterrupt: exit code 3 while a model loads."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.append(number)
         raise KeyboardInterrupt
 
     for number in ENDING:

@@ -16,21 +16,21 @@ from torch import Tensor
 from retouch.adapters.lora import is_update
 from retouch.algorithms.base import Objective, RlConfig
 from retouch.core.objectives.sft import denoising_loss
-from retouch.data.sampler import batch_examples, derive_seed
+from retouch.data.sampler import derive_seed
 from retouch.engine import CheckpointError
 from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.sampler import noise_for, objective_region
 from retouch.training.build import Run
 from retouch.training.noised import denoising_error
 from retouch.training.session import Session
-from retouch.training.step import Step
+from retouch.training.step import Step, step_positions
 
 
 def supervised_phase(session: Session, until: int, lr: float, objective: Objective, *, shifted: bool) -> None:
     """Supervised optimizer steps up to step `until` of the run."""
     run = session.run
     data = EncodedData(run.model, run.warmup_data, run.denoising_guidance_scale, run.clock, conditional=True)
-    for step in session.single_steps(until, lr):
+    for step in session.single_steps(until, run.warmup_data, "sft", lr):
         positions = step_positions(session, len(run.warmup_data), until)
         data.read_ahead([p for rows in positions for p in rows])
         run.costs.images += len(step.rows)
@@ -61,7 +61,7 @@ def supervised_loss(
     places = [session.run.engine.rank * len(step.rows) + int(row) for row in rows]
     chosen = [positions[row] for row in rows]
     x0 = data.images(chosen, "target", device)
-    noise, generators = noise_for(x0.shape[1:], [derive_seed(run.config.seed, "sft", number, r) for r in places])
+    noise, generators = noise_for(x0.shape[1:], [step.seeds[row] for row in rows])
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
     uncaptioned = [float(torch.rand((), generator=g)) < objective.caption_dropout for g in generators]
     condition = data.conditions(chosen, device, uncaptioned)
@@ -75,16 +75,6 @@ def supervised_loss(
     errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)
     loss, values = denoising_loss(errors, normalizer=step.total)
     return loss, values, len(rows)
-
-
-def step_positions(session: Session, size: int, until: int) -> list[list[int]]:
-    """Positions, in data of `size` examples, of this process's rows of the next step and, if there is one before step
-    `until`, of the step after it."""
-    optimizer, engine, begun = session.config.optimizer, session.run.engine, session.progress.step
-    per_rank = optimizer.batch_size_per_device * optimizer.gradient_accumulation
-    mine = slice(engine.rank * per_rank, (engine.rank + 1) * per_rank)
-    steps = range(begun, min(begun + 2, until))
-    return [batch_examples(size, per_rank * engine.world_size, session.config.seed, step)[mine] for step in steps]
 
 
 def warm_up(session: Session, algorithm: RlConfig) -> None:

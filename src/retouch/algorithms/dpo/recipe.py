@@ -23,14 +23,13 @@ from retouch.algorithms.dpo.config import DpoConfig
 from retouch.core.advantages import RewardRows
 from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
-from retouch.data.sampler import derive_seed
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.experience import rewarded_groups, rows_of_all
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
-from retouch.training.step import Step
-from retouch.training.supervised import step_positions, warm_up
+from retouch.training.step import Step, step_positions
+from retouch.training.supervised import warm_up
 
 TIE = 1e-6
 """Advantages that differ by no more are a tie: rounding must not make pairs."""
@@ -61,8 +60,8 @@ def train(run: Run) -> None:
     with Session(run) as session:
         warm_up(session, algorithm)
         if algorithm.pairs == "offline":
-            for step in session.single_steps(run.config.training.max_steps):
-                train_step(session, algorithm, given_pairs(session), step)
+            for step in session.single_steps(run.config.training.max_steps, run.data, "pair"):
+                train_step(session, algorithm, given_pairs(session, step), step)
         else:
             for _ in session.epochs():
                 refresh_reference(session, algorithm)  # before it samples
@@ -160,14 +159,13 @@ def best_and_worst(rewards: RewardRows, combine: str) -> tuple[Tensor, Tensor]:
     return torch.tensor(best, dtype=torch.long), torch.tensor(worst, dtype=torch.long)
 
 
-def given_pairs(session: Session) -> Pairs:
-    """This process's pairs of the next optimizer step, from the manifest."""
-    run, data, number = session.run, session.run.encoded_for_denoising, session.progress.step
+def given_pairs(session: Session, step: Step) -> Pairs:
+    """This process's pairs of an optimizer step, from the manifest."""
+    run, data = session.run, session.run.encoded_for_denoising
     positions = step_positions(session, len(run.data), run.config.training.max_steps)
     data.read_ahead([p for rows in positions for p in rows])
     chosen, count = positions[0], len(positions[0])
     run.costs.images += 2 * count
-    seeds = [derive_seed(run.config.seed, "pair", number, run.engine.rank * count + row) for row in range(count)]
     cpu = torch.device("cpu")
     win, lose = data.images(chosen, "win", cpu), data.images(chosen, "lose", cpu)
-    return Pairs(torch.tensor(chosen), torch.tensor(seeds), win, lose, torch.ones(count))
+    return Pairs(torch.tensor(chosen), torch.tensor(step.seeds), win, lose, torch.ones(count))

@@ -70,6 +70,7 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapp
             file.unlink()
         elif file.is_file() and file.name not in _STATE and not file.name.endswith((".pt", ".pth")):
             file.rename(weights / file.name)
+    sort_modules(weights / "adapter_config.json")
     state = {"progress": {"step": step, "phase": "rl"}, "config": dump_run(config), "rewards": dict(rewards)}
     (written / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     declare_complete(written, step, pinned=pinned)
@@ -78,6 +79,15 @@ def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapp
     drop_unfinished(root)
     prune(root, config.training.keep_checkpoints)
     return folder
+
+
+def sort_modules(file: Path) -> None:
+    """Give PEFT's sets of module names one order: equal runs then write equal files."""
+    if file.is_file():
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        names = ("target_modules", "exclude_modules", "modules_to_save")
+        config |= {name: sorted(config[name]) for name in names if isinstance(config.get(name), list)}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -8,8 +8,8 @@ Legend: B completions, P prompt tokens, C completion tokens, S kept states, D wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from retouch.errors import ResponseTooLong
+from retouch.errors import Diverged, ResponseTooLong
 from retouch.families.qwen.text import CHAT_TEMPLATE, Task, evaluating, system_text
 from retouch.types import Example
 
@@ -157,11 +157,30 @@ def _generate(
     device = next(policy.parameters()).device
     inputs = {n: v.to(device) for n, v in model_inputs(prompts, tokenizer.pad_token_id).items()}
     sampling = None if seeds is None else _sampling_with(seeds)
-    output = policy.generate(**inputs, generation_config=config, custom_generate=sampling)
+    with finite_probabilities():
+        output = policy.generate(**inputs, generation_config=config, custom_generate=sampling)
     given: Any = config.eos_token_id
     ends = {given} if isinstance(given, int) else set(given or [tokenizer.eos_token_id])
     generated = [row[inputs["input_ids"].shape[1] :].tolist() for row in output]
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in generated]
+
+
+@contextmanager
+def finite_probabilities() -> Iterator[None]:
+    """Inside, completions are sampled.
+
+    Raises:
+        Diverged: the policy's probabilities are NaN or Inf.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise Diverged(
+            "the policy's token probabilities contain NaN or Inf; lower algorithm.trl.learning_rate and resume from a "
+            "checkpoint before it diverged"
+        ) from None
 
 
 def _sampling_with(seeds: Sequence[int]) -> Callable[..., Any]:

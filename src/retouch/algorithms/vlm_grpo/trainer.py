@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from trl.models import unwrap_model_for_generation
 
 from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, load_weights
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
-from retouch.algorithms.vlm_grpo.responses import template_options
+from retouch.algorithms.vlm_grpo.responses import finite_probabilities, template_options
 from retouch.algorithms.vlm_grpo.run import VlmRun
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, ScoredCompletion, evaluation_of, scored_grid
 from retouch.algorithms.vlm_grpo.trl_options import grpo_fields, model_fields
@@ -34,7 +35,7 @@ from retouch.rewards.table import of_all
 from retouch.training.evaluation import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
 from retouch.training.stopping import StopRequests
-from retouch.types import Stopped
+from retouch.types import Diverged, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -158,10 +159,29 @@ class RunTrainer(GRPOTrainer):
     training_step = _timed("training_step", "train_backward")
     """Without its nested timers this is the backward, with the optimizer step if DeepSpeed takes it there."""
     _prepare_inputs = _timed("_prepare_inputs", "other")
-    _generate = _timed("_generate", "text")
     _get_per_token_logps_and_entropies = _timed("_get_per_token_logps_and_entropies", "train_forward")
     compute_loss = _timed("compute_loss", "train_forward")
     _clip_grad_norm = _timed("_clip_grad_norm", "optimizer")
+
+    def _generate(self, *args: Any, **options: Any) -> Any:
+        with self.run.clock.part("text"), finite_probabilities():
+            return super()._generate(*args, **options)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The gradient norm, before the weights change.
+
+        Raises:
+            Diverged: it is NaN or Inf, which TRL would write into the weights. Under fp16 the loss scaler skips the
+                step.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and not self.args.fp16 and not math.isfinite(float(norm)):
+            raise Diverged(
+                f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}; lower "
+                "algorithm.trl.learning_rate, or check the rewards of the last batch; resume=auto continues from the "
+                "last checkpoint"
+            )
+        return norm
 
     def trained_parameters(self) -> int:
         """Number of trained parameters, including those that ZeRO-3 keeps on other processes."""

@@ -34,6 +34,9 @@ from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
 
+_jitter = random.Random()
+"""Not the global generator: its state is part of checkpoints, and must not depend on when a server answers."""
+
 _BACKOFF_S = 0.1
 _BACKOFF_MAX_S = 5.0
 _LEAST_S = 0.2  # less remaining time than this is not divided between servers
@@ -289,7 +292,7 @@ class RewardClient:
             if not problem.retryable:
                 break
             failed = [*failed, server] if len(failed) + 1 < len(self.urls) else [server]
-            backoff = random.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt))  # full jitter
+            backoff = _jitter.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt))  # full jitter
             await asyncio.sleep(max(0.0, min(backoff, deadline - time.monotonic())))
             if reply.reached and not await self._may_retry(deadline):
                 break

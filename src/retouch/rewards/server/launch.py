@@ -347,8 +347,8 @@ class LocalServer:
             code = self._process.poll()
             if code is None:
                 continue
-            if not self._endpoints.exists():
-                return  # it never started, which `urls` reports
+            if code >= 0 and not self._endpoints.exists():
+                return  # it ended with an error before it was up, which `urls` reports
             early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
             if code == ConfigError.exit_code or early_deaths >= _EARLY_DEATHS:
                 logger.error("the reward server ended (exit code %s) and is not restarted; see %s", code, self.log)
@@ -371,7 +371,8 @@ class LocalServer:
         """
         deadline = time.monotonic() + timeout_s
         while not self._endpoints.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            failed = not self._watch.is_alive()  # one that was killed is started again
+            if failed or time.monotonic() > deadline:
                 lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
                 raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(lines))
             time.sleep(0.05)

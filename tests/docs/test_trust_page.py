@@ -1,0 +1,51 @@
+"""docs/trust.md is what tools/trust_table.py writes today, and its numbers are those that are promised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools import trust_table
+
+RESULTS = trust_table.RESULTS
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_current() -> None:
+    """Run `python tools/trust_table.py` where it is not."""
+    assert Path(trust_table.PAGE).read_text(encoding="utf-8") == trust_table.page()
+
+
+def test_no_kill_was_noticed() -> None:
+    found = result("kill")
+    assert found["kills"] >= 100 and found["runs_that_differ"] == 0 and found["problems"] == []
+    assert all(sum(ways.values()) >= 10 for ways in found["by_target"].values())
+    assert found["rewards"]["wrong"] == 0 and found["rewards"]["scored"] > 1000
+    assert found["kills"] == sum(len(one["kills"]) for one in found["trials"]) + sum(found["rewards"]["kills"].values())
+
+
+def test_no_input_is_a_traceback() -> None:
+    found = result("fuzz")
+    assert found["cases"] >= 10_000 and found["failed_tests"] == 0
+    assert sum(found["targets"].values()) == found["cases"]
+
+
+@pytest.mark.parametrize(("part", "least"), [("train", ("steps", 2000)), ("rewards", ("images", 100_000))])
+def test_nothing_grows(part: str, least: tuple[str, int]) -> None:
+    """Memory by less than 3 % over the run, handles and threads by less than one, and the step time not at all."""
+    found = result("long_run")[part]
+    assert found[least[0]] >= least[1]
+    slopes = {name: one for name, one in found.items() if isinstance(one, dict)}
+    assert slopes
+    for name, one in slopes.items():
+        if name.endswith("rss_mb"):
+            assert one["growth"] < 0.03 * one["mean"], name
+        elif name.endswith(("handles", "threads")):
+            assert one["growth"] < 1, name
+        elif name == "step_s":
+            assert one["interval_per_1000"][0] <= 0, name

@@ -1,0 +1,202 @@
+"""Write docs/trust.md: what was tried against runs, files and servers, and what came of it.
+
+python tools/trust_table.py            # write docs/trust.md
+python tools/trust_table.py --print    # print it
+
+Counted from the committed results of `benchmarks/kill.py`, `benchmarks/long_run.py` and `make trust`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/trust.md"
+RESULTS = ROOT / "benchmarks/results"
+
+NAMES = {
+    "sft": "SFT",
+    "grpo": "GRPO",
+    "dpo": "DPO",
+    "nft": "DiffusionNFT",
+    "vlm_grpo": "VLM-GRPO",
+    "grpo_server": "GRPO with `url: auto`",
+}
+
+WAYS = ("SIGKILL", "SIGKILL, writing", "SIGTERM", "SIGHUP", "SLURM", "server")
+
+HEAD = """# Trials
+
+Runs, servers and readers of files under kills, hostile inputs and long use, with the counts. The command
+`python tools/trust_table.py` writes this page from the committed results; [SECURITY.md](../SECURITY.md) describes who
+can reach what.
+
+## Kills
+
+{trials} runs were killed {run_kills} times, resumed with `resume=auto` and finished. {same} of them ended with the
+same weights, EMA weights, snapshots, optimizer, counters and metrics as a run that nobody killed, bitwise.
+
+| run | {ways} | in all |
+|---|{rules}|---|
+{kills}
+
+- **SIGKILL, writing**: while a checkpoint was written. **SLURM**: SIGTERM, then
+  SIGKILL after a deadline of up to a second. **server**: SIGKILL of a process of the reward server of the run.
+- SIGTERM and SIGHUP ended the run with exit code 3 and without a traceback, once its imports were done.
+- {items:,} images were sent to a reward server while {reward_kills} of its processes were killed or frozen
+  ({reward_ways}): {scored:,} were scored, {wrong} wrongly; {failed} failed after all retries, as typed failures.
+
+```console
+$ OMP_NUM_THREADS=1 python benchmarks/kill.py --out benchmarks/results/kill.json
+```
+
+## Fuzzing
+
+{cases:,} mutated inputs: {tracebacks} tracebacks, {tracebacks} hangs over {longest_s} s, {tracebacks} cases over
+{most_mb} MiB. The inputs that once failed are kept in [tests/fuzz/corpus](../tests/fuzz/corpus), and tried every time.
+
+| input | cases |
+|---|---|
+{fuzz}
+
+```console
+$ make trust
+```
+
+## Long runs
+
+| measured over | | mean | growth over the run | 95 % interval of the slope |
+|---|---|---|---|---|
+{long}
+
+Growth is the slope of the least-squares line times the length of the run, without its first tenth. The machine did
+other work at the same time: times vary with it.
+
+```console
+$ OMP_NUM_THREADS=1 python benchmarks/long_run.py --out benchmarks/results/long_run.json
+```
+
+## Disturbances
+
+| disturbance | test |
+|---|---|
+{tests}
+"""
+
+TESTS = {
+    "The disk is full: every library that writes, checkpoints, images, exports": (
+        "test_disk.py",
+        "test_every_library_that_cannot_write",
+    ),
+    "The disk is full when a checkpoint is saved": (
+        "test_disk.py",
+        "test_a_disk_that_is_full_when_a_checkpoint_is_saved",
+    ),
+    "A folder is read-only, or a file stands in its place": ("test_disk.py", "test_a_folder_that_is_read_only"),
+    "Folders of the run vanish while it trains": ("test_disturbances.py", "test_a_folder_of_the_run_that_vanishes"),
+    "The data vanishes while a run trains": (
+        "test_disturbances.py",
+        "test_data_that_vanishes_ends_the_run_with_its_name",
+    ),
+    "Two processes start in one run directory": ("test_disturbances.py", "test_two_processes_that_start_at_once"),
+    "The clock jumps by a year": ("test_disturbances.py", "test_a_clock_that_jumps_changes_nothing"),
+    "A reward server fails, resets, drips, and answers wrongly, at random": (
+        "rewards/test_faults.py",
+        "test_requests_under_random_faults",
+    ),
+    "A reply has wrong ids, duplicates, NaN, strings": (
+        "rewards/test_client.py",
+        "test_a_reply_that_breaks_the_protocol_is_never_a_number",
+    ),
+    "A server redirects to another host": ("rewards/test_client.py", "test_what_will_not_pass_is_asked_once"),
+    "A server never answers, or answers byte by byte": (
+        "rewards/test_client.py",
+        "test_no_server_holds_a_caller_beyond_the_deadline",
+    ),
+    "A reply never ends, or is compressed": ("rewards/test_client.py", "test_a_reply_without_end_is_cut_off"),
+    "A worker freezes": ("rewards/test_supervision.py", "test_a_frozen_worker_is_replaced_within_seconds"),
+    "Hostile bodies reach a server": ("rewards/test_serving.py", "test_hostile_bodies_are_refused_in_bounded_memory"),
+    "A gradient is NaN or Inf": ("algorithms/test_replay.py", "test_a_broken_step_is_repeated_bitwise"),
+    "Secrets are in the environment of everything that runs": ("test_secrets.py", "test_a_secret_is_in_no_file"),
+    "Files try to run code": ("test_safety.py", "test_the_package_is_safe"),
+}
+"""Disturbance -> (file below tests/, test)."""
+
+MEASURED = {
+    "rss_mb": "memory, MB",
+    "handles": "file handles",
+    "threads": "threads",
+    "step_s": "step time, s",
+    "time_s": "time of 500 images, s",
+}
+
+
+def page() -> str:
+    kill, long, fuzz = (_read(name) for name in ("kill", "long_run", "fuzz"))
+    of_rewards = kill["rewards"]
+    by_target = {target: Counter(ways) for target, ways in kill["by_target"].items()}
+    run_kills = sum(sum(ways.values()) for ways in by_target.values())
+    failed = sum(of_rewards["failed"].values())
+    return HEAD.format(
+        trials=kill["runs"],
+        run_kills=run_kills,
+        same="All" if not kill["runs_that_differ"] else f"{kill['runs'] - kill['runs_that_differ']}",
+        ways=" | ".join(WAYS),
+        rules="|".join("---" for _ in WAYS),
+        kills="\n".join(_kill_rows(by_target)),
+        items=of_rewards["items"],
+        reward_kills=sum(of_rewards["kills"].values()),
+        reward_ways=", ".join(f"{way}: {count}" for way, count in sorted(of_rewards["kills"].items())),
+        scored=of_rewards["scored"],
+        wrong=of_rewards["wrong"],
+        failed=failed,
+        cases=fuzz["cases"],
+        tracebacks=fuzz["failed_tests"],
+        longest_s=fuzz["longest_s"],
+        most_mb=fuzz["most_bytes"] >> 20,
+        fuzz="\n".join(f"| {target} | {count:,} |" for target, count in fuzz["targets"].items()),
+        long="\n".join([*_long_rows(f"{long['train']['steps']:,} steps", long["train"], ("", "")),
+                        *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("client_", "client")),
+                        *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("front_", "server")),
+                        *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("worker_", "worker"))]),
+        tests="\n".join(f'| {what} | [✓](../tests/{file} "{test}") |' for what, (file, test) in TESTS.items()),
+    )  # fmt: skip
+
+
+def _kill_rows(by_target: Mapping[str, Counter[str]]) -> list[str]:
+    rows = [
+        f"| {NAMES[target]} | {' | '.join(str(ways[way]) for way in WAYS)} | {sum(ways.values())} |"
+        for target, ways in by_target.items()
+    ]
+    total = sum(by_target.values(), Counter[str]())
+    return [*rows, f"| in all | {' | '.join(str(total[way]) for way in WAYS)} | {sum(total.values())} |"]
+
+
+def _long_rows(over: str, found: Mapping[str, Any], part: tuple[str, str]) -> list[str]:
+    prefix, name = part
+    rows: list[str] = []
+    for key, title in MEASURED.items():
+        if (one := found.get(prefix + key)) is not None:
+            low, high = one["interval_per_1000"]
+            what = f"{name} {title}".strip()
+            interval = f"{low:.3g} to {high:.3g} per 1,000"
+            rows.append(f"| {over} | {what} | {one['mean']:.4g} | {one['growth']:.2g} | {interval} |")
+    if prefix == "client_":
+        rows += _long_rows(over, {"time_s": found["time_s"]}, ("", ""))
+    return rows
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    if "--print" in sys.argv:
+        print(page())
+    else:
+        PAGE.write_text(page(), encoding="utf-8")
