@@ -10,7 +10,7 @@ LEFT_OUT = {"torch", "bitsandbytes", "deepspeed", "font-roboto"}
 
 
 def pinned(file: Path) -> dict[str, str]:
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "==" in line and line[0] != "#"]
     return dict(line.split(" ")[0].split("==", 1) for line in lines)
 
 
