@@ -1,8 +1,8 @@
-"""Which algorithm, at what cost? Every algorithm on the same tiny base, data and reward.
+"""Which algorithm, at what cost? Every algorithm on the same tiny base and data, its gold reward OCR.
 
 Each cell is a published run file of configs/tiny, unchanged but for its name, its seed and how often it is evaluated:
 20 supervised steps, then RL on words without pictures, 7,680 images in all; SFT goes on with supervised steps for five
-times as many. Every step sees 96 images. All cells are measured on the same 192 held-out words, seeds and solver.
+times as many. A step sees 96 images, that of a reward gradient 48, in 48 steps, 28 of them RL. All cells are measured on the same 192 held-out words, seeds and solver.
 
     python benchmarks/algorithms.py --out benchmarks/results/algorithms.json               # 3 seeds, full weights
     python benchmarks/algorithms.py --train lora --seeds 0 --out ...                       # other cells
@@ -95,11 +95,12 @@ def cell(
     options = ["training.eval_every=20", "resume=auto", *changed.values()]
     retouch("train", str(file), f"name={name}", f"seed={seed}", f"logging.dir={work}", *options, DATA_PATH=str(data))
     key = {"run": name, "family": family, "algorithm": algorithm, "train": train, "seed": seed, "region": region}
-    forwards = derive(load_run(file, list(changed.values()))).forwards_per_image
-    return key | {"inputs": inputs(file)} | measured(work / name, forwards)
+    run = load_run(file, list(changed.values()))
+    images = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
+    return key | {"inputs": inputs(file)} | measured(work / name, derive(run).forwards_per_image, images)
 
 
-def measured(run: Path, forwards_per_image: float) -> Row:
+def measured(run: Path, forwards_per_image: float, images_per_step: int = IMAGES_PER_STEP) -> Row:
     """What a run reached and what it cost."""
     points = evaluations(run)
     before = points.get("warmed up", points["base"])
@@ -109,13 +110,13 @@ def measured(run: Path, forwards_per_image: float) -> Row:
     losses = [r["loss"] for r in steps if "loss" in r]
     return {
         "images": len(points["last"].rows),
-        "images_seen": IMAGES_PER_STEP * len(steps),
+        "images_seen": images_per_step * len(steps),
         "forwards_per_image": forwards_per_image,
         "seconds": round(sum(r["time"]["step"] - r["time"]["eval"] - r["time"]["checkpoint"] for r in steps), 1),
         "held_out": {name: {m: round(e.means()[m], 4) for m in MEASURES} for name, e in points.items()},
         "gain": {m: [round(v, 4) for v in gain[m]] for m in MEASURES},
         "curve": [
-            [IMAGES_PER_STEP * r["step"], round(r["ocr.ned"], 4)]
+            [images_per_step * r["step"], round(r["ocr.ned"], 4)]
             for r in records
             if r["kind"] == "eval" and r["moment"] != "warmup"
         ],

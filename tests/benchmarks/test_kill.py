@@ -27,6 +27,8 @@ class Sleeping:
         self.started = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP):  # another test of this process may have left a handler
+                signal.signal(number, signal.SIG_DFL)
             time.sleep(60)
             os._exit(0)
 
@@ -39,11 +41,12 @@ class Sleeping:
 )
 def test_the_code_is_that_of_the_process(way: str, code: int, tmp_path: Path) -> None:
     """One that does not handle signals yet is starting."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         process: Any = Sleeping()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     found = kill.kill(process, way, tmp_path, 0.5, random.Random(0))
     assert (found["way"], found["code"], found["while"]) == (way, code, "starting")
     assert 0.5 <= found["at_s"] < 5

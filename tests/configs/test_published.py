@@ -46,7 +46,7 @@ QUERY_FORMER_PARAMETERS = 0.37e9
 
 SIGLIP_WIDTH = 1152
 
-ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
+ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient")
 
 
 @pytest.mark.parametrize("family", WITH_BASE)
