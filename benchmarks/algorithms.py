@@ -2,7 +2,8 @@
 
 Each cell is a published run file of configs/tiny, unchanged but for its name, its seed and how often it is evaluated:
 20 supervised steps, then RL on words without pictures, 7,680 images in all; SFT goes on with supervised steps for five
-times as many. A step sees 96 images, that of a reward gradient 48, in 48 steps, 28 of them RL. All cells are measured on the same 192 held-out words, seeds and solver.
+times as many. A step sees 96 images, that of a reward gradient 48, in 48 steps, 28 of them RL. All cells are measured
+on the same 192 held-out words, seeds and solver.
 
     python benchmarks/algorithms.py --out benchmarks/results/algorithms.json               # 3 seeds, full weights
     python benchmarks/algorithms.py --train lora --seeds 0 --out ...                       # other cells
