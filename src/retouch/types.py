@@ -155,12 +155,12 @@ class DiffusionModel(Protocol):
         ...
 
     def latent_gradient(
-        self, latents: Tensor, value: Callable[[Tensor], Tensor], *, checkpointing: bool = False
+        self, latents: Tensor, pixel_gradient: Callable[[Tensor], Tensor], *, checkpointing: bool = False
     ) -> Tensor:
-        """d value(images) / d latents [B, C, h, w] fp32, through the decoder.
+        """The gradient of a function of the decoded images by their latents, [B, C, h, w] fp32.
 
         Args:
-            value: function of decoded images [B, 3, H, W] fp32 -> scalar; pixels beyond [-1, 1] are not clamped.
+            pixel_gradient: the decoded images [B, 3, H, W] fp32, not clamped to [-1, 1] -> the gradient by them.
             checkpointing: less memory for one more decode.
         """
         ...

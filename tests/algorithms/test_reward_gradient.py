@@ -18,6 +18,7 @@ from retouch.families.loading import load_model
 from retouch.families.vae import decoder_blocks, gradient_bytes, recomputed
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import preservation
+from retouch.training import pixel_gradients
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.tiny_models import tiny_model
 
@@ -179,20 +180,19 @@ def test_pixels_outside_the_mask_of_a_composite_have_no_gradient(
     def watched(image: Tensor) -> Tensor:
         return (image * torch.linspace(0, 1, image.numel()).view_as(image)).sum()
 
-    real = recipe.combined_value
+    real = pixel_gradients.combined_gradient
 
     def combined(scorers: Any, image: Tensor, item: RewardItem) -> Any:
-        value = real(scorers, image, item)
-        if isinstance(value, Tensor):
-            [g] = torch.autograd.grad(value, image, retain_graph=True)
-            inside = torch.from_numpy(item.mask >= 128)
-            pixels.append(g)
-            assert not g[:, ~inside].any() and g[:, inside].any()
-        return value
+        g = real(scorers, image, item)
+        assert isinstance(g, Tensor) and item.mask is not None
+        inside = torch.from_numpy(item.mask >= 128)
+        pixels.append(g)
+        assert not g[:, ~inside].any() and g[:, inside].any()
+        return g
 
     rewarded(watched)
-    monkeypatch.setattr(recipe, "combined_value", combined)
-    losses: list[tuple[Tensor, ...]] = []
+    monkeypatch.setattr(pixel_gradients, "combined_gradient", combined)
+    losses: list[tuple[Tensor, Tensor]] = []
     real_loss = recipe.linear_loss
 
     def loss(prediction: Tensor, gradient: Tensor, coefficient: Tensor, region: Tensor, *rest: Any) -> Any:
@@ -324,11 +324,17 @@ def test_the_gradient_through_the_decoder(family: str) -> None:
     probe = torch.randn(raw.shape, generator=draw)
 
     def value(image: Tensor) -> Tensor:
-        assert image.dtype == torch.float32
         return (image * probe).sum()
 
-    found = model.latent_gradient(latents, value)
-    again = model.latent_gradient(latents, value, checkpointing=True)
+    def by_pixels(image: Tensor) -> Tensor:
+        assert image.dtype == torch.float32 and not image.requires_grad
+        return probe
+
+    found = model.latent_gradient(latents, by_pixels)
+    again = model.latent_gradient(latents, by_pixels, checkpointing=True)
+    tiny = model.latent_gradient(latents, lambda image: probe * 2.0**-40)
+    assert torch.equal(tiny * 2.0**40, found)  # scaled by a power of two: nothing underflows, not a bit changes
+    assert not model.latent_gradient(latents, torch.zeros_like).any()
     assert found.shape == latents.shape and torch.equal(found, again)
     direction = torch.randn(latents.shape, generator=draw)
     with torch.no_grad():

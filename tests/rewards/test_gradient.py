@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.rewards.gradient import PixelReward, combined_value, viewed_pixels
+from retouch.errors import ConfigError
+from retouch.rewards.gradient import PixelReward, combined_gradient, viewed_pixels
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Outcome
@@ -72,11 +73,22 @@ def reward(value: Callable[[Tensor], Any], weight: float = 1.0, **spec: Any) -> 
 
 
 def test_rewards_add_up_by_their_weights() -> None:
-    image = pixels_of(item_of()).requires_grad_()
-    value = combined_value([reward(torch.mean, 2.0), reward(lambda x: (x**2).mean(), -0.5)], image, item_of())
-    assert isinstance(value, Tensor)
-    [gradient] = torch.autograd.grad(value, image)
-    torch.testing.assert_close(gradient, (2 - image.detach()) / image.numel())
+    image = pixels_of(item_of())
+    found = combined_gradient([reward(torch.mean, 2.0), reward(lambda x: (x**2).mean(), -0.5)], image, item_of())
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found, (2 - image) / image.numel())
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor) -> Tensor:
+        return image.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ZeroDivisionError("no gradient")
 
 
 def broken(image: Tensor) -> Tensor:
@@ -88,18 +100,24 @@ def broken(image: Tensor) -> Tensor:
     [
         (reward(lambda image: Failure("scorer_error", "cannot read")), item_of(), "cannot read"),
         (reward(broken), item_of(), "fake raised ZeroDivisionError: no image"),
+        (reward(lambda image: image.mean().detach()), item_of(), "fake returned a value without gradient"),
+        (reward(lambda image: image.mean() * float("nan")), item_of(), "fake returned NaN or Inf"),
+        (reward(lambda image: image.mean(0)), item_of(), "fake returned a tensor of shape [24, 32], not a scalar"),
+        (reward(lambda image: 0.5), item_of(), "fake returned float, not a tensor"),
+        (reward(Breaks.apply), item_of(), "fake raised ZeroDivisionError: no gradient"),
         (reward(torch.mean, needs=frozenset({"reference"})), item_of(), "fake needs reference"),
         (reward(torch.mean), item_of(mask=np.zeros((2, 2, 2), np.uint8)), "mask must be uint8 pixels"),
     ],
 )
 def test_one_failure_is_that_of_the_sample(second: PixelReward, item: RewardItem, message: str) -> None:
-    found = combined_value([reward(torch.mean), second], pixels_of(item), item)
+    found = combined_gradient([reward(torch.mean), second], pixels_of(item), item)
     assert isinstance(found, Failure) and message in found.message
 
 
-def test_running_out_of_memory_is_no_failure_of_an_item() -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ConfigError("rewards.fake: no key")])
+def test_what_no_other_item_would_survive_is_no_failure_of_one(error: Exception) -> None:
     def exhausted(image: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("full")
+        raise error
 
-    with pytest.raises(torch.OutOfMemoryError):
-        combined_value([reward(exhausted)], pixels_of(item_of()), item_of())
+    with pytest.raises(type(error)):
+        combined_gradient([reward(exhausted)], pixels_of(item_of()), item_of())

@@ -249,9 +249,9 @@ class FamilyModel(ABC):
         return self.autoencoder.decode(latents)
 
     def latent_gradient(
-        self, latents: Tensor, value: Callable[[Tensor], Tensor], *, checkpointing: bool = False
+        self, latents: Tensor, pixel_gradient: Callable[[Tensor], Tensor], *, checkpointing: bool = False
     ) -> Tensor:
-        return self.autoencoder.latent_gradient(latents, value, checkpointing=checkpointing)
+        return self.autoencoder.latent_gradient(latents, pixel_gradient, checkpointing=checkpointing)
 
 
 def pack(x: Tensor) -> Tensor:

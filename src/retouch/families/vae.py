@@ -97,20 +97,27 @@ class Autoencoder:
         with self._in_use():
             return self._decode(latents.float()).float().clamp(-1, 1)
 
-    def latent_gradient(self, latents: Tensor, value: Callable[[Tensor], Tensor], *, checkpointing: bool) -> Tensor:
-        """d value(image) / d latents through the decoder, [B, C, h, w] fp32.
+    def latent_gradient(
+        self, latents: Tensor, pixel_gradient: Callable[[Tensor], Tensor], *, checkpointing: bool
+    ) -> Tensor:
+        """The gradient of a function of the decoded images by their latents, [B, C, h, w] fp32.
+
+        On its way through the decoder it is scaled by a power of two to about 1: its dtype may be fp16, in which the
+        gradient of a mean over a million pixels would be 0.
 
         Args:
             latents: [B, C, h, w].
-            value: function of the decoded images [B, 3, H, W] fp32 -> scalar. They are not clamped to [-1, 1]: pixels
-                beyond have a gradient.
+            pixel_gradient: the decoded images [B, 3, H, W] fp32 -> the gradient by them, of this shape. They are not
+                clamped to [-1, 1].
             checkpointing: computes each block of the decoder again in the backward and keeps only its input.
         """
         blocks = decoder_blocks(self.vae.decoder) if checkpointing else []
         with self._in_use(), torch.enable_grad(), recomputed(blocks):
             latents = latents.detach().float().requires_grad_()
-            result = value(self.decode_unclamped(latents).float())
-            return torch.autograd.grad(result, latents)[0]
+            decoded = self.decode_unclamped(latents).float()
+            gradient = pixel_gradient(decoded.detach())
+            exponent = torch.frexp(gradient.abs().max()).exponent.clamp(-120, 120)
+            return torch.ldexp(torch.autograd.grad(decoded, latents, torch.ldexp(gradient, -exponent))[0], exponent)
 
     def decode_unclamped(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, 3, H, W] as the network returns it, beyond [-1, 1], too."""

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.foreign import one_line
 from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs
@@ -52,11 +53,36 @@ class PixelReward:
             return problem
         try:
             [value] = self.scorer.values(image[None].to(self.device), [item])
-        except torch.OutOfMemoryError:
+        except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a scorer is foreign code, see `CheckedScorer`
             return Failure("scorer_error", one_line(f"{self.name} raised {type(error).__name__}: {error}"))
-        return value if isinstance(value, Failure) else value.to(image.device)
+        if isinstance(value, Failure) or not isinstance(value, Tensor):
+            return value
+        return value.to(image.device)
+
+    def gradient(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        """d reward / d pixels [3, H, W] fp32 of an image [3, H, W] in [0, 1]; a failure where the scorer has no finite
+        value, or no gradient.
+
+        Raises:
+            ConfigError, torch.OutOfMemoryError: of the scorer.
+        """
+        with torch.enable_grad():
+            pixels = image.detach().float().requires_grad_()
+            value = self.value(pixels, item)
+            if isinstance(value, Failure):
+                return value
+            problem = _unusable(value)
+            if problem is not None:
+                return Failure("scorer_error", f"{self.name} {problem}")
+            try:
+                [found] = torch.autograd.grad(value, pixels, allow_unused=True)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a backward of foreign code
+                return Failure("scorer_error", one_line(f"{self.name} raised {type(error).__name__}: {error}"))
+        return torch.zeros_like(image) if found is None else found
 
 
 def pixel_rewards(table: RewardTable) -> list[PixelReward]:
@@ -70,15 +96,26 @@ def pixel_rewards(table: RewardTable) -> list[PixelReward]:
     return found
 
 
-def combined_value(rewards: Sequence[PixelReward], image: Tensor, item: RewardItem) -> Tensor | Failure:
-    """The weighted sum of the rewards of an image [3, H, W] in [0, 1] with gradient, or the failure of one of them."""
-    total = image.new_zeros(())
+def combined_gradient(rewards: Sequence[PixelReward], image: Tensor, item: RewardItem) -> Tensor | Failure:
+    """d (weighted sum of rewards) / d pixels of an image [3, H, W] in [0, 1], or the failure of one of them."""
+    total = torch.zeros_like(image, dtype=torch.float32)
     for reward in rewards:
-        value = reward.value(image, item)
-        if isinstance(value, Failure):
-            return value
-        total = total + reward.weight * value
+        found = reward.gradient(image, item)
+        if isinstance(found, Failure):
+            return found
+        total = total + reward.weight * found
     return total
+
+
+def _unusable(value: Tensor) -> str | None:
+    """What is wrong with the value of a scorer."""
+    if not isinstance(value, Tensor):
+        return f"returned {type(value).__name__}, not a tensor"
+    if value.numel() != 1:
+        return f"returned a tensor of shape {list(value.shape)}, not a scalar"
+    if not bool(value.isfinite().all()):
+        return "returned NaN or Inf"
+    return None if value.requires_grad else "returned a value without gradient"
 
 
 def viewed_pixels(image: Tensor, item: RewardItem, view: View) -> tuple[Tensor, RewardItem]:

@@ -16,7 +16,6 @@ weight 0. Pixels are not clamped, and not rounded to 8 bits as in the logged rew
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
@@ -34,18 +33,16 @@ from retouch.core.objectives.reward_gradient import (
 )
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.data.sampler import derive_seed
-from retouch.rewards.gradient import PixelReward, combined_value, pixel_rewards
+from retouch.rewards.gradient import PixelReward, pixel_rewards
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.experience import evenly_dealt, rewarded_groups
-from retouch.training.scoring import Tally, refuse_failures, summary
+from retouch.training.pixel_gradients import latent_gradient, refuse_lost_gradients, region_rms
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import warm_up
 from retouch.types import Failure
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -172,7 +169,8 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
         weight=usable.float().repeat_interleave(steps.shape[1]),
     )
     if algorithm.gradient_scale == "rms":
-        rows.coefficient /= rms_scale(run, algorithm, rows)
+        rms, elements = region_rms(run, algorithm, rows.position, rows.gradient, rows.weight)
+        rows.coefficient /= rms * elements or 1.0
     return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu())
 
 
@@ -219,53 +217,10 @@ def sample_gradient(
         before, then = (states_before(states[None], steps[None], num_steps, after=after)[0] for after in (0, 1))
         scored, coefficients = implied_data(schedule, before, then, steps), estimate_coefficients(schedule)
     strip = 0 if example.strip is None else example.strip.height
-    problem: list[Failure] = []
-
-    def reward(decoded: Tensor) -> Tensor:
-        value = combined_value(scorers, (decoded[0, :, strip:] + 1) / 2, item)
-        if isinstance(value, Failure):
-            problem.append(value)
-            value = decoded.new_zeros(())
-        return value + 0 * decoded.sum()  # a value that no pixel changes has a gradient of 0
-
-    checkpointing = run.config.training.gradient_checkpointing
-    with run.clock.part("vae"):
-        found = [run.model.latent_gradient(x0[None], reward, checkpointing=checkpointing).cpu() for x0 in scored]
-    if problem:
-        return problem[0]
-    gradient = -torch.cat(found).expand(len(steps), *states.shape[1:])
-    if not bool(gradient.isfinite().all()):
-        return Failure("scorer_error", "the gradient of the reward contains NaN or Inf")
-    return gradient, coefficients[steps].float()
-
-
-def refuse_lost_gradients(session: Session, asked: int, failures: list[Failure]) -> None:
-    """Count samples without a gradient as those without a reward.
-
-    Args:
-        asked: samples of the epoch on this process.
-
-    Raises:
-        FailureRateExceeded: on every process.
-    """
-    rewards = session.run.rewards
-    if failures:
-        logger.warning("%d of %d samples have no gradient: %s", len(failures), asked, summary(failures))
-    tally = Tally(asked, len(failures), failures, (rewards.asked - asked, rewards.failed))
-    refuse_failures(session.run.engine.gather_list([tally]), session.config.reward_client)
-    rewards.count(0, len(failures))
-
-
-def rms_scale(run: Run, algorithm: RewardGradientConfig, rows: TrainedSteps) -> Tensor:
-    """Root mean square of the gradients over the region of all processes' rows, times the mean number of elements of a
-    region; 1 where all are 0."""
-    total = torch.zeros(3, dtype=torch.float64)  # sum of squares, elements, rows
-    for i in rows.weight.nonzero().flatten().tolist():
-        condition = run.encoded.conditions([int(rows.position[i])], torch.device("cpu"))
-        region = objective_region(algorithm, condition, run.model.spec.downsampling)
-        g = rows.gradient[i].double()
-        share = torch.ones_like(g) if region is None else region[0].double().expand_as(g)
-        total += torch.stack([(share * g**2).sum(), share.sum(), total.new_ones(())])
-    squares, elements, count = run.engine.sum(total).cpu()
-    scale = (squares / elements).sqrt() * elements / count
-    return (scale if scale > 0 else torch.ones(())).float()
+    found: list[Tensor] = []
+    for x0 in scored:
+        gradient = latent_gradient(run, scorers, x0[None], item, strip)
+        if isinstance(gradient, Failure):
+            return gradient
+        found.append(-gradient)
+    return torch.cat(found).expand(len(steps), *states.shape[1:]), coefficients[steps].float()

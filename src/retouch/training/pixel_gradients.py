@@ -1,0 +1,100 @@
+"""Gradients of rewards with respect to clean latents, through the decoder. Legend: n samples of this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from retouch.algorithms.base import RlConfig
+from retouch.errors import OutOfMemory
+from retouch.rewards.gradient import PixelReward, combined_gradient
+from retouch.rewards.protocol import RewardItem
+from retouch.rollout.sampler import objective_region
+from retouch.training.build import Run
+from retouch.training.scoring import Tally, refuse_failures, summary
+from retouch.training.session import Session
+from retouch.types import Failure
+
+logger = logging.getLogger(__name__)
+
+
+def latent_gradient(
+    run: Run, rewards: Sequence[PixelReward], latents: Tensor, item: RewardItem, strip: int = 0
+) -> Tensor | Failure:
+    """d reward / d latents [1, C, h, w] fp32 on the CPU, of the weighted sum of rewards of one image; or a failure.
+
+    Args:
+        latents: [1, C, h, w], clean.
+        item: what the image is scored with.
+        strip: rows of the decoded image above the one that is scored.
+
+    Raises:
+        OutOfMemory: the decoder and its backward do not fit.
+    """
+    problem: list[Failure] = []
+
+    def by_pixels(decoded: Tensor) -> Tensor:
+        found, result = combined_gradient(rewards, (decoded[0, :, strip:] + 1) / 2, item), torch.zeros_like(decoded)
+        if isinstance(found, Failure):
+            problem.append(found)
+        else:
+            result[0, :, strip:] = found / 2  # pixels lie in [-1, 1]
+        return result
+
+    checkpointing = run.config.training.gradient_checkpointing
+    try:
+        with run.clock.part("vae"):
+            gradient = run.model.latent_gradient(latents, by_pixels, checkpointing=checkpointing).cpu()
+    except torch.OutOfMemoryError as error:
+        remedies = "" if checkpointing else "training.gradient_checkpointing=true, "
+        raise OutOfMemory(
+            f"out of memory in the gradient of a reward through the decoder ({str(error).splitlines()[0]}); set "
+            f"{remedies}a smaller data.resolution, or the device of the reward's scorer to cpu"
+        ) from error
+    if problem:
+        return problem[0]
+    if not bool(gradient.isfinite().all()):
+        return Failure("scorer_error", "the gradient of the reward contains NaN or Inf")
+    return gradient
+
+
+def region_rms(
+    run: Run, algorithm: RlConfig, position: Tensor, gradient: Tensor, weight: Tensor
+) -> tuple[float, float]:
+    """(Root mean square of the gradients over the region, mean number of elements of a region) of the rows of all
+    processes whose weight is not 0; (0, 0) without such rows.
+
+    Args:
+        position: [n] of each row's example in the dataset.
+        gradient: [n, C, h, w].
+        weight: [n].
+    """
+    total = torch.zeros(3, dtype=torch.float64)  # sum of squares, elements, rows
+    for i in weight.nonzero().flatten().tolist():
+        condition = run.encoded.conditions([int(position[i])], torch.device("cpu"))
+        region = objective_region(algorithm, condition, run.model.spec.downsampling)
+        g = gradient[i].double()
+        share = torch.ones_like(g) if region is None else region[0].double().expand_as(g)
+        total += torch.stack([(share * g**2).sum(), share.sum(), total.new_ones(())])
+    squares, elements, count = run.engine.sum(total).cpu()
+    return (float((squares / elements).sqrt()), float(elements / count)) if elements > 0 else (0.0, 0.0)
+
+
+def refuse_lost_gradients(session: Session, asked: int, failures: list[Failure]) -> None:
+    """Count samples without a gradient as those without a reward.
+
+    Args:
+        asked: samples of the epoch on this process.
+
+    Raises:
+        FailureRateExceeded: on every process.
+    """
+    rewards = session.run.rewards
+    if failures:
+        logger.warning("%d of %d samples have no gradient: %s", len(failures), asked, summary(failures))
+    tally = Tally(asked, len(failures), failures, (rewards.asked - asked, rewards.failed))
+    refuse_failures(session.run.engine.gather_list([tally]), session.config.reward_client)
+    rewards.count(0, len(failures))
