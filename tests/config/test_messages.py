@@ -52,7 +52,8 @@ TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
             "rewards.preservation={detect: true}",
             (
                 "rewards.preservation.detect: unknown key; known: box_margin, box_min_side, crop, device, gate_floor, "
-                "gate_threshold, gated_by, min_group_std, paste_back, role, scorer, transform, url, weight"
+                "gate_threshold, gated_by, gradient_weight, min_group_std, paste_back, role, scorer, transform, url, "
+                "weight"
             ),
         ),
     ],

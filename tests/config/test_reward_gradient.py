@@ -196,3 +196,57 @@ def test_gradients_that_an_epoch_takes_once_and_uses_twice_are_a_warning(run_wit
         ],
         [],
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("algorithm={name: grpo}", "rewards={seam: {gradient_weight: 1}}"),
+            (
+                "rewards.seam.gradient_weight: given 1, but grpo does not read it; leave it out, or set "
+                "algorithm.name=nft"
+            ),
+        ),
+        (
+            (gradient(), "rewards={seam: {gradient_weight: 1}}"),
+            (
+                "rewards.seam.gradient_weight: given 1, but reward_gradient does not read it; leave it out, or set "
+                "algorithm.name=nft"
+            ),
+        ),
+        (
+            ("algorithm={name: nft}", "rewards={preservation: {}, seam: {role: gold, gradient_weight: 1}}"),
+            (
+                "rewards.seam.gradient_weight: given 1, but rewards.seam.role is 'gold', which is never trained on; "
+                "leave gradient_weight out"
+            ),
+        ),
+        (
+            ("algorithm={name: nft}", "rewards={jpeg_size: {gradient_weight: 1}}"),
+            (
+                "rewards.jpeg_size: given scorer 'jpeg_size', but rewards.jpeg_size.gradient_weight trains on the "
+                "gradient of a reward with respect to the pixels, which it does not have; set "
+                "rewards.jpeg_size.gradient_weight=0, and train on one of "
+            ),
+        ),
+        (
+            ("algorithm={name: nft}", "rewards={seam: {gradient_weight: 1, url: auto}}"),
+            (
+                "rewards.seam.url: given 'auto', but a server returns no gradient; leave url out and set "
+                "rewards.seam.device, or set rewards.seam.gradient_weight=0"
+            ),
+        ),
+    ],
+)
+def test_gradient_weights_that_nothing_reads_are_refused(
+    overrides: tuple[str, ...], line: str, problems: Problems
+) -> None:
+    [found] = problems(*overrides)
+    assert found.startswith(f"small.yaml: {line}"), found
+
+
+def test_a_gradient_weight_is_accepted_and_its_decode_is_counted(run_with: RunWith) -> None:
+    for weight, decodes in ((0, 0), (1, 1)):
+        run = run_with("algorithm={name: nft}", f"rewards={{seam: {{gradient_weight: {weight}}}}}")
+        assert derive(run).decoder_backwards_per_image == decodes

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from retouch.config.base import Positive, Section, Unit
+from retouch.rewards import REWARDS
 
 if TYPE_CHECKING:
     from retouch.config.derived import Derived, Numbers
     from retouch.config.presets import Preset, PresetKeys
     from retouch.config.run import RunConfig
     from retouch.core.rules import StepRule
+    from retouch.rewards.base import RewardEntry
 
 
 class AlgorithmSection(Section):
@@ -30,6 +32,8 @@ class AlgorithmSection(Section):
     """"module:function" of the built run that is the algorithm."""
     presets: ClassVar[bool] = False
     """Whether `rollout.preset` applies to it; `preset_keys` then returns the keys to fill in."""
+    takes_gradients: ClassVar[bool] = False
+    """Whether `gradient_weight` of a reward trains."""
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
@@ -112,6 +116,36 @@ class AlgorithmSection(Section):
             rollout, written: these two sections of the run file.
         """
         return {"rollout": {}, "algorithm": {}}
+
+
+def require_gradient(key: str, entry: RewardEntry, algorithm: str, remedy: str, without: str) -> None:
+    """Refuse a reward that has no gradient in this process, or whose value is more than the scorer's own.
+
+    Args:
+        key: of the entry.
+        remedy: for an entry whose gradient cannot be taken.
+        without: key and value that take no gradient of it.
+
+    Raises:
+        ValueError: the key, and what to set.
+    """
+    if not entry.differentiable:
+        known = ", ".join(name for name in REWARDS if REWARDS[name].differentiable)
+        raise ValueError(
+            f"{key}: given scorer {entry.scorer!r}, but {algorithm} trains on the gradient of a reward with respect to "
+            f"the pixels, which it does not have; set {remedy}, and train on one of {known}"
+        )
+    if entry.url is not None:
+        raise ValueError(
+            f"{key}.url: given {entry.url!r}, but a server returns no gradient; leave url out and set {key}.device, or "
+            f"set {remedy}"
+        )
+    for name in ("gated_by", "transform", "min_group_std"):
+        if (given := getattr(entry, name)) != type(entry).model_fields[name].default:
+            raise ValueError(
+                f"{key}.{name}: given {given!r}, but {algorithm} trains on the gradient of the value itself; leave "
+                f"{name} out, or set {without}"
+            )
 
 
 class Objective(AlgorithmSection):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from retouch.algorithms.base import require_gradient
 from retouch.config.derived import stochastic_steps, window_starts
 from retouch.config.needs import data_sections
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
+    from retouch.rewards.base import RewardEntry
 
 
 def check(run: RunConfig) -> None:
@@ -20,6 +22,8 @@ def check(run: RunConfig) -> None:
     run.model.check(run, "model")
     for name, entry in run.rewards.items():
         entry.check(run, f"rewards.{name}")
+        if entry.gradient_weight:
+            _gradient_weight(run, f"rewards.{name}", entry)
     _rewards(run)
     _logging(run)
     run.algorithm.check(run, "algorithm")
@@ -28,6 +32,16 @@ def check(run: RunConfig) -> None:
     _distilled(run)
     _weights(run)
     _sharding(run)
+
+
+def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
+    given = f"{key}.gradient_weight: given {entry.gradient_weight:g}, but"
+    if not run.algorithm.takes_gradients:
+        raise ValueError(f"{given} {run.algorithm.name} does not read it; leave it out, or set algorithm.name=nft")
+    if entry.role == "gold":
+        raise ValueError(f"{given} {key}.role is 'gold', which is never trained on; leave gradient_weight out")
+    without = f"{key}.gradient_weight=0"
+    require_gradient(key, entry, f"{key}.gradient_weight", without, without)
 
 
 def _logging(run: RunConfig) -> None:

@@ -26,9 +26,9 @@ NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 
 
 UNSCORED = (
-    "weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads", "images_per_forward",
-    "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests", "budget_tokens",
-    "budget_dollars", "price_in", "price_out",
+    "weight", "gradient_weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads",
+    "images_per_forward", "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests",
+    "budget_tokens", "budget_dollars", "price_in", "price_out",
 )  # fmt: skip
 """Keys of an entry that do not change its scores."""
 
@@ -59,6 +59,9 @@ class RewardEntry(Section):
     GPU of the machine that the run trains on, and a list names several, like [cuda:2, cuda:3]."""
     weight: float = 1.0
     """Weight of this reward in the combined score."""
+    gradient_weight: NonNegative = 0.0
+    """Weight of the gradient of this reward by the pixels, beside the advantages of an epoch (nft); the scorer must be
+    differentiable and run in this process. With `weight: 0` the reward trains by its gradient alone."""
     role: Literal["train", "gold"] = "train"
     """"gold" is scored only in evaluations and never trained on: it shows whether the run improves the images or only
     exploits its other rewards."""

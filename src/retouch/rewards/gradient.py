@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -85,14 +85,14 @@ class PixelReward:
         return torch.zeros_like(image) if found is None else found
 
 
-def pixel_rewards(table: RewardTable) -> list[PixelReward]:
-    """The rewards with a weight that are trained on; their scorers must have loaded."""
+def pixel_rewards(table: RewardTable, weights: Mapping[str, float]) -> list[PixelReward]:
+    """The rewards of which the weight of the gradient is not 0; their scorers must have loaded."""
     found: list[PixelReward] = []
-    for name in table.trained:
-        if table.weights[name]:
+    for name, weight in weights.items():
+        if weight:
             scorer, view, device = table.local(name)
             assert isinstance(scorer, DifferentiableScorer), f"{name}: differentiable, but without values"
-            found.append(PixelReward(name, table.weights[name], scorer, view, device))
+            found.append(PixelReward(name, weight, scorer, view, device))
     return found
 
 
@@ -108,7 +108,7 @@ def combined_gradient(rewards: Sequence[PixelReward], image: Tensor, item: Rewar
 
 
 def _unusable(value: Tensor) -> str | None:
-    """What is wrong with the value of a scorer."""
+    """The reason why the value of a scorer has no usable gradient, None where it has one."""
     if not isinstance(value, Tensor):
         return f"returned {type(value).__name__}, not a tensor"
     if value.numel() != 1:

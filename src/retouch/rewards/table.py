@@ -172,7 +172,7 @@ class RewardTable:
             if entry.gated_by is not None
         }
         opening = {gate.reward for name, gate in self.gates.items() if self.weights[name]}
-        self._counts = {name for name, weight in self.weights.items() if weight or name in opening}
+        self._counts = {n for n, e in entries.items() if self.weights[n] or e.gradient_weight or n in opening}
         self._places = {name: self._place(name, entry) for name, entry in entries.items()}
         self._servers: list[LocalServer] = []
         self._auto_urls: dict[Devices, list[str]] = {}

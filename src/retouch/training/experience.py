@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ from retouch.data.sampler import (
 from retouch.engine import Engine
 from retouch.observe.grids import grid
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
+from retouch.training.pixel_gradients import pulls
 from retouch.training.scoring import (
     PendingBatch,
     RewardOutage,
@@ -60,6 +61,7 @@ class Experience:
         weight: [n]: 1, or 0 for padding and rows without a usable reward.
         means: [n, S, C, H, W] as recorded while sampling; [0] if not requested.
         reference_means: [n, S, C, H, W] of the reference policy; [0] without a KL.
+        gradient: [n, C, H, W] of `pulls`; [0] without a reward of `gradient_weight`.
     """
 
     position: Tensor
@@ -71,6 +73,7 @@ class Experience:
     weight: Tensor
     means: Tensor
     reference_means: Tensor
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def steps(self) -> int:
@@ -104,16 +107,19 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
     mine = slice(engine.rank * n, (engine.rank + 1) * n)
     paths = rollouts.trajectories
     recorded = [t.means for t in paths if t.means is not None]
+    latents = torch.cat([t.latents for t in paths]).cpu()
+    items = [item for batch in rollouts.batches for item in batch.items]
     experience = Experience(
         position=rewards.position[mine],
         seed=torch.tensor(rollouts.seeds),
         first_step=torch.tensor([t.first_step for t in paths for _ in t.latents]),
-        latents=torch.cat([t.latents for t in paths]).cpu(),
+        latents=latents,
         log_probs=torch.cat([t.log_probs for t in paths]).cpu(),
         advantages=advantages[mine],
         weight=weight[mine],
         means=torch.cat(recorded).cpu() if recorded else torch.zeros(0),
         reference_means=torch.zeros(0),
+        gradient=pulls(session, algorithm, items, rewards.position[mine], latents[:, -1], weight[mine]),
     )
     return evenly_dealt(engine, experience, weight)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retouch.algorithms.base import RlConfig
 from retouch.errors import OutOfMemory
-from retouch.rewards.gradient import PixelReward, combined_gradient
+from retouch.rewards.gradient import PixelReward, combined_gradient, pixel_rewards
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
@@ -59,6 +59,38 @@ def latent_gradient(
     if not bool(gradient.isfinite().all()):
         return Failure("scorer_error", "the gradient of the reward contains NaN or Inf")
     return gradient
+
+
+def pulls(
+    session: Session, algorithm: RlConfig, items: Sequence[RewardItem], position: Tensor, x0: Tensor, weight: Tensor
+) -> Tensor:
+    """-d reward / d latents [n, C, h, w] fp32 of the rewards with a `gradient_weight`, divided by its root mean square
+    and the number of elements of the region, times the sum of these weights; [0] without such rewards. A sample whose
+    gradient fails has 0, and counts as a failure.
+
+    Args:
+        items, position, x0, weight: of the samples of this process. No gradient is computed for samples of weight 0.
+
+    Raises:
+        FailureRateExceeded: on every process.
+    """
+    run = session.run
+    weights = {name: entry.gradient_weight for name, entry in run.config.rewards.items()}
+    rewards = pixel_rewards(run.rewards, weights)
+    if not rewards:
+        return torch.zeros(0)
+    result, failures = torch.zeros_like(x0), list[Failure]()
+    asked = weight.nonzero().flatten().tolist()
+    for i in asked:
+        strip = run.encoded.examples([int(position[i])])[0].strip
+        found = latent_gradient(run, rewards, x0[i][None], items[i], 0 if strip is None else strip.height)
+        if isinstance(found, Failure):
+            failures.append(found)
+        else:
+            result[i] = -found[0]
+    refuse_lost_gradients(session, len(asked), failures)
+    rms, elements = region_rms(run, algorithm, position, result, weight)
+    return result * (sum(weights.values()) / (rms * elements or 1.0))
 
 
 def region_rms(

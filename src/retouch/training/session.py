@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -213,7 +213,8 @@ class Session:
         if tensors is None:
             return None
         names = {f.name for f in fields(kind)}
-        if names != tensors.keys():
+        needed = {f.name for f in fields(kind) if f.default_factory is MISSING}  # the others came with later versions
+        if not needed <= tensors.keys() <= names:
             raise CheckpointError(
                 f"rollouts.safetensors holds {', '.join(sorted(tensors))}, but this algorithm goes on with "
                 f"{', '.join(sorted(names))}; resume from a checkpoint without rollouts.safetensors"

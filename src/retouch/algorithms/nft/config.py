@@ -21,6 +21,7 @@ class NftConfig(AdvantageConfig):
 
     recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
     presets: ClassVar[bool] = True
+    takes_gradients: ClassVar[bool] = True
 
     name: Literal["nft"] = "nft"
     mix: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
@@ -47,6 +48,9 @@ class NftConfig(AdvantageConfig):
     @property
     def snapshots(self) -> frozenset[str]:
         return frozenset({"old", "reference"} if self.kl_weight else {"old"})
+
+    def decoder_backwards(self, run: RunConfig) -> int:
+        return int(any(entry.gradient_weight for entry in run.rewards.values()))
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
         old = 1.0  # none in the first of an epoch's steps if the old policy is then the trained one

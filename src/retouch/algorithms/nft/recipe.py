@@ -9,6 +9,9 @@
 Before the first update of an epoch whose old policy is the trained one (every epoch with `old_policy: copy`), the old
 prediction is the policy's own, without gradient: the same loss and gradient without the forward of the old policy.
 
+Rewards with a `gradient_weight` add -s <v, g> on the same copies, where g = -d reward / d x0 at the sampled image
+(`pulls`): the gradient of minus the reward by the data x_t - s v that the velocity implies, with g held constant.
+
 For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
 noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
 a / (a + b). The gradient by the network's prediction is then that of a flow model at the same sigma: s A times a unit
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from retouch.algorithms.nft.config import NftConfig
 from retouch.core.objectives.nft import nft_loss, old_policy_decay
+from retouch.core.objectives.reward_gradient import linear_loss
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
@@ -130,6 +134,14 @@ def implicit_policies_loss(
         wide_weight / noised.schedule.velocity_gain(noised.time),
         total * copies,
     )
+    if len(experience.gradient):
+        pull = experience.gradient[micro.rows].to(device).repeat_interleave(copies, 0)
+        loss = (
+            loss
+            + linear_loss(
+                velocity, pull, -sigma, region, wide_weight / noised.schedule.velocity_gain(noised.time), total * copies
+            )[0]
+        )
     if micro.reference is not None:
         counted = region_of_kept(region, wide_weight)
         kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from retouch.algorithms.base import RlConfig
+from retouch.algorithms.base import RlConfig, require_gradient
 from retouch.config.base import NonNegative
-from retouch.rewards import REWARDS
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
-    from retouch.rewards.base import RewardEntry
 
 
 class RewardGradientConfig(RlConfig):
@@ -78,7 +76,8 @@ class RewardGradientConfig(RlConfig):
         self._check_steps(run)
         for name, entry in run.rewards.items():
             if entry.role == "train" and entry.weight:
-                self._check_reward(f"rewards.{name}", entry)
+                key = f"rewards.{name}"
+                require_gradient(key, entry, self.name, f"{key}.role=gold", f"{key}.weight=0")
         super().check(run)
 
     def _check_steps(self, run: RunConfig) -> None:
@@ -111,23 +110,3 @@ class RewardGradientConfig(RlConfig):
                 f"{key}: given {given:g}, which takes a second forward with a negative prompt, and the gradient would "
                 f"train that one away from the reward; set {key}=1"
             )
-
-    def _check_reward(self, key: str, entry: RewardEntry) -> None:
-        """Refuse a reward that has no gradient, or whose value is more than the scorer's own."""
-        if not entry.differentiable:
-            known = ", ".join(name for name in REWARDS if REWARDS[name].differentiable)
-            raise ValueError(
-                f"{key}: given scorer {entry.scorer!r}, but {self.name} trains on the gradient of a reward with "
-                f"respect to the pixels, which it does not have; set {key}.role=gold, and train on one of {known}"
-            )
-        if entry.url is not None:
-            raise ValueError(
-                f"{key}.url: given {entry.url!r}, but a server returns no gradient; leave url out and set "
-                f"{key}.device, or set {key}.role=gold"
-            )
-        for name in ("gated_by", "transform", "min_group_std"):
-            if (given := getattr(entry, name)) != type(entry).model_fields[name].default:
-                raise ValueError(
-                    f"{key}.{name}: given {given!r}, but {self.name} trains on the gradient of the value itself; leave "
-                    f"{name} out, or set {key}.weight=0"
-                )

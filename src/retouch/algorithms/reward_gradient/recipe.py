@@ -150,7 +150,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     gradient = torch.zeros(*steps.shape, *states.shape[2:])
     coefficient = torch.zeros(steps.shape)
     failures: list[Failure] = []
-    scorers = pixel_rewards(run.rewards)
+    scorers = pixel_rewards(run.rewards, run.rewards.weights)
     for i in usable.nonzero().flatten().tolist():
         found = sample_gradient(run, algorithm, scorers, states[i], steps[i], items[i], rewards.position[own][i])
         if isinstance(found, Failure):

@@ -1,0 +1,152 @@
+"""DiffusionNFT with the gradient of a reward beside its advantages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.algorithms.nft import recipe
+from retouch.config import RunConfig
+from retouch.rewards.protocol import RewardItem, ScorerSpec
+from retouch.rewards.scorers import preservation
+from retouch.training import experience
+from retouch.types import Failure, Outcome, Score
+
+from .runs import Config, of_kind, train, weights
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "flux_fill": {},
+    "sd_inpaint": {"model__family": "sd_inpaint", "rollout__guidance_scale": 1.0},
+}
+
+
+class Noisy:
+    """Stands in for the preservation scorer: values that say nothing, with the gradient of the brightness."""
+
+    def __init__(self, fails: Callable[[Tensor], bool]) -> None:
+        self.spec = ScorerSpec("preservation", (-1e9, 1e9), frozenset(), "test", "-")
+        self.fails = fails
+
+    def load(self, device: str) -> None: ...
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [Score(hashlib.sha256(item.image.tobytes()).digest()[0] / 255) for item in items]
+
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        del items
+        return [Failure("scorer_error", "no") if self.fails(image) else 50 * image.mean() for image in images]
+
+
+@pytest.fixture
+def mixed(config: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
+    def make(
+        gradient_weight: float, fails: Callable[[Tensor], bool] = lambda image: False, **options: Any
+    ) -> RunConfig:
+        monkeypatch.setattr(preservation, "PreservationScorer", lambda _: Noisy(fails))
+        algorithm = {"name": "nft", "old_policy": "copy", "kl_weight": 0.0, **options.pop("algorithm", {})}
+        rewards = {"preservation": {"gradient_weight": gradient_weight, **options.pop("reward", {})}}
+        return config(algorithm=algorithm, rewards=rewards, rollout__window=None, rollout__noise_level=None, **options)
+
+    return make
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[experience.Experience]:
+    """The rows of every epoch."""
+    found, real = list[experience.Experience](), recipe.collect
+
+    def collect(*arguments: Any, **options: Any) -> experience.Experience:
+        found.append(real(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(recipe, "collect", collect)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_policy_follows_the_gradient_where_advantages_say_nothing(family: str, mixed: Config) -> None:
+    light: dict[float, float] = {}
+    for weight in (0.0, 10.0):
+        options = {"optimizer__lr": 1e-3, "training__max_steps": 6, **FAMILIES[family]}
+        run, _ = train(mixed(weight, name=f"weight{weight:g}", **options))
+        light[weight] = brightness(run)
+    assert light[10.0] > light[0.0] + 0.02
+
+
+def brightness(run: Any) -> float:
+    """Of one image per example by the trained weights."""
+    from retouch.rollout.sampler import sample
+
+    condition = run.encoded.conditions([0, 1], torch.device("cpu"))
+    plan = run.plans.plan(run.model.schedule(3, condition.size), 0)
+    with torch.no_grad():
+        found = sample(run.model, run.network, plan, condition, [1, 2], None, None, "exact", keep_means=False)
+        return float((run.model.decode(found.final) + 1).mean() / 2)
+
+
+@pytest.mark.parametrize("region", ["all", "mask"])
+def test_the_pull_has_the_size_of_its_weight_and_the_direction_of_the_reward(
+    region: str, mixed: Config, collected: list[experience.Experience], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gradient * elements of the region has a root mean square of gradient_weight over it; the loss is -s <v, g>."""
+    seen: list[tuple[Any, ...]] = []
+    real = recipe.linear_loss
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(recipe, "linear_loss", watched)
+    run, _ = train(mixed(3.0, algorithm={"region": region}, training__max_steps=1))
+    [rows] = collected
+    live = rows.weight > 0
+    if region == "all":
+        scaled = rows.gradient[live] * rows.gradient[0].numel()
+        assert float(scaled.double().pow(2).mean().sqrt()) == pytest.approx(3.0, rel=1e-5)
+    x0, step = rows.latents[live][:1, -1], 1e-2 / rows.gradient[live][:1].abs().max()
+    ahead, behind = (run.model.decode(x0 - by * step * rows.gradient[live][:1]).mean() for by in (1.0, -1.0))
+    assert ahead > behind  # the gradient is minus that of the reward
+    for velocity, pull, coefficient, _, weight, _ in seen:
+        assert velocity.requires_grad and pull.shape == velocity.shape and (coefficient < 0).all()
+        assert weight.shape == velocity.shape[:1]
+    assert seen
+
+
+def test_without_a_gradient_weight_nothing_is_differentiated(
+    mixed: Config, collected: list[experience.Experience], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(recipe, "linear_loss")
+    train(mixed(0.0, lambda image: pytest.fail("asked for a gradient"), training__max_steps=1))
+    assert len(collected[0].gradient) == 0
+
+
+def test_a_sample_without_gradient_trains_on_its_advantage_and_counts(
+    mixed: Config, collected: list[experience.Experience]
+) -> None:
+    calls: list[int] = []
+
+    def first(image: Tensor) -> bool:
+        calls.append(1)
+        return len(calls) == 1
+
+    options = {"reward_client__max_failure_rate": 0.5, "training__max_steps": 1}
+    run, _ = train(mixed(1.0, first, **options))
+    [rows] = collected
+    live = rows.gradient[rows.weight > 0].flatten(1).abs().sum(1) > 0
+    assert int((~live).sum()) == 1 and int(live.sum()) == len(calls) - 1
+    assert run.rewards.failed == 1
+
+
+def test_it_resumes_inside_an_epoch_bitwise(mixed: Config) -> None:
+    options = {"training__checkpoint_every": 1, "algorithm": {"inner_epochs": 2}, "training__max_steps": 4}
+    whole, records = train(mixed(1.0, name="whole", **options))
+    train(mixed(1.0, name="half", **{**options, "training__max_steps": 3}))
+    half, _ = train(mixed(1.0, name="half", resume="auto", **options))
+    assert len(of_kind(records, "train")) == 4
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(half)[name]), name
