@@ -79,7 +79,7 @@ def test_a_run_is_the_published_one_with_another_kl_weight(
     """And no cell of another benchmark in the same folder; nothing is trained here."""
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr("algorithms.retouch", lambda *arguments, **_: asked.append(arguments))
-    monkeypatch.setattr("algorithms.measured", lambda run, forwards: {"forwards_per_image": forwards})
+    monkeypatch.setattr("algorithms.measured", lambda run, forwards, images: {"forwards_per_image": forwards})
     monkeypatch.setattr(nft, "counted", lambda run: 11.91234)
     row = nft.one(weight, 1, None, tmp_path)
     assert row["run"] == f"flux_fill-nft-full-1-kl{weight:g}" and row["forwards_per_image"] == 12.0

@@ -133,7 +133,7 @@ class TrainingBar:
             self._done, self._loss = record["step"], loss_text(record)
         left = self.pace.left(self._phase(), self._done)
         self._over = None if left is None else time.monotonic() + left
-        self._bar.update(self._task, completed=self._done)
+        self._bar.update(self._task, completed=self._done, refresh=True)
 
     def trend(self) -> float | None:
         """Mean of the later half of the last rewards minus that of the earlier half; None for fewer than four."""
