@@ -87,8 +87,11 @@ class NoRewards:
         self._count = len(items)
         return self
 
-    def result(self, aside_s: float | None = None) -> Scores:
-        del aside_s  # nothing is waited for
+    def wait(self) -> None:
+        """Nothing is waited for."""
+
+    def result(self, until: float | None = None) -> Scores:
+        del until
         return Scores({"preservation": [Score(i / 10) for i in range(self._count)]}, {"preservation": 1.0})
 
 

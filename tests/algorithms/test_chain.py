@@ -19,6 +19,7 @@ from retouch.engine import CheckpointError
 from retouch.observe.run_dir import read_metrics
 from retouch.rollout.plan import transition
 from retouch.training.build import Run, build
+from retouch.training.experience import collect
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import begin_snapshot
@@ -55,7 +56,7 @@ def first_kl(run: Run) -> tuple[float, float]:
         for name in sorted(algorithm.snapshots):
             begin_snapshot(run, algorithm, name)
         session.progress.phase = "rl"
-        experience = grpo.rollouts(session, algorithm)
+        experience = grpo.finish(session, algorithm, collect(session, algorithm))
         rows, span = torch.tensor([0]), range(1)  # forwards of one row, as the reference's below
         step = Step(session, rows, experience.weight[rows].sum(), 0.0, data=run.data, positions=[], seeds=[])
         experience.weight[:] = 1

@@ -90,7 +90,7 @@ def test_a_reward_of_weight_0_is_not_waited_for(table: Table) -> None:
     one: RewardTable = table(entries, client, ocr=constant(0.5), preservation=Brightness(delay_s=1.5))
     assert one.wait_ready(5) == []
     started = time.monotonic()
-    scores = one.submit(items(2)).result(client.logged_wait_s)
+    scores = one.submit(items(2)).result(time.monotonic() + client.logged_wait_s)
     assert time.monotonic() - started < 1.0
     assert scores.combined() == [0.5, 0.5] and scores.values("slow") == [None, None]
     assert {failure.code for _, failure in scores.failures()} == {"deadline"}
@@ -116,7 +116,7 @@ def test_a_score_that_comes_at_the_last_moment_is_one() -> None:
 def test_the_gate_of_a_reward_that_counts_is_waited_for(table: Table) -> None:
     entries = {"read": OcrReward(gated_by="slow"), "slow": PreservationReward(weight=0.0)}
     one = table(entries, ocr=constant(0.5), preservation=Brightness(delay_s=0.6))
-    assert None not in one.submit(items(2)).result(0.1).combined()
+    assert None not in one.submit(items(2)).result(time.monotonic() + 0.1).combined()
 
 
 # --- crops ---

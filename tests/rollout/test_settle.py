@@ -190,7 +190,7 @@ def test_one_dead_reward_of_many_stops_the_run() -> None:
         {"a": alive, "b": alive, "c": alive, "d": alive, "dead": dead}, dict.fromkeys("abcd", 1.0) | {"dead": 1.0}
     )
     made = RewardTable({}, limits())
-    pending = PendingBatch(items(4), cast("Any", SimpleNamespace(result=lambda aside_s: scores)))
+    pending = PendingBatch(items(4), cast("Any", SimpleNamespace(wait=lambda: None, result=lambda until: scores)))
     with pytest.raises(FailureRateExceeded, match=r"4 of 4 images have no reward.*scorer_error x 4 \(no\)"):
         refuse_failures([tally_of(made, settle(made, [pending], limits()))], limits(max_failure_rate=0.2))
 

@@ -39,7 +39,7 @@ class RwrConfig(AdvantageConfig):
 
 def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
-    from retouch.training.experience import Experience, collect
+    from retouch.training.late import epoch_steps
     from retouch.training.session import Session
     from retouch.training.supervised import warm_up
 
@@ -48,8 +48,7 @@ def train(run: Run) -> None:
     with Session(run) as session:
         warm_up(session, algorithm)
         for _ in session.epochs():
-            experience = session.kept(Experience) or collect(session, algorithm)
-            for step in session.steps(experience):
+            for experience, step in epoch_steps(session, algorithm):
                 for attempt in step.attempts():
                     with attempt:
                         for rows in attempt.micro_batches():

@@ -300,6 +300,16 @@ class RlConfig(Objective):
             raise ValueError(f"rollout.shared_noise: given true, but {why}{same}; set shared_noise=false")
 
 
+NEXT_STEP_NEEDS: dict[str, tuple[Any, ...]] = {
+    "baseline": ("group",),
+    "scale": ("group", "none"),
+    "inner_epochs": (1,),
+    "resample_rounds": (0,),
+    "old_log_probs": ("recorded",),
+}
+"""Option -> values with which an optimizer step can begin before all rewards of its epoch are in."""
+
+
 class AdvantageConfig(RlConfig):
     """From rewards to advantages."""
 
@@ -312,6 +322,10 @@ class AdvantageConfig(RlConfig):
     skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
     """Leave out groups with zero reward variance: with a group baseline their advantages are 0. Null is true with a
     group baseline and false with a batch baseline, where every sample counts."""
+    late_rewards: Literal["wait", "next_step"] = "wait"
+    """An epoch of several optimizer steps waits for all rewards before the first, or each step trains on groups whose
+    rewards are in and the last one on all that are left. Which groups a step takes then depends on the times of the
+    rewards, and differs from run to run."""
 
     @field_validator("skip_zero_std_groups")
     @classmethod
@@ -335,4 +349,27 @@ class AdvantageConfig(RlConfig):
                 f"algorithm.resample_rounds: given {self.resample_rounds}, which replaces groups that are left out; "
                 "set algorithm.baseline=group and algorithm.skip_zero_std_groups=true, or resample_rounds=0"
             )
+        if self.late_rewards == "next_step":
+            self._check_late_rewards(run)
         super().check(run)
+
+    def _check_late_rewards(self, run: RunConfig) -> None:
+        """Refuse what needs all rewards of an epoch before its first optimizer step."""
+        for name, allowed in NEXT_STEP_NEEDS.items():
+            if (given := getattr(self, name, allowed[0])) not in allowed:
+                raise ValueError(
+                    f"algorithm.late_rewards: given 'next_step', but algorithm.{name}={given} needs all rewards of an "
+                    f"epoch before its first step; set algorithm.{name}={allowed[0]}, or late_rewards=wait"
+                )
+        weighted = next((name for name, entry in run.rewards.items() if entry.gradient_weight), None)
+        if weighted is not None:
+            raise ValueError(
+                f"algorithm.late_rewards: given 'next_step', but rewards.{weighted}.gradient_weight needs a scorer "
+                "that is at rest; set late_rewards=wait"
+            )
+        rows = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
+        if self.rows_per_device(run, 1) <= rows:
+            raise ValueError(
+                "algorithm.late_rewards: given 'next_step', but an epoch has one optimizer step; lower "
+                "optimizer.gradient_accumulation, or set late_rewards=wait"
+            )

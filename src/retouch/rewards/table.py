@@ -105,18 +105,28 @@ class PendingScores:
     gates: Mapping[str, Gate]
     count: int
 
-    def result(self, aside_s: float | None = None) -> Scores:
+    def done(self) -> bool:
+        """Whether all of them are in."""
+        return all(future.done() for future in self.parts.values())
+
+    def wait(self) -> None:
+        """Wait for those that count."""
+        for place, future in self.parts.items():
+            if place.kind == "counts":
+                future.result()
+
+    def result(self, until: float | None = None) -> Scores:
         """Wait for all of them and apply the gates.
 
         Args:
-            aside_s: seconds that rewards which are only logged may take once those that count are in; later ones are
-                failures. None waits for them too.
+            until: a moment of `time.monotonic`: rewards that are only logged and are not in by then are failures. None
+                waits for them too.
         """
-        finished = {place: future.result() for place, future in self.parts.items() if place.kind == "counts"}
-        until = None if aside_s is None else time.monotonic() + aside_s
-        for place, future in self.parts.items():
-            if place not in finished:
-                finished[place] = self._aside(place, future, until)
+        self.wait()
+        finished = {
+            place: future.result() if place.kind == "counts" else self._aside(place, future, until)
+            for place, future in self.parts.items()
+        }
         columns = {name: finished[place][name] for name, place in self.names.items()}
         return Scores(gated(columns, self.gates), dict(self.weights))
 

@@ -29,6 +29,7 @@ from retouch.data.sampler import (
 from retouch.engine import Engine
 from retouch.observe.grids import grid
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
+from retouch.training.build import Run
 from retouch.training.pixel_gradients import pulls
 from retouch.training.scoring import (
     PendingBatch,
@@ -62,6 +63,8 @@ class Experience:
         means: [n, S, C, H, W] as recorded while sampling; [0] if not requested.
         reference_means: [n, S, C, H, W] of the reference policy; [0] without a KL.
         gradient: [n, C, H, W] of `pulls`; [0] without a reward of `gradient_weight`.
+        step_of: [n] optimizer step of the epoch, from 0, that trains on the row; [0] if rows are shuffled and dealt to
+            the steps evenly.
     """
 
     position: Tensor
@@ -74,6 +77,7 @@ class Experience:
     means: Tensor
     reference_means: Tensor
     gradient: Tensor = field(default_factory=lambda: torch.zeros(0))
+    step_of: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def steps(self) -> int:
@@ -105,23 +109,30 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
     advantages, weight = advantages_of(rewards, algorithm)
     n = len(weight) // engine.world_size
     mine = slice(engine.rank * n, (engine.rank + 1) * n)
-    paths = rollouts.trajectories
-    recorded = [t.means for t in paths if t.means is not None]
-    latents = torch.cat([t.latents for t in paths]).cpu()
+    experience = recorded(rollouts)
+    experience.advantages, experience.weight = advantages[mine], weight[mine]
     items = [item for batch in rollouts.batches for item in batch.items]
-    experience = Experience(
-        position=rewards.position[mine],
+    x0 = experience.latents[:, -1]
+    experience.gradient = pulls(session, algorithm, items, experience.position, x0, experience.weight)
+    return evenly_dealt(engine, experience, weight)
+
+
+def recorded(rollouts: Rollouts) -> Experience:
+    """This process's samples, all of weight 0."""
+    paths = rollouts.trajectories
+    means = [t.means for t in paths if t.means is not None]
+    zeros = torch.zeros(len(rollouts.slots))
+    return Experience(
+        position=torch.tensor([slot.example for slot in rollouts.slots]),
         seed=torch.tensor(rollouts.seeds),
         first_step=torch.tensor([t.first_step for t in paths for _ in t.latents]),
-        latents=latents,
+        latents=torch.cat([t.latents for t in paths]).cpu(),
         log_probs=torch.cat([t.log_probs for t in paths]).cpu(),
-        advantages=advantages[mine],
-        weight=weight[mine],
-        means=torch.cat(recorded).cpu() if recorded else torch.zeros(0),
+        advantages=zeros,
+        weight=zeros,
+        means=torch.cat(means).cpu() if means else torch.zeros(0),
         reference_means=torch.zeros(0),
-        gradient=pulls(session, algorithm, items, rewards.position[mine], latents[:, -1], weight[mine]),
     )
-    return evenly_dealt(engine, experience, weight)
 
 
 def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tensor, Tensor]:
@@ -164,10 +175,10 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
     """
     run, config, epoch = session.run, session.run.config, session.progress.epoch
     session.probe_rewards()
+    chosen = epoch_examples(session)
     wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
-    difficulties, stages, epochs = run.data.difficulties, run.data.stages, run.derived.epochs
-    chosen = curriculum_examples(difficulties, wanted, config.seed, epoch, epochs, stages)
-    too_hard = set(range(len(run.data))) - set(curriculum_pool(difficulties, epoch, epochs, stages))
+    pool = curriculum_pool(run.data.difficulties, epoch, run.derived.epochs, run.data.stages)
+    too_hard = set(range(len(run.data))) - set(pool)
     rollouts, more, again = Rollouts([], [], [], [], []), chosen, 0
     while True:
         rollouts += sample_and_score(session, algorithm, more, policy)
@@ -192,14 +203,52 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
     return rollouts, rewards
 
 
-def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Rollouts:
-    """K samples of each example, this process's share of them, with their rewards.
+def epoch_examples(session: Session) -> list[int]:
+    """Positions in the dataset of the examples that an epoch begins with."""
+    run, config, epoch = session.run, session.run.config, session.progress.epoch
+    wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
+    return curriculum_examples(run.data.difficulties, wanted, config.seed, epoch, run.derived.epochs, run.data.stages)
 
-    Args:
-        examples: positions in the dataset, a whole number of rollout batches or less.
+
+def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Rollouts:
+    """`sample_groups`, with their rewards.
 
     Raises:
         RewardOutage: on every process.
+        Stopped: asked to stop between batches.
+    """
+    run = session.run
+    result = sample_groups(session, algorithm, examples, policy)
+    result.scores = settle_together(run, result.batches)
+    return result
+
+
+def settle_together(run: Run, batches: Sequence[PendingBatch]) -> list[Scores]:
+    """The scores of batches of this process.
+
+    Raises:
+        RewardOutage: on every process.
+    """
+    scores, stopped = list[Scores](), None
+    with run.clock.part("reward_wait"):
+        try:
+            scores = settle(run.rewards, batches, run.config.reward_client)
+        except RewardOutage as error:
+            stopped = error
+    raise_together(stopped, run.engine.any)
+    return scores
+
+
+def sample_groups(
+    session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None, *, by_group: bool = False
+) -> Rollouts:
+    """K samples of each example, this process's share of them, submitted for scoring.
+
+    Args:
+        examples: positions in the dataset, a whole number of rollout batches or less.
+        by_group: submit the samples of each example apart, whose scores may then come before those of others.
+
+    Raises:
         Stopped: asked to stop between batches.
     """
     run, rollout = session.run, session.run.config.rollout
@@ -214,19 +263,13 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
         for start in range(0, len(batch), rollout.batch_size_per_device):
             session.check_stop()
+            slots = batch[start : start + rollout.batch_size_per_device]
             with run.policy.use(policy) if policy else nullcontext():
-                result += roll_out(session, algorithm, batch[start : start + rollout.batch_size_per_device], number)
-    stopped: RewardOutage | None = None
-    with run.clock.part("reward_wait"):
-        try:
-            result.scores = settle(run.rewards, result.batches, run.config.reward_client)
-        except RewardOutage as error:
-            stopped = error
-    raise_together(stopped, run.engine.any)
+                result += roll_out(session, algorithm, slots, number, by_group)
     return result
 
 
-def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int) -> Rollouts:
+def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int, by_group: bool) -> Rollouts:
     """Sample slots of rollout batch `number` and submit their images for scoring; scores are not in yet."""
     run, config, device = session.run, session.run.config, session.run.engine.device
     epoch = session.progress.epoch
@@ -245,8 +288,19 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
         broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
     run.costs.images += len(slots)
     items = items_of(examples, images, [e.id for e in examples])
-    batch = PendingBatch(items, run.rewards.submit(items), broken)
-    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], [batch], [])
+    batches: list[PendingBatch] = []
+    for rows in group_ranges(slots) if by_group else [range(len(slots))]:
+        mine = items[rows.start : rows.stop]
+        batches.append(
+            PendingBatch(mine, run.rewards.submit(mine), [row - rows.start for row in broken if row in rows])
+        )
+    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], batches, [])
+
+
+def group_ranges(slots: Sequence[Slot]) -> list[range]:
+    """The rows of each example, which follow each other."""
+    starts = [i for i, slot in enumerate(slots) if not i or slot.example != slots[i - 1].example]
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
 
 
 def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
@@ -260,8 +314,10 @@ def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
 
 
 def log_rollouts(session: Session, rollouts: Rollouts, statistics: dict[str, float]) -> None:
-    """Log statistics and, every `rollout_images_every` epochs, an image of the groups."""
-    run, epoch, step = session.run, session.progress.epoch, session.progress.step + 1
+    """Log statistics and, every `rollout_images_every` epochs, an image of the groups. Inside an epoch they belong to
+    the step before, or a run that is resumed after it would lose them."""
+    run, progress = session.run, session.progress
+    epoch, step = progress.epoch, progress.step + (progress.position == 0)
     timings = run.rewards.statistics()  # differ from run to run
     run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
     every = run.config.logging.rollout_images_every

@@ -109,7 +109,10 @@ def settle(
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`.
     """
-    scores = [_settle_one(table, batch, config, training) for batch in batches]
+    for batch in batches:
+        batch.scores.wait()
+    until = _logged_until(config, training)
+    scores = [_settle_one(table, batch, config, until, training) for batch in batches]
     counted = rewards_of(_names(scores, counted=True), scores)
     if counted.failures:
         lost = int((~counted.valid).any(1).sum())
@@ -132,9 +135,10 @@ def raise_together(failed: RewardOutage | None, any_rank: Callable[[bool], bool]
         raise failed or RewardOutage("rewards failed on another process; see its log")
 
 
-def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientConfig, training: bool) -> Scores:
-    aside_s = config.logged_wait_s if training else None
-    scores = batch.scores.result(aside_s)
+def _settle_one(
+    table: RewardTable, batch: PendingBatch, config: RewardClientConfig, until: float | None, training: bool
+) -> Scores:
+    scores = batch.scores.result(until)
     columns = {name: list(column) for name, column in scores.outcomes.items()}
     deadline = time.monotonic() + config.outage_wait_s
     while away := _unavailable(columns, scores):
@@ -147,7 +151,9 @@ def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientCon
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, 10.0), every_server=False):
             rows = _with_groups(table, batch.items, away)
-            again = table.submit([batch.items[row] for row in rows], training=training).result(aside_s)
+            pending = table.submit([batch.items[row] for row in rows], training=training)
+            pending.wait()
+            again = pending.result(_logged_until(config, training))
             for name, column in columns.items():
                 for row, outcome in zip(rows, again.outcomes[name], strict=True):
                     # what was scored already stays, or many flaky requests would never all succeed
@@ -159,6 +165,11 @@ def _settle_one(table: RewardTable, batch: PendingBatch, config: RewardClientCon
         for row in batch.broken:
             column[row] = NOT_FINITE
     return Scores(columns, scores.weights)
+
+
+def _logged_until(config: RewardClientConfig, training: bool) -> float | None:
+    """The moment until which rewards that are only logged are waited for, from now."""
+    return time.monotonic() + config.logged_wait_s if training else None
 
 
 def _with_groups(table: RewardTable, items: Sequence[RewardItem], rows: Collection[int]) -> list[int]:

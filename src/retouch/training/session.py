@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
@@ -60,6 +60,12 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["sft", "warmup", "rl"]
 Tensors = Mapping[str, Tensor]
+Left = Callable[[], Tensors | None]
+"""Returns the rows of the epoch under way that are still to be trained on, None between epochs."""
+
+
+def _nothing() -> None:
+    """No epoch is under way."""
 
 
 class EpochRows(Protocol):
@@ -123,7 +129,7 @@ class Session:
         self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
-        self._left: Tensors | None = None
+        self._left: Left = _nothing
         self._under_way: Tensors | None = None  # rows of the epoch of the step under way
         self._counted = run.rewards.state()  # as of the last step: discarded rewards are requested again
         self._stops = StopRequests(run.config.training.max_minutes, lambda flag: run.engine.any(flag), "the next step")
@@ -179,7 +185,7 @@ class Session:
         away = isinstance(error, RewardOutage | FailureRateExceeded)
         if away:
             # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
-            self._save_once(self._left if self.progress.position else None)
+            self._save_once(self._rows_left())
             self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
         if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
             leave_report(self.run.dir.path)
@@ -192,7 +198,7 @@ class Session:
             logger.info("the run had already ended at step %d", self.progress.step)
             return
         self.evaluate("end")
-        self.save(self._left, pinned=True)
+        self.save(self._left(), pinned=True)
         self.run.dir.log("event", self.progress.step, {"event": "finished"})
 
     # --- one step ---
@@ -221,16 +227,27 @@ class Session:
             )
         return kind(**tensors)
 
-    def steps(self, rows: EpochRows) -> Iterator[Step]:
+    def steps(
+        self, rows: EpochRows, step_of: Tensor | None = None, later: Callable[[], EpochRows] | None = None
+    ) -> Iterator[Step]:
         """Every optimizer step on the rows of an epoch that has not been taken yet.
 
         Args:
             rows: a dataclass of tensors [n, ...], `weight` [n] among them; kept in checkpoints inside the epoch.
+            step_of: [n] step of each row; None or [0]: see `step_batches`.
+            later: returns the rows of the steps after the next one; None if these are all rows.
         """
+
+        def of_later() -> Tensors:
+            return vars(rows if later is None else later())
+
         progress, weight = self.progress, rows.weight
         steps, inner = self.run.derived.optimizer_steps_per_epoch, self.config.algorithm.inner_epochs  # type: ignore[union-attr]
-        batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps)
-        for batch in batches[progress.position :]:
+        if step_of is None or not len(step_of):
+            batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps)
+        else:
+            batches = [(step_of == number).nonzero().flatten() for number in range(steps)]
+        for batch in batches[progress.position : None if later is None else progress.position + 1]:
             if progress.step >= self.config.training.max_steps:
                 return
             fresh = progress.on_policy and progress.updates_in_epoch == 0
@@ -247,8 +264,17 @@ class Session:
             progress.updates_in_epoch += step.updated
             if ends_epoch:
                 progress.epoch, progress.position, progress.updates_in_epoch = epoch + 1, 0, 0
-            left = None if ends_epoch else vars(rows)
-            self.end_step(step.values, updated=step.updated, rollouts=left, epoch=epoch)
+            left = _nothing if ends_epoch else of_later
+            self.end_step(step.values, updated=step.updated, left=left, epoch=epoch)
+
+    def drop_epoch(self) -> None:
+        """Leave out what is left of the epoch under way, whose rewards failed; one that has not begun is sampled
+        again."""
+        if self.progress.position:
+            self.progress.epoch += 1
+            self.progress.position = self.progress.updates_in_epoch = 0
+            self.progress.on_policy = "old" not in self.config.algorithm.snapshots
+        self._left = _nothing
 
     def single_steps(self, until: int, data: Dataset, purpose: str, lr: float | None = None) -> Iterator[Step]:
         """Optimizer steps on rows of their own, up to step `until` of the run.
@@ -275,14 +301,14 @@ class Session:
         values: Mapping[str, float],
         *,
         updated: bool,
-        rollouts: Tensors | None = None,
+        left: Left = _nothing,
         epoch: int | None = None,
     ) -> None:
         """After every optimizer step: average, log, evaluate, checkpoint, and stop where asked to.
 
         Args:
             updated: whether the weights changed.
-            rollouts: what is still to be trained on in this epoch, for a checkpoint inside it.
+            left: what is still to be trained on in this epoch, for a checkpoint inside it.
             epoch: what the step was of; None where that is the epoch under way.
 
         Raises:
@@ -290,7 +316,7 @@ class Session:
         """
         progress, training = self.progress, self.config.training
         progress.step += 1
-        self._left, self._counted = rollouts, self.run.rewards.state()
+        self._left, self._counted = left, self.run.rewards.state()
         if updated:
             progress.updates += 1
             self._blend()
@@ -303,8 +329,8 @@ class Session:
         if self._is_due():
             self.evaluate("step")
         if save_now and not last:
-            self.save(rollouts)
-        self._stop_if_asked(rollouts)
+            self.save(left())
+        self._stop_if_asked(left)
 
     def check_stop(self) -> None:
         """Between rollout batches: stop now, at the state before this epoch's rollouts.
@@ -312,7 +338,7 @@ class Session:
         Raises:
             Stopped: on a signal or when the time is up.
         """
-        self._stop_if_asked(None, between_epochs=True)
+        self._stop_if_asked(_nothing)
 
     def probe_rewards(self) -> None:
         """Every `probe_every` epochs, check that the scorers still give the same images the same rewards."""
@@ -409,7 +435,8 @@ class Session:
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
         _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy, finite=not self.run.replaying)
         self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
-        self._left = self._rollouts
+        under_way = self._rollouts
+        self._left = lambda: under_way
         if self.run.replaying:
             dump = Dump.model_validate(state["dump"])
             self.rows_per_forward = dump.rows_per_forward
@@ -462,12 +489,19 @@ class Session:
         if self._saved_at != self.progress.step:
             self.save(rollouts)
 
-    def _stop_if_asked(self, rollouts: Tensors | None, *, between_epochs: bool = False) -> None:
+    def _rows_left(self) -> Tensors | None:
+        """The rows left of the epoch under way; None where their rewards fail too, which drops them."""
+        try:
+            return self._left() if self.progress.position else None
+        except (RewardOutage, FailureRateExceeded):
+            return None
+
+    def _stop_if_asked(self, left: Left) -> None:
         asked = self._stops.asked()
         if asked is None:
             return
         if self._saved_at != self.progress.step:
-            self.save(None if between_epochs else rollouts)
+            self.save(left())
         reason, code = asked
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
         raise Stopped(f"{reason} at step {self.progress.step}", code=code)

@@ -17,6 +17,7 @@ without the rounding differences between forwards of different sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import transition
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import Experience, collect
+from retouch.training.experience import Experience
+from retouch.training.late import epoch_steps
 from retouch.training.session import Session
 from retouch.training.step import Step, attempts, step_batches
 from retouch.training.supervised import warm_up
@@ -47,10 +49,10 @@ def train(run: Run) -> None:
 
 
 def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
-    """Rollouts, then the optimizer steps on them."""
-    experience = session.kept(Experience) or rollouts(session, algorithm)
-    spans = step_spans(experience.steps, session.config.optimizer.steps_per_forward)
-    for step in session.steps(experience):
+    """Rollouts, and the optimizer steps on them."""
+    per_forward = session.config.optimizer.steps_per_forward
+    for experience, step in epoch_steps(session, algorithm, finish=partial(finish, session, algorithm)):
+        spans = step_spans(experience.steps, per_forward)
         for attempt in step.attempts():
             with attempt:
                 parts = [(rows, span) for rows in attempt.chunks() for span in spans]
@@ -119,9 +121,8 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     return Replay(log_prob, mean, std, region, dt)
 
 
-def rollouts(session: Session, algorithm: GrpoConfig) -> Experience:
-    """An epoch of rollouts with advantages and, if the loss needs them, the reference's means and new records."""
-    experience = collect(session, algorithm)
+def finish(session: Session, algorithm: GrpoConfig, experience: Experience) -> Experience:
+    """Rollouts with advantages, and with the reference's means and new records if the loss needs them."""
     if algorithm.kl_weight:
         experience.reference_means = reference_means(session, experience)
     if algorithm.old_log_probs == "recomputed" and session.run.derived.optimizer_steps_per_epoch > 1:

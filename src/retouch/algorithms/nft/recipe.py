@@ -35,7 +35,8 @@ from retouch.core.objectives.reward_gradient import linear_loss
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import Experience, collect
+from retouch.training.experience import Experience
+from retouch.training.late import epoch_steps
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -56,8 +57,7 @@ def train(run: Run) -> None:
 def train_epoch(session: Session, algorithm: NftConfig) -> None:
     """Rollouts of the old policy, the optimizer steps on them, then the old policy follows."""
     run = session.run
-    experience = session.kept(Experience) or collect(session, algorithm, policy="old")
-    for step in session.steps(experience):
+    for experience, step in epoch_steps(session, algorithm, policy="old"):
         for attempt in step.attempts():
             with attempt:
                 prepared = prepare(session, algorithm, experience, step, attempt.chunks())

@@ -1,0 +1,256 @@
+"""Optimizer steps on the groups whose rewards are in: the gradient is that of waiting, every group is trained on once,
+and a checkpoint inside such an epoch continues bitwise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.config import RunConfig
+from retouch.engine import Engine
+from retouch.errors import ConfigError
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.table import PendingScores, RewardTable
+from retouch.training import late
+from retouch.training.experience import Experience
+from retouch.training.session import Session
+from retouch.training.step import Step
+from retouch.types import Failure, Outcome, Score, Stopped
+
+from .runs import Config, Use, brightness, of_kind, train, weights
+
+SHAPE: dict[str, Any] = {
+    "rollout__global_groups_per_batch": 4,
+    "rollout__batch_size_per_device": 8,
+    "optimizer__batch_size_per_device": 2,
+    "optimizer__gradient_accumulation": 2,
+    "training__max_steps": 2,
+}
+"""An epoch: four groups of two images, two optimizer steps."""
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo", "clip_range": 1e-3, "kl_weight": 0.5},
+    "nft": {"name": "nft", "kl_weight": 0.5},
+}
+ODE = {"rollout__window": None, "rollout__noise_level": None}
+
+
+def late_run(config: Config, algorithm: str, late_rewards: str = "next_step", **options: Any) -> RunConfig:
+    sampled = ODE if algorithm == "nft" else {}
+    return config(algorithm={**ALGORITHMS[algorithm], "late_rewards": late_rewards}, **{**SHAPE, **sampled, **options})
+
+
+Delays = Callable[[Callable[[int], float]], None]
+
+
+@pytest.fixture
+def delayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delays]:
+    """Scores of training come so many seconds after they were requested, by the number of the group in its epoch."""
+    timers: list[threading.Timer] = []
+
+    def use(seconds: Callable[[int], float]) -> None:
+        real, seen = RewardTable.submit, list[int | None]()
+
+        def submit(self: RewardTable, items: Any, *, training: bool = True) -> PendingScores:
+            pending = real(self, items, training=training)
+            if not training:
+                return pending
+            if items[0].group not in seen:
+                seen.append(items[0].group)
+            wait = seconds(seen.index(items[0].group))
+            return replace(pending, parts={place: after(wait, future) for place, future in pending.parts.items()})
+
+        monkeypatch.setattr(RewardTable, "submit", submit)
+
+    def after(seconds: float, future: Future[Any]) -> Future[Any]:
+        slow = Future[Any]()
+        timers.append(threading.Timer(seconds, lambda: slow.set_result(future.result())))
+        timers[-1].start()
+        return slow
+
+    yield use
+    for timer in timers:
+        timer.join()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], float, Tensor]]:
+    """Of every optimizer step, at the weights that sampled: the seeds of its live rows, their weight and the gradient
+    that was not clipped."""
+    seen: list[tuple[list[int], float, Tensor]] = []
+    under_way: list[Step] = []
+    real_steps, real = Session.steps, Engine.step
+
+    def watched(self: Session, rows: Any, *rest: Any) -> Iterator[Step]:
+        for step in real_steps(self, rows, *rest):
+            under_way[:] = [step]
+            live = rows.weight[step.rows] > 0
+            seen.append((sorted(rows.seed[step.rows][live].tolist()), float(step.total), torch.zeros(0)))
+            yield step
+
+    def step(self: Engine, lr: float) -> dict[str, float]:
+        parameters = list(self.network.parameters())
+        seeds, total, _ = seen[-1]
+        seen[-1] = (seeds, total, torch.cat([p.grad.flatten().clone() for p in parameters if p.grad is not None]))
+        before = [p.detach().clone() for p in parameters]
+        found = real(self, lr)
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.data.copy_(value)
+        return found
+
+    monkeypatch.setattr(Session, "steps", watched)
+    monkeypatch.setattr(Engine, "step", step)
+    return seen
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_gradient_is_that_of_waiting_for_the_same_groups(
+    algorithm: str,
+    config: Config,
+    scripted: Use,
+    delayed: Delays,
+    steps: list[tuple[list[int], float, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted(brightness)
+    delayed(lambda group: 0.6 * (group < 2))
+    train(late_run(config, algorithm, name="late"))
+    arrived, real = list(steps), late.collect
+    steps.clear()
+
+    def assigned(*arguments: Any) -> Experience:
+        rows = real(*arguments)
+        rows.step_of = torch.tensor([int(seed in arrived[1][0]) for seed in rows.seed.tolist()])
+        return rows
+
+    monkeypatch.setattr(late, "collect", assigned)
+    train(late_run(config, algorithm, "wait", name="waits"))
+    assert len(steps) == len(arrived) == 2
+    for (seeds, total, gradient), (same_seeds, same_total, expected) in zip(arrived, steps, strict=True):
+        assert (seeds, total) == (same_seeds, same_total) and len(seeds) == 4
+        scale = float(expected.abs().max())
+        assert scale > 0
+        torch.testing.assert_close(gradient, expected, atol=1e-6 * scale, rtol=0)
+
+
+def test_groups_that_are_in_are_trained_on_first(
+    config: Config, scripted: Use, delayed: Delays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two groups come late: the first step takes the other two, long before."""
+    scripted(brightness)
+    delayed(lambda group: 1.5 * (group < 2))
+    taken: list[tuple[list[int], float]] = []
+    real = late.Arrivals.take
+
+    def take(self: late.Arrivals) -> Experience:
+        order = list(self._examples)  # in the order of sampling
+        rows = real(self)
+        taken.append((sorted({order.index(p) for p in rows.position.tolist()}), time.monotonic()))
+        return rows
+
+    monkeypatch.setattr(late.Arrivals, "take", take)
+    _, records = train(late_run(config, "grpo"))
+    assert [groups for groups, _ in taken] == [[2, 3], [0, 1]]
+    assert taken[1][1] - taken[0][1] > 0.5
+    assert [record["rows"] for record in of_kind(records, "train")] == [4.0, 4.0]
+    (rollout,) = of_kind(records, "rollout")
+    assert (rollout["step"], rollout["images"], rollout["failed"]) == (1, 8.0, 0.0)
+
+
+def test_more_steps_than_groups_with_a_signal(config: Config, scripted: Use, delayed: Delays) -> None:
+    """Groups that tie have no rows; a step of such groups alone is skipped."""
+    seen: list[int] = []
+
+    def rule(item: RewardItem) -> Outcome:
+        group = int(item.group or 0)
+        if group >= 200:  # an evaluation
+            return brightness(item)
+        if group not in seen:
+            seen.append(group)
+        return Score(0.5) if seen.index(group) < 2 else brightness(item)
+
+    scripted(rule)
+    delayed(lambda group: 0.4 * (group >= 2))
+    options = {"training__max_steps": 4, "optimizer__gradient_accumulation": 1}
+    _, records = train(late_run(config, "grpo", **options))
+    assert [record["skipped"] for record in of_kind(records, "train")].count(1.0) >= 1
+    assert sum(record.get("rows", 0.0) for record in of_kind(records, "train")) == 4.0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_checkpoint_inside_the_epoch_continues_bitwise(
+    algorithm: str,
+    config: Config,
+    scripted: Use,
+    delayed: Delays,
+) -> None:
+    """It waits for the groups that are late; from there on the steps are decided."""
+    scripted(brightness)
+    delayed(lambda group: 0.3 * (group % 2))
+    options = {"optimizer__gradient_accumulation": 1, "training__max_steps": 4, "training__checkpoint_every": 2}
+    run, _ = train(late_run(config, algorithm, name="whole", **options))
+    whole = weights(run)
+    inside = run.dir.checkpoints / "step-000002"
+    assert (inside / "rollouts.safetensors").is_file()
+    again, records = train(late_run(config, algorithm, name="again", resume=str(inside), **options))
+    assert [record["step"] for record in of_kind(records, "train")][-2:] == [3, 4]
+    resumed = weights(again)
+    assert all(torch.equal(resumed[name], t) for name, t in whole.items())
+
+
+def test_rewards_that_fail_late_drop_the_rest_of_the_epoch(config: Config, scripted: Use, delayed: Delays) -> None:
+    """The run stops after the step that it took, and goes on with the next epoch."""
+    alive = False
+    seen: list[int] = []
+
+    def rule(item: RewardItem) -> Outcome:
+        group = int(item.group or 0)
+        if group >= 200:  # an evaluation
+            return brightness(item)
+        if group not in seen:
+            seen.append(group)
+        dead = not alive and seen.index(group) < 2
+        return Failure("unavailable", "away", retryable=True) if dead else brightness(item)
+
+    scripted(rule)
+    delayed(lambda group: 0.8 * (group < 2))
+    options = {"training__max_steps": 3, "reward_client__outage_wait_s": 0.0}
+    with pytest.raises(Stopped, match="stayed unavailable") as stopped:
+        train(late_run(config, "grpo", **options))
+    assert stopped.value.code == 3
+    alive = True
+    run, records = train(late_run(config, "grpo", resume="auto", **options))
+    found = of_kind(records, "train")
+    assert [(record["step"], record["epoch"]) for record in found] == [(1, 0), (2, 1), (3, 1)]
+    assert Path(run.dir.checkpoints / "step-000001").is_dir()
+    assert not (run.dir.checkpoints / "step-000001" / "rollouts.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm__baseline": "batch", "algorithm__scale": "batch"}, "algorithm.baseline=batch needs all rewards"),
+        ({"algorithm__scale": "batch"}, "algorithm.scale=batch needs all rewards .* set algorithm.scale=group"),
+        ({"algorithm__inner_epochs": 2}, "algorithm.inner_epochs=2 needs all rewards"),
+        ({"algorithm__resample_rounds": 1}, "algorithm.resample_rounds=1 needs all rewards"),
+        ({"algorithm__old_log_probs": "recomputed"}, "set algorithm.old_log_probs=recorded, or late_rewards=wait"),
+        ({"optimizer__gradient_accumulation": 4}, "an epoch has one optimizer step"),
+    ],
+)
+def test_what_needs_all_rewards_is_refused(options: dict[str, Any], message: str, config: Config) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**{**SHAPE, "algorithm__late_rewards": "next_step", **options})
+
+
+def test_a_gradient_beside_advantages_is_refused(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.preservation\.gradient_weight needs a scorer"):
+        late_run(config, "nft", rewards={"preservation": {"gradient_weight": 1.0}})
