@@ -69,6 +69,16 @@ if os.environ.get("FLAT"):
     PreservationScorer.score = flat_in_the_first_half
 if os.environ.get("BAD"):
     PreservationScorer.score = bad
+if os.environ.get("NO_GRADIENT"):
+    from retouch.rewards.gradient import PixelReward
+    gradient, asked = PixelReward.gradient, []
+    def fails_once(self, image, item):
+        asked.append(item)
+        last = os.environ.get("RANK", "0") == os.environ.get("LAST", "0")
+        if last and os.environ["NO_GRADIENT"] in ("all", str(len(asked) - 1)):
+            return Failure("scorer_error", "no")
+        return gradient(self, image, item)
+    PixelReward.gradient = fails_once
 if os.environ.get("ALL_IN"):
     from retouch.training import late
     take = late.Arrivals.take
@@ -84,7 +94,8 @@ main()
 """`retouch`, and at the end the weights of every rank, not only those that the first one saves, how many backwards it
 took, and which items it examined at its start, where nothing is remembered of any. With FLAT, all images of the first
 half of four groups score the same; with BAD, the image of that number in each batch of process LAST fails, or all; with
-ALL_IN, no step begins before the rewards of all processes are in."""
+ALL_IN, no step begins before the rewards of all processes are in. With NO_GRADIENT, the gradient of that number in
+process LAST fails, or all of them."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -165,6 +176,29 @@ def test_two_ranks_train_as_one_process_does(run_yaml: Path) -> None:
     for name, expected in averaged[0].items():
         torch.testing.assert_close(averaged[1][name], expected, atol=1e-5, rtol=0, msg=name)
     same_records(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("algorithm", ["reward_gradient", "nft"])
+def test_a_gradient_that_fails_on_one_rank(
+    algorithm: str, run_file: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The weights are those of one process that lost the same sample; too many failures stop both ranks."""
+    entry = {"weight": 0.0, "gradient_weight": 1.0, "scorer": "seam"} if algorithm == "nft" else {"scorer": "seam"}
+    rewards = {"edge": entry, **({"preservation": {}} if algorithm == "nft" else {})}
+    run = run_file(rewards=rewards, optimizer__eps=1e-3, training__max_steps=1, rollout__global_groups_per_batch=4)
+    run["algorithm"] = {"name": algorithm}
+    for key in ("window", "noise_level"):
+        del run["rollout"][key]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    shape = ("optimizer.batch_size_per_device=1", "reward_client.max_failure_rate=0.2")
+    one = in_child(file, "one", [], *shape, "optimizer.gradient_accumulation=8", NO_GRADIENT="7")
+    four = (*shape, "optimizer.gradient_accumulation=4")
+    two = on_two(file, *four, NO_GRADIENT="3", LAST="1")
+    ranks_agree_with(one, two, "step-000001")
+    dead = child_of(file, "dead", TORCHRUN, *four, NO_GRADIENT="all", LAST="1")
+    assert dead.returncode != 0 and "exitcode  : 3" in dead.stderr, dead.stderr[-2000:]
+    assert "4 of 8 images have no reward" in " ".join(dead.stderr.split())
 
 
 def test_two_ranks_take_the_same_groups_as_their_rewards_arrive(run_yaml: Path) -> None:

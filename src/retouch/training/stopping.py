@@ -15,6 +15,10 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals of a scheduler, and of a terminal that is closed."""
 
 
+SAME_REQUEST_S = 1.0
+"""Signals that follow the first within so many seconds belong to it: Ctrl-C reaches every process of a terminal, and
+torchrun and accelerate pass it on to the same processes."""
+
 interrupted: list[int] = []
 """Signals that raised KeyboardInterrupt while a model was loaded, in this command. A library may have made another
 error of it, such as a file that cannot be read."""
@@ -45,12 +49,13 @@ class StopRequests:
         self._max_minutes, self._any_rank, self._where = max_minutes, any_rank, where
         self._started = time.monotonic()
         self._signal: str | None = None
+        self._signalled_at = 0.0
         self.alarm: str | None = None
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Inside, SIGINT, SIGTERM and SIGHUP (unless nohup ignores it) request a stop; a second one raises
-        KeyboardInterrupt."""
+        """Inside, SIGINT, SIGTERM and SIGHUP (unless nohup ignores it) request a stop; one that follows later than
+        `SAME_REQUEST_S` raises KeyboardInterrupt."""
         heard = [signal.SIGINT, *(n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN)]
         before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
@@ -73,6 +78,8 @@ class StopRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:
+            if time.monotonic() - self._signalled_at < SAME_REQUEST_S:
+                return
             raise KeyboardInterrupt  # the second request: leave now; the last checkpoint stands
-        self._signal = signal.Signals(number).name
+        self._signal, self._signalled_at = signal.Signals(number).name, time.monotonic()
         logger.warning("%s: stopping at %s; send it again to leave at once", self._signal, self._where)
