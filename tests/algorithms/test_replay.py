@@ -27,6 +27,13 @@ LORA = {"kind": "lora", "rank": 4}
 BROKEN: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": {"name": "sft"}, "model__train": LORA},
     "grpo": {"algorithm__inner_epochs": 3, "algorithm__kl_weight": 0.1, "ema": {"decay": 0.9, "update_interval": 1}},
+    "late": {"algorithm__late_rewards": "next_step"},
+    "reward_gradient": {
+        "algorithm": {"name": "reward_gradient", "kl_weight": 0.1},
+        "rewards": {"seam": {}},
+        "rollout__window": None,
+        "rollout__noise_level": None,
+    },
     "nft": {"algorithm": {"name": "nft", "inner_epochs": 3}, "rollout__window": None, "rollout__noise_level": None},
     "dpo": {"algorithm": {"name": "dpo", "inner_epochs": 3}, "rollout__window": None, "rollout__noise_level": None},
 }
