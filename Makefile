@@ -37,7 +37,8 @@ audit: .venv/.installed ## Compare packages with their pinned hashes, and look u
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed --no-deps \
 	  --only-binary :all: --require-hashes -r tools/hashes.txt
 	$(PIP) pip-audit
-	$(BIN)/pip-audit --disable-pip --require-hashes -r tools/hashes.txt
+	$(BIN)/pip-audit --strict --disable-pip --require-hashes -r tools/hashes.txt || \
+	  { echo "audit: a vulnerability, or a package that could not be looked up (no network, or an index without its versions)"; exit 1; }
 
 environments: .venv/.installed ## Resolve the packages of every reward environment, without installing them
 	$(TEST) -q -m full tests/rewards/test_environments.py
