@@ -23,6 +23,7 @@ from retouch.rewards import REWARDS
 from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer, ScorerSpec
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import create_app
+from retouch.rewards.server.front import protocol_of
 from retouch.types import Failure, Outcome, Score
 
 # --- items ---
@@ -163,7 +164,8 @@ def serving(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     app = create_app(scorers, token=token, limits=limits)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    protocol = protocol_of(limits or Limits())
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -365,6 +365,32 @@ def test_bodies_that_do_not_come_hold_no_place(http: httpx.Client) -> None:
         assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 200
 
 
+def read_to_the_end(connection: socket.socket) -> bytes:
+    """What is still sent; a timeout where the server does not close."""
+    with suppress(ConnectionError):  # what the client had sent was not read
+        return b"".join(iter(lambda: connection.recv(9999), b""))
+    return b""
+
+
+def test_headers_that_do_not_come_end_the_connection(http: httpx.Client) -> None:
+    """Of the first request and of a later one on the same connection; a request in time, and one whose reply takes
+    longer, are answered."""
+    slow = Brightness(delay_s=0.8)
+    with serving({"b": slow}, limits=Limits(header_s=0.4)) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with socket.create_connection(address, 5) as nothing, socket.create_connection(address, 5) as dripping:
+            dripping.sendall(b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert dripping.recv(9999).startswith(b"HTTP/1.1 200")
+            begun = time.monotonic()
+            for byte in b"GET /readyz HTTP/1.1\r\n":
+                with suppress(OSError):
+                    dripping.sendall(bytes([byte]))
+                time.sleep(0.03)
+            assert read_to_the_end(nothing) == b"" and b"HTTP" not in read_to_the_end(dripping)
+            assert time.monotonic() - begun < 3
+        assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 200
+
+
 # --- multipart ---
 
 

@@ -26,6 +26,7 @@ class Limits:
         items: items of one request; more get 413.
         pixels: pixels of all images of one request; images beyond fail before they are decoded.
         all_pixels: decoded pixels of all open requests; a request beyond gets 429.
+        header_s: seconds for a request line with its headers to arrive; a slower connection is closed.
         body_s: seconds for a body to arrive; a slower one gets 408.
         idle_s: seconds between two chunks of a body.
         waiting: open requests; one more gets 429.
@@ -38,6 +39,7 @@ class Limits:
     items: int = 1024
     pixels: int = 256 * 1024 * 1024
     all_pixels: int = 512 * 1024 * 1024
+    header_s: float = 15.0
     body_s: float = 120.0
     idle_s: float = 15.0
     waiting: int = 64
