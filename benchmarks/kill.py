@@ -1,14 +1,15 @@
 """Kill runs and reward servers at random moments, and compare what they end with with an undisturbed run, bitwise.
 
-Runs: SFT, GRPO, DPO, DiffusionNFT and VLM-GRPO on networks of the smallest kind, with a checkpoint after every step. A
-trial kills one run up to three times, resumes it each time with resume=auto, lets it finish, and compares weights, EMA
-weights, snapshots, optimizer, counters and metrics (without timings) with those of a run that nobody killed:
+Runs: every algorithm on networks of the smallest kind, with a checkpoint after every step. A trial kills one run up to
+three times, resumes it each time with resume=auto, lets it finish, and compares weights, EMA weights, snapshots,
+optimizer, counters and metrics (without timings) with those of a run that nobody killed:
 
     SIGKILL             at a random moment from half a second after the start of the process
     SIGKILL, writing    while a checkpoint is written
     SIGTERM, SIGHUP     at a random moment; the run must end with exit code 3, without a traceback
     SLURM               SIGTERM, and SIGKILL after a deadline of up to a second
-    server              SIGKILL of a process of the reward server that the run started (GRPO with url: auto)
+    server              SIGKILL of a process of the reward server that the run started (GRPO with url: auto); not
+                        counted where there is none
 
 Rewards: a server of two instances scores batches while its fronts and workers are killed or frozen (SIGSTOP); every
 score is compared with that of the same scorer in this process.
@@ -71,7 +72,7 @@ LIVES_S = {"front": 6.0, "worker": 2.0}
 SCORED_BETWEEN = 100
 """Images that are scored between two kills, at least."""
 
-TARGETS = ("sft", "grpo", "dpo", "nft", "vlm_grpo", "grpo_server")
+TARGETS = ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient", "vlm_grpo", "grpo_server")
 
 
 # --- the runs ---
@@ -109,11 +110,16 @@ def run_file(target: str, data: Path, runs: Path) -> dict[str, Any]:
         "grpo": {"algorithm": {"name": "grpo", "inner_epochs": 2, "kl_weight": 0.1, "sft_steps": 1}},
         "dpo": {"algorithm": {"name": "dpo", "reference_refresh_every": 2, "beta": 100.0}},
         "nft": {"algorithm": {"name": "nft", "old_policy": "ramp_half", "kl_weight": 0.1, "inner_epochs": 2}},
+        "ppo": {"algorithm": {"name": "ppo"}},
+        "reward_gradient": {
+            "algorithm": {"name": "reward_gradient", "trained_step": "all", "kl_weight": 0.1},
+            "rewards": {"seam": {}},
+        },
         "vlm_grpo": {"algorithm": {"name": "vlm_grpo", "trl": VLM_OPTIONS}},
         "grpo_server": {"algorithm": {"name": "grpo"}, "rewards": {"jpeg_size": {"url": "auto"}}},
     }
     run |= more[target]
-    if target.startswith("grpo"):
+    if target.startswith(("grpo", "ppo")):
         run["rollout"] |= {"noise_level": 0.7, "window": {"size": 1, "range": [0, 1]}}
     if target == "sft":
         run["data"] = run.pop("warmup_data")
@@ -227,7 +233,8 @@ def import_as(log: Path) -> None:
 
 
 def kill(process: Process, way: str, run: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
-    """Kill a run, or meet its end -> {"way", "at_s", "while", "code"}; `code` is 0 where it had ended before.
+    """Kill a run, or meet its end -> {"way", "at_s", "while", "code", "hit"}; `code` is 0 where it had ended before,
+    `hit` false where there was no server to kill.
 
     Args:
         seconds: of an undisturbed run.
@@ -239,11 +246,11 @@ def kill(process: Process, way: str, run: Path, seconds: float, rng: random.Rand
         time.sleep(rng.uniform(0, 0.01))
     else:
         process.wait(moment)
-    at, where = time.monotonic() - process.started, _state_of(process, run)
+    at, where, hit = time.monotonic() - process.started, _state_of(process, run), True
     if way.startswith("SIGKILL"):
         process.send(signal.SIGKILL)
     elif way == "server":
-        _kill_server(process, rng)
+        hit = _kill_server(process, rng)
     else:
         process.send(signal.SIGHUP if way == "SIGHUP" else signal.SIGTERM)
         if way == "SLURM" and process.wait(deadline) is None:
@@ -253,7 +260,7 @@ def kill(process: Process, way: str, run: Path, seconds: float, rng: random.Rand
         process.send(signal.SIGKILL)
         process.wait(10)
         code = 99
-    return {"way": way, "at_s": round(at, 3), "while": where, "code": code}
+    return {"way": way, "at_s": round(at, 3), "while": where, "code": code, "hit": hit}
 
 
 def _wait_for_writing(process: Process, run: Path, count: int) -> None:
@@ -285,11 +292,10 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def _kill_server(process: Process, rng: random.Random) -> None:
-    """A process of the run's reward server, if there is one already: supervisor, front or worker."""
+def _kill_server(process: Process, rng: random.Random) -> bool:
+    """Kill a process of the run's reward server: supervisor, front or worker -> whether there was one."""
     own = [pid for pid in descendants(process.pid) if b"retouch" in _command(pid)]
-    if own:
-        _kill_pid(rng.choice(own), signal.SIGKILL)
+    return bool(own) and _kill_pid(rng.choice(own), signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
@@ -315,11 +321,13 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def _kill_pid(pid: int, number: int) -> None:
+def _kill_pid(pid: int, number: int) -> bool:
+    """Whether it was still there."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        return
+        return False
+    return True
 
 
 # --- what it ended with ---
@@ -385,7 +393,8 @@ def trial_of_a_run(number: int, seed: int, undisturbed: Undisturbed) -> dict[str
         one = kill(Process(work / f"{target}.yaml", name, log), way, run, seconds, rng)
         if one["code"] == 0 and way != "server":
             break  # it had ended
-        kills.append(one)
+        if one.pop("hit"):
+            kills.append(one)
         allowed = ALLOWED[way] | ({0} if way == "server" else set())
         if one["while"] == "starting":
             allowed |= {-signal.SIGTERM, -signal.SIGHUP}
@@ -447,8 +456,8 @@ def trial_of_rewards(seed: int, kills: int, work: Path) -> dict[str, Any]:
             pid = rng.choice(workers if workers and rng.random() < 0.7 else old_enough)
             kind = kinds[pid]
             frozen = kind == "worker" and rng.random() < 0.2
-            _kill_pid(pid, signal.SIGSTOP if frozen else signal.SIGKILL)
-            counts[f"{kind}, {'SIGSTOP' if frozen else 'SIGKILL'}"] += 1
+            if _kill_pid(pid, signal.SIGSTOP if frozen else signal.SIGKILL):
+                counts[f"{kind}, {'SIGSTOP' if frozen else 'SIGKILL'}"] += 1
         done.set()
 
     def noise(i: int) -> RewardItem:
@@ -500,9 +509,10 @@ def summary(trials: list[dict[str, Any]], rewards: Mapping[str, Any] | None) -> 
         target: Counter(k["way"] for t in trials if t["target"] == target for k in t["kills"]) for target in TARGETS
     }
     states = Counter(k["while"] for t in trials for k in t["kills"])
-    kills = sum(sum(of.values()) for of in ways.values()) + (sum(rewards["kills"].values()) if rewards else 0)
+    of_servers = sum(of["server"] for of in ways.values()) + (sum(rewards["kills"].values()) if rewards else 0)
     return {
-        "kills": kills,
+        "kills_of_runs": sum(sum(of.values()) - of["server"] for of in ways.values()),
+        "kills_of_servers": of_servers,
         "by_target": {target: dict(sorted(of.items())) for target, of in ways.items()},
         "while": dict(sorted(states.items())),
         "runs": len(trials),
@@ -535,7 +545,8 @@ def main() -> None:
         def write() -> None:
             about = {key: environment()[key] for key in ("python", "packages", "platform")}
             seconds = round(time.monotonic() - started + (before.get("seconds", 0) if fits else 0))
-            content = {"seed": given.seed, **summary(trials, rewards), "seconds": seconds, **about, "trials": trials}
+            shape = {"seed": given.seed, "arguments": sys.argv[1:]}
+            content = {**shape, **summary(trials, rewards), "seconds": seconds, **about, "trials": trials}
             given.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
         while sum(len(t["kills"]) for t in trials) < given.kills:

@@ -52,6 +52,26 @@ def test_the_code_is_that_of_the_process(way: str, code: int, tmp_path: Path) ->
     assert 0.5 <= found["at_s"] < 5
 
 
+def test_a_server_that_is_not_there_is_no_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ended in between is none either."""
+    process: Any = Sleeping()
+    assert not kill._kill_server(process, random.Random(0))
+    ended: Any = Sleeping()
+    ended.send(signal.SIGKILL)
+    ended.wait(5)
+    monkeypatch.setattr(kill, "descendants", lambda pid: [ended.pid])
+    monkeypatch.setattr(kill, "_command", lambda pid: b"retouch")
+    assert not kill._kill_server(process, random.Random(0))
+    assert process.poll() is None
+    process.send(signal.SIGKILL)
+    process.wait(5)
+    trials = [
+        {"trial": 0, "target": "grpo_server", "kills": [{"way": "server", "while": "training"}] * 2, "problems": []}
+    ]
+    found = kill.summary(trials, {"kills": {"front, SIGKILL": 3}})
+    assert (found["kills_of_runs"], found["kills_of_servers"]) == (0, 5)
+
+
 def checkpoint(run: Path, digest: str = "a", **more: Any) -> Path:
     folder = run / "checkpoints" / "step-000004"
     folder.mkdir(parents=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.inputs import CASES, LONGEST_S, MOST_BYTES, tried
+from tests.fuzz.inputs import CASES, LONGEST_S, MOST_BYTES, faults, tried
 
 OUT = os.environ.get("RETOUCH_FUZZ_OUT")
 """JSON file to write at the end."""
@@ -29,6 +29,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
             "targets": dict(sorted(tried.items())),
             "cases": sum(tried.values()),
             "failed_tests": failed,
+            **{fault: faults[fault] for fault in ("tracebacks", "hangs", "over_memory")},
             "longest_s": LONGEST_S,
             "most_bytes": MOST_BYTES,
             "seconds": round(time.monotonic() - _started),

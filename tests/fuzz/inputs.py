@@ -28,6 +28,9 @@ MOST_BYTES = 1 << 30
 tried: Counter[str] = Counter()
 """Cases by target, for the table at the end of `make trust`."""
 
+faults: Counter[str] = Counter()
+"""Cases that broke the promise, by how: tracebacks, hangs, over_memory."""
+
 _bounds = settings(
     deadline=None,
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture),
@@ -39,6 +42,10 @@ fuzzed = settings(_bounds, max_examples=CASES) if CASES else _bounds
 
 class Hang(BaseException):
     """A case took longer than LONGEST_S. Not an Exception, so that no reader's own handler hides it."""
+
+
+class OverMemory(AssertionError):
+    """A case took more memory than MOST_BYTES."""
 
 
 @contextlib.contextmanager
@@ -56,7 +63,8 @@ def bounded() -> Iterator[None]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, former)
     grown = _peak_bytes() - before
-    assert grown < MOST_BYTES, f"{grown / 1e6:.0f} MB of memory"
+    if grown >= MOST_BYTES:
+        raise OverMemory(f"{grown / 1e6:.0f} MB of memory")
 
 
 def _peak_bytes() -> int:
@@ -66,12 +74,18 @@ def _peak_bytes() -> int:
 def attempt(target: str, read: Callable[[], Any], *expected: type[Exception]) -> None:
     """Run one case: it returns, or raises one of the expected errors with a message of one screen."""
     tried[target] += 1
-    with bounded():
-        try:
-            read()
-        except expected as error:
-            assert 0 < len(str(error)) < 20_000
-            str(error).encode()  # it can be printed
+    try:
+        with bounded():
+            try:
+                read()
+            except expected as error:
+                assert 0 < len(str(error)) < 20_000
+                str(error).encode()  # it can be printed
+    except BaseException as error:
+        faults[
+            "hangs" if isinstance(error, Hang) else "over_memory" if isinstance(error, OverMemory) else "tracebacks"
+        ] += 1
+        raise
 
 
 NUMBERS = ["0", "-1", "1e999", "-0.0", "1" * 5000, "10e400", "0x1F", "0o17", "1_000", "1:30", ".nan", "-.inf", "1" * 31]
