@@ -20,7 +20,7 @@ MAX_REWARDS = 64
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, cache_strings="keys")
 
 
 ItemId = int | Annotated[str, Field(min_length=1)]
