@@ -192,7 +192,7 @@ def main() -> None:
     given = parser.parse_args()
     about = {key: environment()[key] for key in ("python", "packages", "platform")}
     before = json.loads(given.out.read_text()) if given.out.exists() else {}
-    content: dict[str, Any] = {**before, **about, "load": os.getloadavg()}
+    content: dict[str, Any] = {**before, **about, "arguments": sys.argv[1:], "load": os.getloadavg()}
     for name, measure in (
         ("rewards", lambda work: rewards(given.images, work)),
         ("train", lambda work: train(given.steps, work)),

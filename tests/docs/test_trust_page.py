@@ -46,18 +46,19 @@ def test_no_input_is_a_traceback() -> None:
 
 @pytest.mark.parametrize(("part", "least"), [("train", ("steps", 2000)), ("rewards", ("images", 100_000))])
 def test_growth_is_what_the_page_states(part: str, least: tuple[str, int]) -> None:
-    """Memory by less than 3 % over the run (it is not flat), handles and threads by less than one, the time of a step
-    not at all, and that of 500 images by more than its noise."""
+    """Memory by less than 1 % over the run, that of the server within its noise; handles and threads by less than one;
+    times within their noise."""
     found = result("long_run")[part]
     assert found[least[0]] >= least[1]
     slopes = {name: one for name, one in found.items() if isinstance(one, dict)}
     assert slopes
     for name, one in slopes.items():
         if name.endswith("rss_mb"):
-            assert one["growth"] < 0.03 * one["mean"], name
+            assert one["growth"] < 0.01 * one["mean"], name
         elif name.endswith(("handles", "threads")):
             assert one["growth"] < 1, name
-        elif name == "step_s":
-            assert one["interval_per_1000"][0] <= 0 and one["growth"] <= 0, name
         else:
-            assert name == "time_s" and one["interval_per_1000"][0] > 0
+            assert name in ("step_s", "time_s") and one["interval_per_1000"][0] < 0 < one["interval_per_1000"][1]
+    if part == "rewards":
+        low, high = found["front_rss_mb"]["interval_per_1000"]
+        assert low < 0 < high
