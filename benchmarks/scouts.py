@@ -16,8 +16,8 @@ benchmarks/algorithms.py; `curve` is the held-out NED by optimizer step.
 `ranks` are Spearman's correlations between the rewards of few and of all solver steps from the same noise, among the
 samples of an example right after the warm-up, and the standard deviation of the full reward among the chosen ones.
 
-    python benchmarks/scouts.py --out benchmarks/results/scouts.json
-    python benchmarks/scouts.py --arms "scouts 16 x 2" --seeds 0       # one run
+    python benchmarks/scouts.py --seeds 0 --out benchmarks/results/scouts.json
+    python benchmarks/scouts.py --arms "scouts 16 x 2, 9 groups" ranks --out benchmarks/results/scouts.json    # 3 seeds
 
 A finished run is not repeated, an interrupted one is resumed, and other rows of --out are kept.
 """
