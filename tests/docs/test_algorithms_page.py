@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
     assert f"<!-- table: {file} -->\n\n{benchmark.table(rows)}\n" in PAGE
+
+
+def test_forwards_of_one_trained_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the command of the page; the preset alone leaves the window of two steps that the file has."""
+    monkeypatch.setenv("DATA_PATH", "data")
+    [command] = re.findall(r"\$ retouch check (\S+) (rollout.preset=fast) (rollout.window.size=1)\n", PAGE)
+    file, *overrides = command
+    one, two = (load_run(REPOSITORY / file, given) for given in (overrides, overrides[:1]))
+    assert (one.rollout.window and one.rollout.window.size, one.rollout.shared_noise) == (1, True)
+    forwards = [f"{derive(run).forwards_per_image:.2f}" for run in (one, two)]
+    assert "An image of this run takes {} forwards, with two trained steps {}.".format(*forwards) in PAGE
 
 
 def test_the_tables_of_reward_gradients_are_those_of_the_committed_results() -> None:
