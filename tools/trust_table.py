@@ -91,6 +91,14 @@ $ OMP_NUM_THREADS=1 python benchmarks/long_run.py {long_arguments}
 | disturbance | test |
 |---|---|
 {tests}
+
+## Faults that trials showed
+
+Each was mended; the test failed before. Inputs that fuzzing found are in [tests/fuzz/corpus](../tests/fuzz/corpus).
+
+| fault | test |
+|---|---|
+{findings}
 """
 
 TESTS = {
@@ -132,6 +140,81 @@ TESTS = {
 }
 """Disturbance -> (file below tests/, test)."""
 
+FINDINGS = {
+    "A worker in which memory ran out while a frame was written returned the scores of another batch": (
+        "rewards/test_supervision.py",
+        "test_a_batch_that_was_written_in_part_ends_the_worker",
+    ),
+    "A flipped byte or a missing file of a checkpoint was not detected": (
+        "engine/test_integrity.py",
+        "test_one_flipped_bit_is_found_and_its_file_is_named",
+    ),
+    "A small request made gigabytes: names of rewards": (
+        "rewards/test_serving.py",
+        "test_names_of_rewards_are_bounded",
+    ),
+    "A small request made gigabytes: pixels": (
+        "rewards/test_serving.py",
+        "test_pixels_of_all_requests_together_are_bounded",
+    ),
+    "A frozen worker was never noticed": (
+        "rewards/test_supervision.py",
+        "test_a_frozen_worker_is_replaced_within_seconds",
+    ),
+    "Unfinished bodies held every place of a server": (
+        "rewards/test_serving.py",
+        "test_bodies_that_do_not_come_hold_no_place",
+    ),
+    "The client unpacked compressed replies": ("rewards/test_client.py", "test_a_compressed_reply_is_not_unpacked"),
+    "Messages of a server passed to terminal and log, with the token": (
+        "rewards/test_client.py",
+        "test_words_of_a_server_are_one_short_line_without_the_token",
+    ),
+    "A value outside the declared range of its scorer trained": (
+        "rewards/test_protocol.py",
+        "test_a_value_outside_the_declared_range_is_a_failure",
+    ),
+    "Advantages of the largest floats were NaN": (
+        "core/test_advantages.py",
+        "test_the_largest_floats_do_not_overflow",
+    ),
+    "Modules of the working directory were imported": (
+        "rewards/test_supervision.py",
+        "test_programs_of_the_working_directory_do_not_run",
+    ),
+    "Damaged weights ended in a traceback": (
+        "engine/test_integrity.py",
+        "test_whatever_a_damaged_file_makes_torch_raise_is_one_error",
+    ),
+    "A pipe as run file or lock was waited for": ("test_bad_input.py", "test_a_pipe_is_not_waited_for"),
+    "Scalars of run files were not those of YAML 1.2": ("config/test_load.py", "test_scalars_are_those_of_yaml_1_2"),
+    "A signal while a model loads ended without a message": (
+        "test_bad_input.py",
+        "test_a_signal_while_the_model_loads_is_a_stop",
+    ),
+    "The server of `url: auto` was not started again after a kill": (
+        "rewards/test_launch.py",
+        "test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port",
+    ),
+    "A run that was killed in its last checkpoint repeated its last evaluation twice": (
+        "algorithms/test_resume.py",
+        "test_a_run_stopped_in_its_last_step_can_still_be_extended_bitwise",
+    ),
+    "A signal that torchrun passes on ended the run without a checkpoint": (
+        "test_stopping.py",
+        "test_a_signal_that_a_launcher_passes_on_is_the_same_request",
+    ),
+    "Headers that did not arrive held a connection": (
+        "rewards/test_serving.py",
+        "test_headers_that_do_not_come_end_the_connection",
+    ),
+    "Freed memory stayed with the server": (
+        "rewards/test_serving.py",
+        "test_freed_memory_is_returned_to_the_system",
+    ),
+}
+"""Fault that trials showed -> (file below tests/, test that failed before)."""
+
 MEASURED = {
     "rss_mb": "memory, MB",
     "handles": "file handles",
@@ -171,8 +254,13 @@ def page() -> str:
                         *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("client_", "client")),
                         *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("front_", "server")),
                         *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("worker_", "worker"))]),
-        tests="\n".join(f'| {what} | [✓](../tests/{file} "{test}") |' for what, (file, test) in TESTS.items()),
+        tests=_test_rows(TESTS),
+        findings=_test_rows(FINDINGS),
     )  # fmt: skip
+
+
+def _test_rows(tests: Mapping[str, tuple[str, str]]) -> str:
+    return "\n".join(f'| {what} | [✓](../tests/{file} "{test}") |' for what, (file, test) in tests.items())
 
 
 def _kill_rows(by_target: Mapping[str, Counter[str]]) -> list[str]:

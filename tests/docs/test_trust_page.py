@@ -62,3 +62,8 @@ def test_growth_is_what_the_page_states(part: str, least: tuple[str, int]) -> No
     if part == "rewards":
         low, high = found["front_rss_mb"]["interval_per_1000"]
         assert low < 0 < high
+
+
+def test_every_test_of_the_page_exists() -> None:
+    for file, name in [*trust_table.TESTS.values(), *trust_table.FINDINGS.values()]:
+        assert f"def {name}(" in (trust_table.ROOT / "tests" / file).read_text(encoding="utf-8"), name
