@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from epochs import Table
 from loop_overhead import machine, run_file
 
 from retouch.algorithms.grpo import recipe
@@ -47,7 +48,7 @@ SHARE = 0.8
 KINDS = ("even", "wait", "next_step")
 
 
-class Elsewhere:
+class Elsewhere(Table):
     """A table of rewards whose batches are in when the slowest of their images is.
 
     Attributes:
@@ -56,20 +57,17 @@ class Elsewhere:
     """
 
     def __init__(self, table: RewardTable) -> None:
-        self._table = table
+        super().__init__(table)
         self.short_s = 0.0
         self.slow: set[tuple[int, int]] = set()
         self._seen: dict[int, int] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
 
     def begin(self, slow: set[tuple[int, int]]) -> None:
         """Before an epoch."""
         self.slow, self._seen = slow, {}
 
     def submit(self, items: Sequence[Any], *, training: bool = True) -> PendingScores:
-        pending = self._table.submit(items, training=training)
+        pending = self.table.submit(items, training=training)
         longest = 0.0
         for item in items:
             number = self._seen[item.group] = self._seen.get(item.group, -1) + 1

@@ -23,7 +23,7 @@ from typing import Any
 
 import sleeping
 import torch
-from epochs import epochs
+from epochs import Table, epochs
 from loop_overhead import machine, run_file
 
 from retouch.config import RunConfig, parse_run
@@ -38,17 +38,11 @@ SHARE = 0.8
 KINDS = ("free", "overlapped", "waiting")
 
 
-class Waiting:
+class Waiting(Table):
     """A table of rewards whose answers are there when `submit` returns."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
-
     def submit(self, *arguments: Any, **options: Any) -> Any:
-        pending = self._table.submit(*arguments, **options)
+        pending = self.table.submit(*arguments, **options)
         pending.result()
         return pending
 

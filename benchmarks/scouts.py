@@ -43,8 +43,8 @@ from retouch.config import load_run
 from retouch.config.run import RunConfig
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.probe import spearman
-from retouch.training import experience
-from retouch.training.experience import Rollouts
+from retouch.training import rollouts
+from retouch.training.rollouts import Rollouts
 
 FILE = config_file("flux_fill", "nft", "full")
 KL = "algorithm.kl_weight=0.1"
@@ -143,7 +143,7 @@ def forwards(run: Path) -> float:
 @contextmanager
 def choosing(images: int, num_steps: int | None) -> Iterator[None]:
     """Sample the epochs of this process by scouts, or by down-sampling if `num_steps` is None."""
-    plain = experience.sample_and_score
+    plain = rollouts.sample_and_score
 
     def chosen(session: Any, algorithm: Any, examples: Sequence[int], policy: str | None) -> Rollouts:
         rollout = session.run.config.rollout
@@ -155,10 +155,10 @@ def choosing(images: int, num_steps: int | None) -> Iterator[None]:
             candidates.slots = [replace(slot, padding=row in left_out) for row, slot in enumerate(candidates.slots)]
             return candidates
         slots = [candidates.slots[row] for row in kept]
-        with patched(experience, "rank_slots", lambda few, *_: [slot for slot in slots if slot.example in few]):
+        with patched(rollouts, "rank_slots", lambda few, *_: [slot for slot in slots if slot.example in few]):
             return plain(session, algorithm, examples, policy)
 
-    with patched(experience, "sample_and_score", chosen):
+    with patched(rollouts, "sample_and_score", chosen):
         yield
 
 
@@ -199,7 +199,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def ranks(arm: str, seed: int, work: Path) -> Row:
     """Compare the rewards of few and of all solver steps after the warm-up; the run takes one step of RL."""
-    plain = experience.sample_and_score
+    plain = rollouts.sample_and_score
     found: dict[int, list[float]] = {}
 
     def compared(session: Any, algorithm: Any, examples: Sequence[int], policy: str | None) -> Rollouts:
@@ -209,7 +209,7 @@ def ranks(arm: str, seed: int, work: Path) -> Row:
         return plain(session, algorithm, examples, policy)
 
     config = run_config(arm, seed, 1, work)
-    with patched(experience, "sample_and_score", compared):
+    with patched(rollouts, "sample_and_score", compared):
         train(config)
     full, keep = found[config.rollout.num_steps], config.rollout.group_size
     row: Row = {"run": config.name, "arm": arm, "seed": seed, "inputs": inputs(FILE, overrides=[KL])}

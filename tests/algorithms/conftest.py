@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from retouch.rewards.scorers import preservation
-from retouch.training import experience
+from retouch.training import rollouts
 
 from .runs import Rule, Scripted, Use
 
@@ -31,11 +31,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Use:
 def sampled_with(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For every batch that was sampled for rewards, a sum over the weights that sampled it."""
     sums: list[float] = []
-    real = experience.sample
+    real = rollouts.sample
 
     def watch(model: Any, network: Any, *rest: Any, **options: Any) -> Any:
         sums.append(sum(float(p.double().sum()) for p in network.parameters()))
         return real(model, network, *rest, **options)
 
-    monkeypatch.setattr(experience, "sample", watch)
+    monkeypatch.setattr(rollouts, "sample", watch)
     return sums

@@ -37,6 +37,22 @@ def train(config: RunConfig) -> tuple[Run, list[dict[str, Any]]]:
     return run, read_metrics(run.dir.path / "metrics.jsonl")
 
 
+def by_group(rule: Callable[[int, RewardItem], Outcome]) -> tuple[Rule, list[int]]:
+    """A reward by the number of the item's group, in the order in which training comes to them -> it, and the groups
+    so far. Items of evaluations, which have groups of their own, are judged by brightness."""
+    seen: list[int] = []
+
+    def numbered(item: RewardItem) -> Outcome:
+        group = int(item.group or 0)
+        if group >= 200:  # an evaluation
+            return brightness(item)
+        if group not in seen:
+            seen.append(group)
+        return rule(seen.index(group), item)
+
+    return numbered, seen
+
+
 def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [r for r in records if r["kind"] == kind]
 

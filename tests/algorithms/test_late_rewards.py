@@ -20,13 +20,13 @@ from retouch.engine import Engine
 from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
-from retouch.training import late
+from retouch.training import epochs
 from retouch.training.experience import Experience
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.types import Failure, Outcome, Score, Stopped
 
-from .runs import Config, Use, brightness, of_kind, train, weights
+from .runs import Config, Use, brightness, by_group, of_kind, train, weights
 
 SHAPE: dict[str, Any] = {
     "rollout__global_groups_per_batch": 4,
@@ -124,7 +124,7 @@ def test_the_gradient_is_that_of_waiting_for_the_same_groups(
     scripted(brightness)
     delayed(lambda group: 0.6 * (group < 2))
     train(late_run(config, algorithm, name="late"))
-    arrived, real = list(steps), late.collect
+    arrived, real = list(steps), epochs.collect
     steps.clear()
 
     def assigned(*arguments: Any) -> Experience:
@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_waiting_for_the_same_groups(
         rows.step_of = torch.tensor([int(seed in arrived[1][0]) for seed in rows.seed.tolist()])
         return rows
 
-    monkeypatch.setattr(late, "collect", assigned)
+    monkeypatch.setattr(epochs, "collect", assigned)
     train(late_run(config, algorithm, "wait", name="waits"))
     assert len(steps) == len(arrived) == 2
     for (seeds, total, gradient), (same_seeds, same_total, expected) in zip(arrived, steps, strict=True):
@@ -149,15 +149,15 @@ def test_groups_that_are_in_are_trained_on_first(
     scripted(brightness)
     delayed(lambda group: 1.5 * (group < 2))
     taken: list[tuple[list[int], float]] = []
-    real = late.Arrivals.take
+    real = epochs.Arrivals.take
 
-    def take(self: late.Arrivals) -> Experience:
+    def take(self: epochs.Arrivals) -> Experience:
         order = list(self._examples)  # in the order of sampling
         rows = real(self)
         taken.append((sorted({order.index(p) for p in rows.position.tolist()}), time.monotonic()))
         return rows
 
-    monkeypatch.setattr(late.Arrivals, "take", take)
+    monkeypatch.setattr(epochs.Arrivals, "take", take)
     _, records = train(late_run(config, "grpo"))
     assert [groups for groups, _ in taken] == [[2, 3], [0, 1]]
     assert taken[1][1] - taken[0][1] > 0.5
@@ -168,17 +168,7 @@ def test_groups_that_are_in_are_trained_on_first(
 
 def test_more_steps_than_groups_with_a_signal(config: Config, scripted: Use, delayed: Delays) -> None:
     """Groups that tie have no rows; a step of such groups alone is skipped."""
-    seen: list[int] = []
-
-    def rule(item: RewardItem) -> Outcome:
-        group = int(item.group or 0)
-        if group >= 200:  # an evaluation
-            return brightness(item)
-        if group not in seen:
-            seen.append(group)
-        return Score(0.5) if seen.index(group) < 2 else brightness(item)
-
-    scripted(rule)
+    scripted(by_group(lambda group, item: Score(0.5) if group < 2 else brightness(item))[0])
     delayed(lambda group: 0.4 * (group >= 2))
     options = {"training__max_steps": 4, "optimizer__gradient_accumulation": 1}
     _, records = train(late_run(config, "grpo", **options))
@@ -210,18 +200,12 @@ def test_a_checkpoint_inside_the_epoch_continues_bitwise(
 def test_rewards_that_fail_late_drop_the_rest_of_the_epoch(config: Config, scripted: Use, delayed: Delays) -> None:
     """The run stops after the step that it took, and goes on with the next epoch."""
     alive = False
-    seen: list[int] = []
 
-    def rule(item: RewardItem) -> Outcome:
-        group = int(item.group or 0)
-        if group >= 200:  # an evaluation
-            return brightness(item)
-        if group not in seen:
-            seen.append(group)
-        dead = not alive and seen.index(group) < 2
+    def rule(group: int, item: RewardItem) -> Outcome:
+        dead = not alive and group < 2
         return Failure("unavailable", "away", retryable=True) if dead else brightness(item)
 
-    scripted(rule)
+    scripted(by_group(rule)[0])
     delayed(lambda group: 0.8 * (group < 2))
     options = {"training__max_steps": 3, "reward_client__outage_wait_s": 0.0}
     with pytest.raises(Stopped, match="stayed unavailable") as stopped:

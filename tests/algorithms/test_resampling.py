@@ -9,22 +9,13 @@ import pytest
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Score, Stopped
 
-from .runs import Config, Use, brightness, of_kind, train
+from .runs import Config, Use, brightness, by_group, of_kind, train
 
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_flat_groups_are_followed_by_new_ones(name: str, config: Config, scripted: Use) -> None:
     """The first two groups tie; two more are drawn, which differ."""
-    seen: list[int] = []
-
-    def rule(item: RewardItem) -> Any:
-        group = int(item.group or 0)
-        if group >= 200:  # an evaluation
-            return brightness(item)
-        if group not in seen:
-            seen.append(group)
-        return Score(0.5) if seen.index(group) < 2 else brightness(item)
-
+    rule, seen = by_group(lambda group, item: Score(0.5) if group < 2 else brightness(item))
     scripted(rule)
     window = {"rollout__window": None, "rollout__noise_level": None} if name == "dpo" else {}
     algorithm = {"name": name, "resample_rounds": 2}

@@ -37,7 +37,7 @@ def fatal(function):
     return wrapped
 
 if where == "rollout":
-    import retouch.training.experience as module
+    import retouch.training.rollouts as module
     module.sample = fatal(module.sample)
 elif where == "backward":
     from retouch.engine import Engine

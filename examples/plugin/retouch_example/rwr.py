@@ -39,7 +39,7 @@ class RwrConfig(AdvantageConfig):
 
 def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
-    from retouch.training.late import epoch_steps
+    from retouch.training.epochs import epoch_steps
     from retouch.training.session import Session
     from retouch.training.supervised import warm_up
 

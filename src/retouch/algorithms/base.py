@@ -300,18 +300,17 @@ class RlConfig(Objective):
             raise ValueError(f"rollout.shared_noise: given true, but {why}{same}; set shared_noise=false")
 
 
-NEXT_STEP_NEEDS: dict[str, tuple[Any, ...]] = {
-    "baseline": ("group",),
-    "scale": ("group", "none"),
-    "inner_epochs": (1,),
-    "resample_rounds": (0,),
-    "old_log_probs": ("recorded",),
-}
-"""Option -> values with which an optimizer step can begin before all rewards of its epoch are in."""
-
-
 class AdvantageConfig(RlConfig):
     """From rewards to advantages."""
+
+    needs_of_next_step: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "baseline": ("group",),
+        "scale": ("group", "none"),
+        "inner_epochs": (1,),
+        "resample_rounds": (0,),
+    }
+    """Option -> values with which an optimizer step can begin before all rewards of its epoch are in; the first is
+    proposed."""
 
     advantage_clip: Positive = 5.0
     """Advantages are clipped to plus and minus this."""
@@ -355,8 +354,8 @@ class AdvantageConfig(RlConfig):
 
     def _check_late_rewards(self, run: RunConfig) -> None:
         """Refuse what needs all rewards of an epoch before its first optimizer step."""
-        for name, allowed in NEXT_STEP_NEEDS.items():
-            if (given := getattr(self, name, allowed[0])) not in allowed:
+        for name, allowed in self.needs_of_next_step.items():
+            if (given := getattr(self, name)) not in allowed:
                 raise ValueError(
                     f"algorithm.late_rewards: given 'next_step', but algorithm.{name}={given} needs all rewards of an "
                     f"epoch before its first step; set algorithm.{name}={allowed[0]}, or late_rewards=wait"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import require_gradient
 from retouch.config.derived import stochastic_steps, window_starts
 from retouch.config.needs import data_sections
@@ -37,7 +38,12 @@ def check(run: RunConfig) -> None:
 def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
     given = f"{key}.gradient_weight: given {entry.gradient_weight:g}, but"
     if not run.algorithm.takes_gradients:
-        raise ValueError(f"{given} {run.algorithm.name} does not read it; leave it out, or set algorithm.name=nft")
+        reading = " or ".join(
+            name for name, other in ALGORITHMS.available().items() if getattr(other, "takes_gradients", False)
+        )
+        raise ValueError(
+            f"{given} {run.algorithm.name} does not read it; leave it out, or set algorithm.name={reading}"
+        )
     if entry.role == "gold":
         raise ValueError(f"{given} {key}.role is 'gold', which is never trained on; leave gradient_weight out")
     without = f"{key}.gradient_weight=0"

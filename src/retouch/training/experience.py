@@ -1,5 +1,4 @@
-"""An epoch of rollouts with their rewards and advantages: sampled in batches, scored while the next batch is sampled,
-dealt evenly to the processes, and kept until it is trained on.
+"""An epoch of rollouts with their advantages: rows dealt evenly to the processes and kept until they are trained on.
 
 Legend: n samples of this process, N of all processes in rank order, S trained steps (0 if only clean images are trained
 on).
@@ -8,44 +7,18 @@ on).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
-from retouch.algorithms.base import AdvantageConfig, RlConfig
-from retouch.core.advantages import RewardRows, comparable_rows, group_count
-from retouch.data.sampler import (
-    Slot,
-    curriculum_examples,
-    curriculum_pool,
-    derive_seed,
-    other_examples,
-    rank_slots,
-)
+from retouch.algorithms.base import AdvantageConfig
+from retouch.core.advantages import RewardRows, comparable_rows
 from retouch.engine import Engine
-from retouch.observe.grids import grid
-from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
-from retouch.training.build import Run
 from retouch.training.pixel_gradients import pulls
-from retouch.training.scoring import (
-    PendingBatch,
-    RewardOutage,
-    gather_rewards,
-    items_of,
-    judge_statistics,
-    raise_together,
-    refuse_failures,
-    rewards_of,
-    settle,
-    tally_of,
-    without_strip,
-)
+from retouch.training.rollouts import Rollouts, rewarded_groups
 from retouch.training.session import Rows, Session
-from retouch.types import Scores, Trajectory
 
 
 @dataclass
@@ -104,17 +77,13 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
         RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
         Stopped: asked to stop between batches.
     """
-    engine = session.run.engine
     rollouts, rewards = rewarded_groups(session, algorithm, policy)
-    advantages, weight = advantages_of(rewards, algorithm)
-    n = len(weight) // engine.world_size
-    mine = slice(engine.rank * n, (engine.rank + 1) * n)
     experience = recorded(rollouts)
-    experience.advantages, experience.weight = advantages[mine], weight[mine]
+    weight = give_advantages(experience, rewards, algorithm, session.run.engine)
     items = [item for batch in rollouts.batches for item in batch.items]
     x0 = experience.latents[:, -1]
     experience.gradient = pulls(session, algorithm, items, experience.position, x0, experience.weight)
-    return evenly_dealt(engine, experience, weight)
+    return evenly_dealt(session.run.engine, experience, weight)
 
 
 def recorded(rollouts: Rollouts) -> Experience:
@@ -135,205 +104,20 @@ def recorded(rollouts: Rollouts) -> Experience:
     )
 
 
-def advantages_of(rewards: RewardRows, algorithm: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and weights of all processes' rows -> ([N], [N]) fp32."""
+def give_advantages(experience: Experience, rewards: RewardRows, algorithm: AdvantageConfig, engine: Engine) -> Tensor:
+    """Set the advantages and weights of this process's rows -> the weights of all processes' rows [N].
+
+    Args:
+        rewards: of the rows of all processes, each with as many.
+    """
     weight = comparable_rows(rewards.position, rewards.usable, algorithm.baseline)
     if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
         weight = weight & ~rewards.flat(algorithm.combine)
     how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
-    return rewards.advantages(*how).float(), weight.float()
-
-
-# --- sampling ---
-
-
-@dataclass
-class Rollouts:
-    """This process's samples: slots, their seeds, their trajectories, and what scores them."""
-
-    slots: list[Slot]
-    seeds: list[int]
-    trajectories: list[Trajectory]
-    batches: list[PendingBatch]
-    scores: list[Scores]
-
-    def __add__(self, other: Rollouts) -> Rollouts:
-        return Rollouts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
-def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -> tuple[Rollouts, RewardRows]:
-    """An epoch's samples with their rewards.
-
-    Groups without a signal (zero reward variance, or fewer than two rewards that did not fail) are followed by new
-    ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476); every process decides the same.
-
-    Args:
-        policy: snapshot that samples; None is the current policy.
-
-    Raises:
-        RewardOutage, FailureRateExceeded: on every process.
-    """
-    run, config, epoch = session.run, session.run.config, session.progress.epoch
-    session.probe_rewards()
-    chosen = epoch_examples(session)
-    wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
-    pool = curriculum_pool(run.data.difficulties, epoch, run.derived.epochs, run.data.stages)
-    too_hard = set(range(len(run.data))) - set(pool)
-    rollouts, more, again = Rollouts([], [], [], [], []), chosen, 0
-    while True:
-        rollouts += sample_and_score(session, algorithm, more, policy)
-        padding = [slot.padding for slot in rollouts.slots]
-        tally = tally_of(run.rewards, rollouts.scores, padding)
-        refuse_failures(run.engine.gather_list([tally]), config.reward_client)
-        own = rewards_of(run.rewards.trained, rollouts.scores)
-        position, index = (torch.tensor(column) for column in zip(*((s.example, s.index) for s in rollouts.slots)))
-        rewards = gather_rewards(run.engine, run.rewards, own, position, index, torch.tensor(padding))
-        if again == algorithm.resample_rounds:
-            break
-        signal = comparable_rows(rewards.position, rewards.usable) & ~rewards.flat(algorithm.combine)
-        missing = wanted - group_count(rewards.position[signal])
-        taken = too_hard.union(chosen)
-        more = other_examples(len(run.data), taken, missing, config.seed, epoch, again) if missing > 0 else []
-        if not more:
-            break
-        chosen, again = chosen + more, again + 1
-    run.rewards.count(tally.asked, tally.lost)
-    statistics = {**rewards.statistics(algorithm.combine), **judge_statistics(run.engine, rewards.names, own.judged)}
-    log_rollouts(session, rollouts, statistics)
-    return rollouts, rewards
-
-
-def epoch_examples(session: Session) -> list[int]:
-    """Positions in the dataset of the examples that an epoch begins with."""
-    run, config, epoch = session.run, session.run.config, session.progress.epoch
-    wanted = config.rollout.global_groups_per_batch * config.rollout.batches_per_epoch
-    return curriculum_examples(run.data.difficulties, wanted, config.seed, epoch, run.derived.epochs, run.data.stages)
-
-
-def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Rollouts:
-    """`sample_groups`, with their rewards.
-
-    Raises:
-        RewardOutage: on every process.
-        Stopped: asked to stop between batches.
-    """
-    run = session.run
-    result = sample_groups(session, algorithm, examples, policy)
-    result.scores = settle_together(run, result.batches)
-    return result
-
-
-def settle_together(run: Run, batches: Sequence[PendingBatch]) -> list[Scores]:
-    """The scores of batches of this process.
-
-    Raises:
-        RewardOutage: on every process.
-    """
-    scores, stopped = list[Scores](), None
-    with run.clock.part("reward_wait"):
-        try:
-            scores = settle(run.rewards, batches, run.config.reward_client)
-        except RewardOutage as error:
-            stopped = error
-    raise_together(stopped, run.engine.any)
-    return scores
-
-
-def sample_groups(
-    session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None, *, by_group: bool = False
-) -> Rollouts:
-    """K samples of each example, this process's share of them, submitted for scoring.
-
-    Args:
-        examples: positions in the dataset, a whole number of rollout batches or less.
-        by_group: submit the samples of each example apart, whose scores may then come before those of others.
-
-    Raises:
-        Stopped: asked to stop between batches.
-    """
-    run, rollout = session.run, session.run.config.rollout
-    groups = rollout.global_groups_per_batch
-    batches = [
-        rank_slots(list(examples[i : i + groups]), rollout.group_size, run.engine.rank, run.engine.world_size)
-        for i in range(0, len(examples), groups)
-    ]
-    # all encoding before any scoring, which may run on the same CPU
-    run.encoded.conditions(sorted({slot.example for batch in batches for slot in batch}), run.engine.device)
-    result = Rollouts([], [], [], [], [])
-    for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
-        for start in range(0, len(batch), rollout.batch_size_per_device):
-            session.check_stop()
-            slots = batch[start : start + rollout.batch_size_per_device]
-            with run.policy.use(policy) if policy else nullcontext():
-                result += roll_out(session, algorithm, slots, number, by_group)
-    return result
-
-
-def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int, by_group: bool) -> Rollouts:
-    """Sample slots of rollout batch `number` and submit their images for scoring; scores are not in yet."""
-    run, config, device = session.run, session.run.config, session.run.engine.device
-    epoch = session.progress.epoch
-    examples = run.encoded.examples([s.example for s in slots])
-    condition = run.encoded.conditions([s.example for s in slots], device)
-    plan = run.plans.plan(run.model.schedule(config.rollout.num_steps, condition.size), number)
-    seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
-    shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
-    region = objective_region(algorithm, condition, run.model.spec.downsampling)
-    mode, means = run.plans.log_prob_mode, run.plans.records_means
-    with run.clock.part("rollout"):
-        trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=means)
-    with run.clock.part("vae"):
-        decoded = run.model.decode(trajectory.final)
-        images = without_strip(to_uint8(decoded), examples)
-        broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
-    run.costs.images += len(slots)
-    items = items_of(examples, images, [e.id for e in examples])
-    batches: list[PendingBatch] = []
-    for rows in group_ranges(slots) if by_group else [range(len(slots))]:
-        mine = items[rows.start : rows.stop]
-        batches.append(
-            PendingBatch(mine, run.rewards.submit(mine), [row - rows.start for row in broken if row in rows])
-        )
-    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], batches, [])
-
-
-def group_ranges(slots: Sequence[Slot]) -> list[range]:
-    """The rows of each example, which follow each other."""
-    starts = [i for i, slot in enumerate(slots) if not i or slot.example != slots[i - 1].example]
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
-
-
-def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
-    """Zeros in place of NaN and Inf: such rows have weight 0, but NaN times 0 is NaN in a backward."""
-    if not rows:
-        return trajectory
-    tensors = {name: t.clone() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
-    for tensor in tensors.values():
-        tensor[list(rows)] = 0.0
-    return replace(trajectory, **tensors)
-
-
-def log_rollouts(session: Session, rollouts: Rollouts, statistics: dict[str, float]) -> None:
-    """Log statistics and, every `rollout_images_every` epochs, an image of the groups. Inside an epoch they belong to
-    the step before, or a run that is resumed after it would lose them."""
-    run, progress = session.run, session.progress
-    epoch, step = progress.epoch, progress.step + (progress.position == 0)
-    timings = run.rewards.statistics()  # differ from run to run
-    run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
-    every = run.config.logging.rollout_images_every
-    if every and epoch % every == 0:
-        run.dir.save_image(step, "rollouts", rollout_grid(rollouts, run.config.rollout.group_size))
-
-
-def rollout_grid(rollouts: Rollouts, group_size: int, groups: int = 6) -> Image:
-    """The first groups of an epoch, one a row, each image with its combined score."""
-    cells = [
-        (item.image, "failed" if score is None else f"{score:.2f}")
-        for batch, s in zip(rollouts.batches, rollouts.scores, strict=True)
-        for item, score in zip(batch.items, s.combined(), strict=True)
-    ]
-    rows = [cells[i : i + group_size] for i in range(0, len(cells), group_size)]
-    return grid(rows[:groups])
+    advantages, n = rewards.advantages(*how).float(), len(weight) // engine.world_size
+    mine = slice(engine.rank * n, (engine.rank + 1) * n)
+    experience.advantages, experience.weight = advantages[mine], weight[mine].float()
+    return weight.float()
 
 
 # --- dealing ---

@@ -490,7 +490,7 @@ class Session:
             self.save(rollouts)
 
     def _rows_left(self) -> Tensors | None:
-        """The rows left of the epoch under way; None where their rewards fail too, which drops them."""
+        """The rows left of the epoch under way; None where their rewards fail too."""
         try:
             return self._left() if self.progress.position else None
         except (RewardOutage, FailureRateExceeded):

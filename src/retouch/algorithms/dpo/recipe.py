@@ -25,8 +25,9 @@ from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import rewarded_groups, rows_of_all
+from retouch.training.experience import rows_of_all
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
+from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
 from retouch.training.step import Step, step_positions
 from retouch.training.supervised import warm_up

@@ -30,8 +30,8 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import transition
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
+from retouch.training.epochs import epoch_steps
 from retouch.training.experience import Experience
-from retouch.training.late import epoch_steps
 from retouch.training.session import Session
 from retouch.training.step import Step, attempts, step_batches
 from retouch.training.supervised import warm_up

@@ -35,8 +35,8 @@ from retouch.core.objectives.reward_gradient import linear_loss
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
+from retouch.training.epochs import epoch_steps
 from retouch.training.experience import Experience
-from retouch.training.late import epoch_steps
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -116,6 +116,7 @@ def implicit_policies_loss(
     device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised
     weight = experience.weight[micro.rows].to(device)
     wide_weight = weight.repeat_interleave(copies)
+    row_weight = wide_weight / noised.schedule.velocity_gain(noised.time)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
     prediction = predict(run, noised)
     x_t, velocity, sigma = noised.schedule.as_flow(noised.x, prediction, noised.time)
@@ -131,17 +132,12 @@ def implicit_policies_loss(
         algorithm.advantage_clip,
         algorithm.mode,
         region,
-        wide_weight / noised.schedule.velocity_gain(noised.time),
+        row_weight,
         total * copies,
     )
     if len(experience.gradient):
         pull = experience.gradient[micro.rows].to(device).repeat_interleave(copies, 0)
-        loss = (
-            loss
-            + linear_loss(
-                velocity, pull, -sigma, region, wide_weight / noised.schedule.velocity_gain(noised.time), total * copies
-            )[0]
-        )
+        loss = loss + linear_loss(velocity, pull, -sigma, region, row_weight, total * copies)[0]
     if micro.reference is not None:
         counted = region_of_kept(region, wide_weight)
         kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)

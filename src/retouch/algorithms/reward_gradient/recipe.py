@@ -37,8 +37,9 @@ from retouch.rewards.gradient import PixelReward, pixel_rewards
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import evenly_dealt, rewarded_groups
+from retouch.training.experience import evenly_dealt
 from retouch.training.pixel_gradients import latent_gradient, refuse_lost_gradients, region_rms
+from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import warm_up

@@ -1,42 +1,31 @@
-"""Epochs that do not wait for their slowest rewards (`algorithm.late_rewards: next_step`): an optimizer step trains on
-groups whose rewards are in, the last step of the epoch on all that are left.
+"""Optimizer steps of an epoch of rollouts. They wait for all rewards or, with `algorithm.late_rewards: next_step`, do
+not wait for the slowest: a step then trains on groups whose rewards are in, the last step of the epoch on all that are
+left.
 
-Which groups a step takes depends on when their rewards arrive. Its gradient does not: baselines, advantages and the
-normalizer are those of its groups, and every group is trained on once an epoch. A checkpoint inside an epoch waits for
-all rewards: a resumed run trains on the same rows in the same steps.
+Which groups such a step takes depends on when their rewards arrive. Its gradient does not: baselines, advantages and
+the normalizer are those of its groups, and every group is trained on once an epoch. A checkpoint inside an epoch waits
+for all rewards: a resumed run trains on the same rows in the same steps.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from retouch.algorithms.base import AdvantageConfig
-from retouch.core.advantages import RewardRows
+from retouch.data.sampler import Slot
 from retouch.errors import FailureRateExceeded, RewardOutage
-from retouch.training.experience import (
-    Experience,
-    advantages_of,
-    collect,
+from retouch.training.experience import Experience, collect, evenly_dealt, give_advantages, recorded
+from retouch.training.rollouts import (
+    accepted,
     epoch_examples,
-    evenly_dealt,
+    gathered,
     log_rollouts,
-    recorded,
     sample_groups,
     settle_together,
-)
-from retouch.training.scoring import (
-    gather_rewards,
-    judge_statistics,
-    refuse_failures,
-    rewards_of,
-    tally_of,
 )
 from retouch.training.session import Session
 from retouch.training.step import Step, step_batches
@@ -99,11 +88,9 @@ class Arrivals:
         self.waiting = epoch_examples(session)
         self._rollouts = sample_groups(session, algorithm, self.waiting, policy, by_group=True)
         self._recorded = recorded(self._rollouts)
-        self._index = torch.tensor([slot.index for slot in self._rollouts.slots])
-        self._padding = torch.tensor([slot.padding for slot in self._rollouts.slots])
         sizes = [len(batch.items) for batch in self._rollouts.batches]
-        self._rows = torch.arange(sum(sizes)).split(sizes)  # of each batch, which is of one example
-        self._examples = [int(self._recorded.position[rows[0]]) for rows in self._rows]
+        self._rows = [rows.tolist() for rows in torch.arange(sum(sizes)).split(sizes)]
+        self._examples = [self._rollouts.slots[rows[0]].example for rows in self._rows]  # a batch is of one
         self._scores: dict[int, Scores] = {}  # by batch, once settled
         self._rest: Experience | None = None
 
@@ -150,53 +137,30 @@ class Arrivals:
 
     def _rows_of(self, examples: Sequence[int]) -> Experience:
         """The rows of some groups with their advantages, dealt evenly to the processes."""
-        session, chosen = self._session, set(examples)
-        run = session.run
+        session, run, chosen = self._session, self._session.run, set(examples)
         numbers = [number for number, example in enumerate(self._examples) if example in chosen]
         try:
-            scores = settle_together(run, [self._rollouts.batches[number] for number in numbers])
-            self._scores |= zip(numbers, scores, strict=True)
-            settled = sorted(self._scores)
-            padding = [flag for number in settled for flag in self._padding[self._rows[number]].tolist()]
-            tally = tally_of(run.rewards, [self._scores[number] for number in settled], padding)
-            refuse_failures(run.engine.gather_list([tally]), session.config.reward_client)
+            settled = settle_together(run, [self._rollouts.batches[number] for number in numbers])
+            self._scores |= zip(numbers, settled, strict=True)
+            tally = accepted(run, *self._of(sorted(self._scores)))
         except (RewardOutage, FailureRateExceeded):
             session.drop_epoch()
             raise
         self.waiting = [example for example in self.waiting if example not in chosen]
-        rewards, index = self._gathered(numbers)
-        advantages, weight = advantages_of(rewards, self._algorithm)
-        mine = slice(run.engine.rank * len(index), (run.engine.rank + 1) * len(index))
-        fields = {name: t[index] if len(t) else t for name, t in vars(self._recorded).items()}
-        rows = Experience(**{**fields, "advantages": advantages[mine], "weight": weight[mine]})
+        rewards = gathered(run, *self._of(numbers))
+        index = torch.zeros(len(rewards.position) // run.engine.world_size, dtype=torch.long)  # the first pads
+        own = [row for number in numbers for row in self._rows[number]]
+        index[: len(own)] = torch.tensor(own, dtype=torch.long)
+        rows = Experience(**{name: t[index] if len(t) else t for name, t in vars(self._recorded).items()})
+        weight = give_advantages(rows, rewards, self._algorithm, run.engine)
         if not self.waiting:
-            run.rewards.count(tally.asked, tally.lost)
-            self._log()
+            everything = self._of(range(len(self._rows)))
+            self._rollouts.scores = everything[1]
+            log_rollouts(session, self._algorithm, self._rollouts, gathered(run, *everything), tally)
         return self._finish(evenly_dealt(run.engine, rows, weight))
 
-    def _gathered(self, numbers: Sequence[int]) -> tuple[RewardRows, Tensor]:
-        """Rewards of some settled batches of all processes, and the rows of this one. Those with fewer rows than others
-        repeat a row as padding."""
-        run = self._session.run
-        rows = torch.cat([torch.arange(0), *(self._rows[number] for number in numbers)])
-        found = rewards_of(run.rewards.trained, [self._scores[number] for number in numbers])
-        missing = max(run.engine.gather_list([len(rows)])) - len(rows)
-        own = replace(
-            found,
-            values=pad(found.values, (0, 0, 0, missing)),
-            valid=pad(found.valid, (0, 0, 0, missing)),
-        )
-        index = pad(rows, (0, missing))
-        padding = pad(self._padding[rows], (0, missing), value=True)
-        position, place = self._recorded.position[index], self._index[index]
-        return gather_rewards(run.engine, run.rewards, own, position, place, padding), index
-
-    def _log(self) -> None:
-        """Log the epoch, all of whose rewards are in."""
-        session, everything = self._session, range(len(self._rows))
-        run = session.run
-        self._rollouts.scores = [self._scores[number] for number in everything]
-        rewards, _ = self._gathered(everything)
-        judged = rewards_of(run.rewards.trained, self._rollouts.scores).judged
-        statistics = rewards.statistics(self._algorithm.combine)
-        log_rollouts(session, self._rollouts, statistics | judge_statistics(run.engine, rewards.names, judged))
+    def _of(self, numbers: Iterable[int]) -> tuple[list[Slot], list[Scores]]:
+        """Slots and scores of settled batches."""
+        chosen = list(numbers)
+        slots = [self._rollouts.slots[row] for number in chosen for row in self._rows[number]]
+        return slots, [self._scores[number] for number in chosen]
