@@ -69,3 +69,15 @@ def test_validate_tells_prompts_from_a_manifest(tmp_path: Path) -> None:
     assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 items can be used")
     (tmp_path / "m.jsonl").write_text('{"prompt": "a"}\n{"image_path": "x.png", "prompt": "b"}\n', encoding="utf-8")
     assert data_at(tmp_path / "m.jsonl", (64, 64)).format == "manifest"
+
+
+@pytest.mark.parametrize("key", ["mask_path", "mask", "mask_file_name", "reference_path", "target_path", "win_path"])
+def test_a_list_that_names_any_file_is_a_manifest(key: str, tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(json.dumps({"prompt": "a", key: "x.png"}), encoding="utf-8")
+    assert data_at(tmp_path / "m.jsonl", (64, 64)).format == "manifest"
+
+
+def test_validate_refuses_a_mask_without_an_image(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"prompt": "a", "mask_path": "m.png"}', encoding="utf-8")
+    outcome = retouch("data", "validate", tmp_path / "m.jsonl")
+    assert outcome.code == 2 and "mask_path without image_path" in outcome.out

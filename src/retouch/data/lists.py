@@ -19,8 +19,13 @@ from retouch.lines import TextLine, joined, parse_lines, polygon_mask
 SUFFIXES = (".json", ".jsonl", ".csv")
 """Files that `entries_of` reads."""
 
-IMAGE_KEYS = ("image_path", "image", "file_name", "image_file_name")
-"""Keys that name the image of an entry; the first that is present counts."""
+PATH_KEYS = {
+    "image_path": ("image_path", "image", "file_name", "image_file_name"),
+    "mask_path": ("mask_path", "mask", "mask_file_name"),
+    **{f"{role}_path": (f"{role}_path", f"{role}_file_name") for role in ("reference", "target", "win", "lose")},
+    "t5_embedding_path": ("t5_embedding_path",),
+}
+"""File of an entry -> the keys that name it; the first that is present counts."""
 
 
 def read_text(path: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, TargetRole, item_or_error
 from retouch.data.lists import (
-    IMAGE_KEYS,
+    PATH_KEYS,
     SUFFIXES,
     TEXT_KEYS,
     entries_of,
@@ -38,14 +38,6 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 
 _CAPTIONED = ("file_name", "image_file_name")
 """Keys of an imagefolder, whose `text` is a caption."""
-
-_KEYS = {
-    "image_path": IMAGE_KEYS,
-    "mask_path": ("mask_path", "mask", "mask_file_name"),
-    **{f"{role}_path": (f"{role}_path", f"{role}_file_name") for role in ("reference", "target", "win", "lose")},
-    "t5_embedding_path": ("t5_embedding_path",),
-}
-
 
 _MORE = "more_images"
 """Key of the source images beside the one that is edited."""
@@ -92,7 +84,7 @@ class ManifestData(ImageSection):
 
     def _item(self, given: Any, position: int, root: Path) -> ItemFiles:
         entry = fields_of(given)
-        used = {role: _first(entry, keys) for role, keys in _KEYS.items()}
+        used = {role: _first(entry, keys) for role, keys in PATH_KEYS.items()}
         captioned = not entry.get("prompt") and used["image_path"] in _CAPTIONED
         prompt_key = "text" if captioned else "prompt"
         if not entry.get(prompt_key):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import IMAGE_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, text_fields
+from retouch.data.lists import PATH_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, text_fields
 from retouch.disk import expanded
 
 _JSON = (".json", ".jsonl")
+_OF_MANIFESTS = {key for keys in PATH_KEYS.values() for key in keys}
 
 
 class PromptsData(DataSection):
@@ -27,7 +28,7 @@ class PromptsData(DataSection):
             return not path.is_dir()
         entries = entries_of(path) if path.is_file() and path.suffix in _JSON else []
         objects = [entry for entry in entries if isinstance(entry, dict)]
-        return bool(objects) and all("prompt" in o and o.keys().isdisjoint(IMAGE_KEYS) for o in objects)
+        return bool(objects) and all("prompt" in o and o.keys().isdisjoint(_OF_MANIFESTS) for o in objects)
 
     def listing(self) -> Path:
         return expanded(self.path)
