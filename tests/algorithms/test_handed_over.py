@@ -142,10 +142,47 @@ def test_options_of_grpo(run_of: Config, scripted: Use, monkeypatch: pytest.Monk
     schedule = run.model.schedule(3, (32, 64))
     per_step = -1 / schedule.sigma(schedule.times).diff()
     assert losses and all(arguments[3] == 3e-5 for arguments in losses)
-    for *_, balance in losses:
-        assert balance.shape == (2, 2)
+    for *_, balance, far in losses:
+        assert balance.shape == (2, 2) and far is None
         possible = [per_step[first : first + 2].to(balance) for first in range(2)]
         assert any(torch.allclose(balance, two.expand(2, 2)) for two in possible)
+
+
+def test_the_kl_of_the_mask_is_that_of_the_step_that_sampled(
+    run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is far before the first update of an epoch; after one, everything is over a threshold below its KL."""
+    scripted(brightness)
+    seen: list[Tensor] = []
+    real = grpo.grpo_loss
+
+    def spy(*arguments: Any) -> Any:
+        assert arguments[3] is None
+        seen.append(arguments[7])
+        return real(*arguments)
+
+    monkeypatch.setattr(grpo, "grpo_loss", spy)
+    options = {"kl_mask_threshold": 1e-12, "inner_epochs": 2}
+    _, records = train(run_of("grpo", options, optimizer__lr=1e-3, training__max_steps=2))
+    first, second = of_kind(records, "train")
+    assert first["clip_fraction"] == 0.0 and 0.0 < second["clip_fraction"] < 1.0
+    half = len(seen) // 2
+    assert not torch.cat(seen[:half]).any() and torch.cat(seen[half:]).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_steps_are_weighted_by_their_std(
+    name: str, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(brightness)
+    losses = spied(monkeypatch, grpo, "grpo_loss")
+    run, _ = train(run_of(name, {"step_weight": "std"}))
+    weights = run.plans.plan(run.model.schedule(3, (32, 64))).relative_std()
+    assert losses and len({round(float(w), 3) for w in weights}) == 3
+    for *_, balance, _ in losses:
+        width = balance.shape[1]
+        possible = [weights[first : first + width] for first in range(4 - width)]
+        assert any(torch.allclose(balance, some.expand_as(balance)) for some in possible)
 
 
 def test_a_published_kl_is_the_exact_one_times_the_step(

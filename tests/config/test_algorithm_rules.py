@@ -181,6 +181,28 @@ OFFLINE = (PAIRS, "rewards={}")
                 "log_prob_mode=exact"
             ),
         ),
+        # the surrogate of a step
+        (
+            ("algorithm={name: grpo, kl_mask_threshold: 1e-5, clip_range: 1e-3}",),
+            (
+                "algorithm.clip_range: given 0.001, but algorithm.kl_mask_threshold replaces the clip; leave one of "
+                "them out"
+            ),
+        ),
+        (
+            ("algorithm={name: ppo, kl_mask_threshold: 1e-5, guard: true}",),
+            (
+                "algorithm.guard: given true, but it centres ratios for the clip, which algorithm.kl_mask_threshold "
+                "replaces; leave one of them out"
+            ),
+        ),
+        (
+            ("algorithm={name: grpo, step_weight: std, guard: true}",),
+            (
+                "algorithm.step_weight: given 'std', but algorithm.guard balances the steps itself; leave one of them "
+                "out"
+            ),
+        ),
         # algorithms that sample by the ODE
         *(
             (

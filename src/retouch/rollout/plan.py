@@ -54,7 +54,7 @@ class StepPlan:
                 f"this step rule is for {self.rule.prediction} models, the model predicts {self.schedule.prediction}"
             )
         if self.rule is not None and self.trained:
-            flat = (self._trained_std() <= 0).nonzero().flatten().tolist()
+            flat = (self._std(range(self.first, self.first + self.trained)) <= 0).nonzero().flatten().tolist()
             if flat:
                 step = self.first + flat[0]
                 is_last = step == self.num_steps - 1 and not self.rule.ends_without_noise
@@ -82,10 +82,19 @@ class StepPlan:
         second = [float(self.schedule.level(self.schedule.times[1:2])[0])] if self.rule.takes_second_level else []
         return self.rule.mean_std(x, prediction, level, level_next, self.strength, *second)
 
-    def _trained_std(self) -> Tensor:
-        """[trained], step sizes included."""
+    def relative_std(self) -> Tensor:
+        """Std of each step [T] over the mean of all but the last (TempFlow-GRPO, arXiv 2508.04324, whose 2.25 is 1 over
+        the mean of ten steps).
+
+        Raises:
+            ValueError: the plan is deterministic.
+        """
+        std = self._std(range(self.num_steps))
+        return std / std[: max(1, self.num_steps - 1)].mean()
+
+    def _std(self, span: range) -> Tensor:
+        """Std of some steps, step sizes included."""
         level = self.schedule.level(self.schedule.times)
-        span = range(self.first, self.first + self.trained)
         x = torch.zeros(len(span), 1)
         found: Any = self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])
         shapes = [tuple(part.shape) for part in found] if isinstance(found, tuple) else None
@@ -96,7 +105,7 @@ class StepPlan:
                 "expected (mean, std) with the mean in the shape of x and the std as [B] or a scalar tensor; "
                 "set the std to std.flatten() after arithmetic with per_row"
             )
-        return found[1]
+        return found[1].expand(len(span))
 
 
 def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int = 0) -> StepPlan:

@@ -51,6 +51,13 @@ class GrpoConfig(AdvantageConfig):
     guard: bool = False
     """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled by the step's std, gradients balanced over the steps.
     Published clip range: 2e-6."""
+    kl_mask_threshold: Positive | None = None
+    """Flow-DPPO's mask (arXiv 2606.11025) in place of the ratio clip: a trained step whose KL to the step that sampled,
+    mean (mean - old mean)² / (2 std²), exceeds this has no gradient if its ratio has already moved in the direction of
+    its advantage. Published: 1e-5."""
+    step_weight: Literal["none", "std"] = "none"
+    """"std" weighs a trained step by its std over the mean of the steps but the last (TempFlow-GRPO, arXiv
+    2508.04324): noisy steps, whose samples differ most, count most."""
     timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of the stochastic steps that are trained, first ones first (the last, low-noise ones have spiky ratios)."""
 
@@ -64,7 +71,7 @@ class GrpoConfig(AdvantageConfig):
 
     @property
     def records_means(self) -> bool:
-        return self.guard
+        return self.guard or self.kl_mask_threshold is not None
 
     def step_rule(self, run: RunConfig) -> StepRule:
         return STEP_RULES[_rule_name(run)]
@@ -88,6 +95,7 @@ class GrpoConfig(AdvantageConfig):
         self._check_noise(run)
         self._check_window(run)
         self._check_modes(run)
+        self._check_step_options()
 
     def _check_noise(self, run: RunConfig) -> None:
         """Check that the step rule fits the model's prediction, and that no option of another rule is set."""
@@ -171,6 +179,25 @@ class GrpoConfig(AdvantageConfig):
             raise ValueError(
                 "algorithm.guard: given true beside log_prob_mode 'cps', which has no std to correct for; set "
                 "log_prob_mode=exact"
+            )
+
+    def _check_step_options(self) -> None:
+        """Check that every option of a step's surrogate is read."""
+        masked = self.kl_mask_threshold is not None
+        if masked and self.clip_range != type(self).model_fields["clip_range"].default:
+            raise ValueError(
+                f"algorithm.clip_range: given {self.clip_range:g}, but algorithm.kl_mask_threshold replaces the clip; "
+                "leave one of them out"
+            )
+        if masked and self.guard:
+            raise ValueError(
+                "algorithm.guard: given true, but it centres ratios for the clip, which algorithm.kl_mask_threshold "
+                "replaces; leave one of them out"
+            )
+        if self.step_weight != "none" and self.guard:
+            raise ValueError(
+                f"algorithm.step_weight: given {self.step_weight!r}, but algorithm.guard balances the steps itself; "
+                "leave one of them out"
             )
 
     @classmethod

@@ -6,7 +6,7 @@ Flow-GRPO (arXiv 2505.05470): denoising is a Markov decision process whose actio
     2. Rewards; advantages against the images of the same example (GRPO) or the whole batch (PPO).
     3. The clipped surrogate on the log-probabilities of the recorded steps, plus kl_weight times the KL to the
        reference policy: that at the start of RL, or the base (`kl_reference`). With `guard`, ratios are regulated as in
-       GRPO-Guard (2510.22319).
+       GRPO-Guard (2510.22319); `kl_mask_threshold` replaces the clip by Flow-DPPO's mask (2606.11025).
 
 Departures: log-probabilities are means over latent dims (so are the published ones) or over the repainted region; a
 rollout without a valid reward leaves its group's baseline and has weight 0 everywhere; every image of an optimizer step
@@ -68,16 +68,21 @@ def surrogate(
     weight = experience.weight[rows].to(device)
     now = replay(run, algorithm, experience, rows, span)
     recorded = experience.spanned("log_probs", rows, span).to(device)
-    log_prob, old_log_prob, balance = now.log_prob, step.old(now.log_prob, recorded), None
-    if algorithm.guard:
+    log_prob, old_log_prob, balance, far = now.log_prob, step.old(now.log_prob, recorded), now.relative_std, None
+    if algorithm.records_means:
         old_mean = step.old(now.mean, experience.spanned("means", rows, span).to(device))
-        log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, now.mean, old_mean, now.std, now.region)
-        balance = (-1 / now.dt).view(-1, width)
+        if algorithm.kl_mask_threshold is not None:
+            far = gaussian_kl(now.mean.detach(), old_mean, now.std, now.region) > algorithm.kl_mask_threshold
+        else:
+            log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, now.mean, old_mean, now.std, now.region)
+            balance = -1 / now.dt
     # a span is a share of the row's trained steps: its loss counts as that share
     total = step.total / (width / experience.steps)
     advantages = experience.advantages[rows].to(device)
+    clip_range = algorithm.clip_range if far is None else None
+    by_row = [None if t is None else t.view(-1, width) for t in (balance, far)]
     loss, values = grpo_loss(
-        log_prob.view(-1, width), old_log_prob.view(-1, width), advantages, algorithm.clip_range, weight, total, balance
+        log_prob.view(-1, width), old_log_prob.view(-1, width), advantages, clip_range, weight, total, *by_row
     )
     values |= step.off_policy(now.log_prob.view(-1, width), recorded.view(-1, width), weight)
     if algorithm.kl_weight:
@@ -97,6 +102,7 @@ class Replay(NamedTuple):
         std: [B · W], with the step size in it.
         region: part of a latent that counts; None is all of it.
         dt: [B · W] sigma_next - sigma.
+        relative_std: [B · W] see `StepPlan.relative_std`; None without `step_weight`.
     """
 
     log_prob: Tensor
@@ -104,6 +110,7 @@ class Replay(NamedTuple):
     std: Tensor
     region: Tensor | None
     dt: Tensor
+    relative_std: Tensor | None
 
 
 def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor, span: range) -> Replay:
@@ -118,7 +125,8 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
     times = plan.schedule.times.to(device)
     dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
-    return Replay(log_prob, mean, std, region, dt)
+    relative = plan.relative_std().to(device)[step] if algorithm.step_weight == "std" else None
+    return Replay(log_prob, mean, std, region, dt, relative)
 
 
 def finish(session: Session, algorithm: GrpoConfig, experience: Experience) -> Experience:
