@@ -188,6 +188,26 @@ FINDINGS = {
     ),
     "A pipe as run file or lock was waited for": ("test_bad_input.py", "test_a_pipe_is_not_waited_for"),
     "Scalars of run files were not those of YAML 1.2": ("config/test_load.py", "test_scalars_are_those_of_yaml_1_2"),
+    "Counts of 10³⁰ in a run file ended in a traceback, or filled the memory": (
+        "config/test_rules.py",
+        "test_a_value_out_of_bounds",
+    ),
+    "`validate` accepted a list with only prompts and masks": (
+        "data/test_prompts.py",
+        "test_validate_refuses_a_mask_without_an_image",
+    ),
+    "Uploads that were broken off filled the log with tracebacks": (
+        "rewards/test_serving.py",
+        "test_uploads_that_are_broken_off_are_not_logged",
+    ),
+    "A web page could post to a server on loopback": (
+        "rewards/test_server.py",
+        "test_without_a_token_only_programs_of_this_machine_are_answered",
+    ),
+    "The endpoints file was written through a link": (
+        "rewards/test_endpoints.py",
+        "test_a_link_beside_the_file_is_not_followed",
+    ),
     "A signal while a model loads ended without a message": (
         "test_bad_input.py",
         "test_a_signal_while_the_model_loads_is_a_stop",

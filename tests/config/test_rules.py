@@ -41,6 +41,12 @@ BOUNDS = [
     ("data.prompt_template", "'Write it'", "'Write it'", "it must contain {text}, the place of the text to write"),
     ("rollout.guidance_scale", ".inf", "inf", FINITE),
     ("rollout.noise_level", "0", "0", POSITIVE),
+    # what is allocated, or looped over
+    ("rollout.num_steps", str(10**30), str(10**30), "input should be less than or equal to 1000"),
+    ("rollout.group_size", str(10**9), str(10**9), "input should be less than or equal to 1000000"),
+    ("optimizer.batch_size_per_device", str(10**9), str(10**9), "input should be less than or equal to 1000000"),
+    ("data.resolution", "16385", "16385", A_SIZE),
+    ("rewards.ocr.threads", str(10**9), str(10**9), "input should be less than or equal to 1024"),
     ("algorithm.timestep_fraction", "1.5", "1.5", AT_MOST_1),
     ("rewards.ocr.weight", ".nan", "nan", FINITE),
     ("rewards.ocr.crop", "hole", "'hole'", "input should be 'none' or 'mask_box'"),

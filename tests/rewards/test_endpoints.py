@@ -54,6 +54,15 @@ def test_commands_that_start_at_once_lose_no_server(tmp_path: Path, monkeypatch:
     assert sorted(resolve_urls(str(file), "ocr")) == [entry["url"] for entry in entries]
 
 
+def test_a_link_beside_the_file_is_not_followed(tmp_path: Path) -> None:
+    """It had the name of the half-written file, whose content then replaced that of its target."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "endpoints.json.tmp").symlink_to(tmp_path / "precious")
+    write_endpoints(tmp_path / "endpoints.json", [{"url": "http://a:1", "rewards": ["r"]}])
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert resolve_urls(str(tmp_path / "endpoints.json"), "r") == ["http://a:1"]
+
+
 def test_serve_overwrites_nothing_but_an_endpoints_file(tmp_path: Path) -> None:
     run_file = tmp_path / "run.yaml"
     run_file.write_text("name: signs\n")

@@ -393,6 +393,18 @@ def test_headers_that_do_not_come_end_the_connection(http: httpx.Client) -> None
         assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 200
 
 
+def test_uploads_that_are_broken_off_are_not_logged(http: httpx.Client, capfd: pytest.CaptureFixture[str]) -> None:
+    """200 of them left 690 KB of tracebacks."""
+    head = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
+    with serving({"b": Brightness()}) as url:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 5) as upload:
+                upload.sendall(head + b'{"items":')
+        until(lambda: 'retouch_requests_total{status="499"}' in http.get(f"{url}/metrics").text)
+        assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 200
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 # --- multipart ---
 
 

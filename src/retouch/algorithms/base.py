@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from retouch.config.base import Positive, Section, Unit
+from retouch.config.base import Count, Positive, Section, Unit
 from retouch.rewards import REWARDS
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class RlConfig(Objective):
     training.max_steps."""
     sft_shifted_times: bool = True
     """Sample the training times of the supervised warm-up through the same shift as sampling."""
-    inner_epochs: PositiveInt = 1
+    inner_epochs: Count = 1
     """Passes over the rollouts of an epoch."""
     combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
     """Several rewards: the weighted sum of the advantages of each, in which no reward dominates by its range, or the

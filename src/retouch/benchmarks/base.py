@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from PIL import Image
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from retouch.config.base import NonNegative, Section, Text
+from retouch.config.base import Count, NonNegative, Section, Text
 from retouch.config.load import overlaid, with_variables
 from retouch.data.base import DataSection, ItemFiles
 from retouch.rewards.base import Reward, RewardEntry
@@ -108,17 +108,17 @@ class Benchmark(Section):
     """Registered name of the benchmark."""
     path: Text
     """The published data: a folder, a file, or for some benchmarks the id of a data set on the hub."""
-    images_per_item: PositiveInt | None = None
+    images_per_item: Count | None = None
     """Images of each item, each with its own seed; null is the official number."""
-    resolution: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    resolution: Count | tuple[Count, Count] | None = None
     """Side or [height, width] in pixels to sample at; null is the official size, or the run's if there is none."""
-    num_steps: PositiveInt | None = None
+    num_steps: Count | None = None
     """Solver steps; null is the run's evaluation.num_steps."""
     guidance_scale: NonNegative | None = None
     """Guidance scale; null is the run's."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Random seed for the noise of all images."""
-    limit: PositiveInt | None = None
+    limit: Count | None = None
     """Use only the first `limit` items; the result is not the benchmark's."""
     rewards: dict[str, Reward] = Field(default={})
     """Rewards by name; keys given here replace those of the benchmark's own rewards, and null removes one."""

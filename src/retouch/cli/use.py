@@ -62,7 +62,9 @@ def sample(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for the noise.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Number of images per item.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of solver steps; default: the run's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Number of solver steps; default: the run's.")
+    ] = None,
     resolution: Annotated[
         str | None, typer.Option(help="Side or HEIGHTxWIDTH in pixels to sample at; default: the run's.")
     ] = None,

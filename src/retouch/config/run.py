@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, cast
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import AlgorithmSection
 from retouch.config.base import (
+    Count,
     Decay,
     Name,
     NonNegative,
     Positive,
     Section,
+    SolverSteps,
     Text,
     Unit,
 )
@@ -36,16 +38,16 @@ from retouch.rewards.client.config import RewardClientConfig
 class Window(Section):
     """The consecutive stochastic steps that are trained; the others follow the ODE (Flow-GRPO-Fast, MixGRPO)."""
 
-    size: PositiveInt = 2
+    size: Count = 2
     """Steps in the window."""
     range: tuple[Unit, Unit] = (0.0, 0.5)
     """Share of the run in which the window may lie: [0, 0.5] keeps it in the first half."""
     position: Literal["random", "fixed", "sliding"] = "random"
     """"random" samples a new position for each rollout batch from the run's seed; "fixed" keeps the start of the range;
     "sliding" moves through the range during training (MixGRPO), and starts over at its end."""
-    stride: PositiveInt = 1
+    stride: Count = 1
     """Steps that a sliding window moves at a time."""
-    batches_per_position: PositiveInt = 25
+    batches_per_position: Count = 25
     """Rollout batches that a sliding window stays at a position."""
 
 
@@ -59,15 +61,15 @@ class RolloutConfig(Section):
     """Defaults of grpo, ppo and nft for keys that the run file leaves out, here and under algorithm. "reference" has
     the published values; "fast" takes a fraction of the forwards, by lossy settings (docs/speed.md). Written keys win;
     `retouch check` prints the result. Null fills in nothing."""
-    group_size: PositiveInt = 8
+    group_size: Count = 8
     """K: samples of one example; a group baseline compares them."""
-    global_groups_per_batch: PositiveInt = 8
+    global_groups_per_batch: Count = 8
     """Examples of one rollout batch over all devices; images = this times group_size."""
-    batches_per_epoch: PositiveInt = 1
+    batches_per_epoch: Count = 1
     """Rollout batches of an epoch; the policy is then trained on them."""
-    batch_size_per_device: PositiveInt = 8
+    batch_size_per_device: Count = 8
     """Images sampled in one forward; changes memory and speed, not results."""
-    num_steps: PositiveInt = 10
+    num_steps: SolverSteps = 10
     """T: solver steps."""
     guidance_scale: NonNegative | None = None
     """Guidance scale; null takes the model's default (30 for FLUX.1-Fill; 7.5 for SD1.5, where above 1 it doubles the
@@ -117,9 +119,9 @@ class OptimizerConfig(Section):
     """Learning rate after its warm-up: constant, or decaying to 0 at max_steps."""
     ramp_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear learning-rate warm-up at the start of each phase."""
-    batch_size_per_device: PositiveInt = 1
+    batch_size_per_device: Count = 1
     """Rows (images) of one forward and backward."""
-    gradient_accumulation: PositiveInt = 4
+    gradient_accumulation: Count = 4
     """Micro-batches of one optimizer step."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the
@@ -128,7 +130,7 @@ class OptimizerConfig(Section):
     state: Literal["fp32", "8bit"] = "fp32"
     """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
     instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
-    steps_per_forward: PositiveInt | None = None
+    steps_per_forward: Count | None = None
     """Trained denoising steps of a sample in one forward; null is all of them, 1 takes the least memory."""
     max_grad_norm: Positive = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
@@ -139,18 +141,18 @@ class EmaConfig(Section):
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
     """Maximum decay; early updates use less."""
-    update_interval: PositiveInt = 1
+    update_interval: Count = 1
     """Optimizer steps between updates."""
 
 
 class TrainingConfig(Section):
-    max_steps: PositiveInt = 10000
+    max_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10000
     """Optimizer steps of the whole run, warm-up included."""
     max_minutes: Positive | None = None
     """Minutes after which this process stops at the next step boundary, resumable and with exit code 0; null: never."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 500
     """Optimizer steps between checkpoints; 0 writes them only at the end of warm-up and of the run."""
-    keep_checkpoints: PositiveInt | None = None
+    keep_checkpoints: Count | None = None
     """Number of checkpoints to keep; older ones are deleted, except those at the end of warm-up and of the run. Null
     keeps all."""
     eval_every: Annotated[int, Field(ge=0)] = 100
@@ -183,11 +185,11 @@ class EvaluationConfig(Section):
     allow_overlap: bool = False
     """Evaluate although data or warmup_data holds some of the same images (by the bytes of the files); false rejects
     the run."""
-    num_examples: PositiveInt = 64
+    num_examples: Count = 64
     """Number of examples, from the start of the data."""
-    images_per_example: PositiveInt = 1
+    images_per_example: Count = 1
     """Images of each example, each with its own seed."""
-    num_steps: PositiveInt | None = None
+    num_steps: SolverSteps | None = None
     """Solver steps; null is rollout.num_steps."""
     weights: Literal["ema", "raw"] | None = None
     """Weights to evaluate, in the run and by `retouch eval` and `sample`: the EMA weights, or the raw trained ones.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
-from retouch.config.base import Section
+from retouch.config.base import Count, Section
 from retouch.errors import DataError
 from retouch.hub import is_hub_id
 from retouch.imaging import Fit, PackedImage, StripFit
@@ -86,6 +86,10 @@ class ImageOptions:
     reference_strip_fit: StripFit = "contain"
 
 
+Side = Annotated[int, Field(ge=1, le=16384)]
+"""Pixels."""
+
+
 class DataSection(Section):
     """Options of every format."""
 
@@ -93,11 +97,11 @@ class DataSection(Section):
     """Registered name of the format."""
     path: str
     """A folder, or a manifest file; required."""
-    resolution: PositiveInt | tuple[PositiveInt, PositiveInt] = 512
+    resolution: Side | tuple[Side, Side] = 512
     """Side of a square in pixels, or [height, width]; multiples of the family's size multiple (16 for FLUX)."""
     max_bad_items: Annotated[int, Field(ge=0)] = 10
     """Maximum number of broken items, which are skipped with a warning; more are an error."""
-    limit: PositiveInt | None = None
+    limit: Count | None = None
     """Use only the first `limit` items."""
 
     expects: ClassVar[str] = ""
@@ -189,7 +193,7 @@ class ImageSection(DataSection):
     """Style reference of an item. "given": its own file. "mask_box": if it has no file, the mask box of the target
     (else of the source). "half_box", for supervised steps: one half of that box is the reference and only the other
     half is repainted, which makes copying the reference always wrong; odd ids give the second half."""
-    reference_strip: PositiveInt | None = None
+    reference_strip: Count | None = None
     """Pixels: stack the reference above the image, in a strip of this height that is not repainted (in-context
     reference); the strip is cut off again before images are scored and shown. Null: none."""
     reference_strip_fit: StripFit = "contain"
@@ -260,7 +264,7 @@ class ProtocolData(DataSection):
     the rest. No image is in both, independent of other options."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Approximate share that is held out; the same for both parts."""
-    curriculum: PositiveInt = 1
+    curriculum: Count = 1
     """Number of stages n of the rollouts; stage s uses the easiest s/n of the examples. 1 uses all from the start."""
 
     @abstractmethod

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    PositiveInt,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 
-from retouch.config.base import NonNegative, Positive, Section, Text, Unit
+from retouch.config.base import Count, NonNegative, Positive, Section, Text, Unit
 from retouch.families import FAMILIES
 from retouch.registry import Chosen
 from retouch.types import Prediction
@@ -141,7 +140,7 @@ class TrainLora(Section):
     """Train low-rank adapters (arXiv 2106.09685) on the frozen network, in fp32."""
 
     kind: Literal["lora"] = "lora"
-    rank: PositiveInt = 32
+    rank: Count = 32
     """Rank of the two factors of each adapted weight."""
     alpha: Alpha = Field(default_factory=_twice_the_rank)
     """Updates are scaled by alpha / rank; null is 2 · rank."""
@@ -161,14 +160,14 @@ class TrainIpAdapter(Section):
     image_encoder: Text | None = None
     """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
     Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
-    tokens: PositiveInt | None = None
+    tokens: Count | None = None
     """Tokens of a reference; null is 128, as ComfyUI requires; for sd_inpaint 4, as diffusers requires."""
     query_former: bool = False
     """Add the second head of the released Calligrapher to the projection."""
     weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
     """Weights of the adapter that are trained: all; all but the last layer of each head of the projection, which is
     nearly half of them; keys and values alone; low-rank adapters on keys and values."""
-    rank: PositiveInt = 32
+    rank: Count = 32
     """Rank of the factors of kv_lora."""
     alpha: Alpha = Field(default_factory=_twice_the_rank)
     """Updates of kv_lora are scaled by alpha / rank; null is 2 · rank."""

@@ -11,9 +11,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from retouch.config.base import NonNegative, Section, Text, Unit
+from retouch.config.base import Count, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
 from retouch.registry import Chosen
 from retouch.rewards import REWARDS
@@ -72,7 +72,7 @@ class RewardEntry(Section):
     """"mask_box" passes only the bounding box of the mask to the scorer, of sample, source and mask."""
     box_margin: Unit = 0.0
     """Widens the box of `crop` by this fraction of its sides."""
-    box_min_side: PositiveInt = 224
+    box_min_side: Count = 224
     """Minimum side of the box of `crop` in pixels, limited by the image size."""
     gated_by: Text | None = None
     """Name of another reward that gates this one: the value is multiplied by the gate's value, clamped to [0, 1]. If

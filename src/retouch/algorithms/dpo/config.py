@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from retouch.algorithms.base import RlConfig
-from retouch.config.base import Positive
+from retouch.config.base import Count, Positive
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -30,7 +30,7 @@ class DpoConfig(RlConfig):
     reference_refresh_every: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps after which the reference becomes the policy again; 0 keeps that of the start of RL. Null is 50
     online and 0 offline, as published, and 0 with kl_reference=base."""
-    timesteps_per_pair: PositiveInt = 1
+    timesteps_per_pair: Count = 1
     """Noised copies of a pair in one step, their times spread over the schedule."""
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from retouch.algorithms.base import AdvantageConfig
-from retouch.config.base import NonNegative
+from retouch.config.base import Count, NonNegative
 from retouch.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class NftConfig(AdvantageConfig):
     kl_weight: NonNegative = 0.01
     """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`); 0 keeps no
     reference."""
-    timesteps_per_image: PositiveInt = 2
+    timesteps_per_image: Count = 2
     """Noised copies of an image in one step, their times spread over the schedule."""
 
     @field_validator("old_policy", mode="before")

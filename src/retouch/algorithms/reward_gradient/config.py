@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PositiveInt
-
 from retouch.algorithms.base import RlConfig, require_gradient
-from retouch.config.base import NonNegative
+from retouch.config.base import Count, NonNegative
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -24,7 +22,7 @@ class RewardGradientConfig(RlConfig):
     trained_step: Literal["last", "random", "all"] = "last"
     """Denoising steps that are trained: the last one (DRaFT-1), a random one of each sample, or all (DRTune). The
     inputs of the network are constants: no chain of steps is differentiated."""
-    last_steps: PositiveInt | None = None
+    last_steps: Count | None = None
     """Number of last steps that "random" and "all" take from; null takes from the whole schedule."""
     reward_at: Literal["final", "step"] = "final"
     """Image whose reward is differentiated: the final one, or the one that the prediction of the trained step implies

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from retouch.algorithms.base import AlgorithmSection
 from retouch.algorithms.vlm_grpo import trl_options
+from retouch.config.base import Count
 from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class VlmGrpoConfig(AlgorithmSection):
     negative_encoder: Literal["base", "policy"] | None = None
     """Model that encodes the negative prompt of guidance: "base" is the model without its adapter, whose states are
     cached; "policy" is the model as trained so far. Null is base with an adapter, policy without."""
-    images_per_completion: PositiveInt = 1
+    images_per_completion: Count = 1
     """Images of each completion, each from its own noise; their rewards are averaged."""
     train_vision_tower: bool = False
     """Train the vision tower in addition to the language model."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from retouch.config.base import NonNegative, Positive, Section, Unit
+from retouch.config.base import Count, NonNegative, Positive, Section, Unit
 
 COLLECTIVE_S = 7200.0
 """Minimum timeout of a collective; NCCL's default of ten minutes is less than writing a large checkpoint takes."""
@@ -27,12 +27,12 @@ class RewardClientConfig(Section):
     resumable (exit 3): such samples cannot be trained on."""
     max_run_failure_rate: Unit = 1.0
     """The same limit over all samples of the run, once there were 200: it catches a low but steady failure rate."""
-    batch_size: PositiveInt = 16
+    batch_size: Count = 16
     """Images per request."""
     balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"
     """How one of several servers is chosen: the one expected to answer first, by its open requests and its latency; or
     each in turn."""
-    requests_per_server: PositiveInt = 4
+    requests_per_server: Count = 4
     """Open requests per server; further requests wait in the client for the first free server."""
     hedge_after_s: Positive | None = None
     """Send the request to a second server as well if the first has not answered after this many seconds; null never

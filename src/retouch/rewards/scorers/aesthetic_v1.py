@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import PositiveInt
-
-from retouch.config.base import Text
+from retouch.config.base import Count, Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -31,7 +29,7 @@ class AestheticV1Reward(RewardEntry):
     """File of the layer, `sa_0_4_vit_l_14_linear.pth` of LAION-AI/aesthetic-predictor; required."""
     path: str = "openai/clip-vit-large-patch14"
     """Hub id or folder of the `CLIPModel`."""
-    images_per_forward: PositiveInt = 32
+    images_per_forward: Count = 32
     """Images per forward; changes memory and speed, not results."""
 
     def make(self) -> AestheticV1Scorer:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import PositiveInt
-
+from retouch.config.base import Count
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -35,7 +34,7 @@ class ClipReward(RewardEntry):
     """Hub id or folder of a `CLIPModel`."""
     processor: str = ""
     """Hub id or folder of its processor, if it is elsewhere."""
-    images_per_forward: PositiveInt = 32
+    images_per_forward: Count = 32
     """Images per forward; changes memory and speed, not results."""
 
     def make(self) -> ClipScorer:

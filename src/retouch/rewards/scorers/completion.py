@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
+from retouch.config.base import Count
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
@@ -38,9 +39,9 @@ class CompletionQualityReward(RewardEntry):
     cpu_only = NO_NETWORK
 
     scorer: Literal["completion_quality"] = "completion_quality"
-    min_words: PositiveInt = 8
+    min_words: Count = 8
     """Shorter answers score in proportion."""
-    max_words: PositiveInt = 300
+    max_words: Count = 300
     """Longer answers score in proportion."""
 
     @model_validator(mode="after")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
-from retouch.config.base import NonNegative, Text, Unit
+from retouch.config.base import Count, NonNegative, Text, Unit
 from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem
@@ -96,7 +96,7 @@ class ComplexEditReward(JudgeEntry):
     """Weight of alignment; with quality_weight it sums to 1."""
     quality_weight: Unit = 0.4
     """Weight of perceptual quality."""
-    samples: PositiveInt = 3
+    samples: Count = 3
     """Answers that are averaged, two questions each; if one of them fails, the item fails."""
     temperature: NonNegative = 0.7
     """Sampling temperature of the answers; at 0 further samples repeat the first."""

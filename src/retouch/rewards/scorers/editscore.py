@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
-from pydantic import PositiveInt
 
 from retouch import plain_json
-from retouch.config.base import NonNegative
+from retouch.config.base import Count, NonNegative
 from retouch.errors import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
@@ -45,7 +44,7 @@ class EditScoreReward(JudgeEntry):
     licence = "Apache-2.0"
 
     scorer: Literal["editscore"] = "editscore"
-    passes: PositiveInt = 1
+    passes: Count = 1
     """Number of passes that are averaged, two questions each: four are worth more than a larger model. If one of them
     fails, the item fails."""
     temperature: NonNegative = 0.7

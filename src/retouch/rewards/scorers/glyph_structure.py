@@ -45,7 +45,7 @@ class GlyphStructureReward(RewardEntry):
     """Widens the mask box by this fraction of its sides."""
     detect: bool = True
     """With recognised boxes: find the lines in the crop first; false reads the crop as one line."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of the recogniser; 0 uses all cores."""
 
     @model_validator(mode="after")

@@ -12,9 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import PositiveInt
-
-from retouch.config.base import Text
+from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -74,7 +72,7 @@ class HpsV2Reward(RewardEntry):
     """Branch, tag or commit of a hub id; a commit pins the weights."""
     processor: Text = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Hub id or folder of the tokenizer."""
-    images_per_forward: PositiveInt = 16
+    images_per_forward: Count = 16
     """Images per forward; changes memory and speed, not results."""
 
     def make(self) -> HpsV2Scorer:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import PositiveInt
-
-from retouch.config.base import Text
+from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -34,7 +32,7 @@ class ImageSimilarityReward(RewardEntry):
     (openai/clip-vit-base-patch32)."""
     against: Literal["source", "reference"] = "source"
     """Image that the sample is compared with."""
-    images_per_forward: PositiveInt = 16
+    images_per_forward: Count = 16
     """Samples per forward; changes memory and speed, not results."""
 
     def required_images(self) -> frozenset[str]:

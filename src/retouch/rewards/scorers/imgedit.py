@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
 from retouch import plain_json
-from retouch.config.base import NonNegative, Text
+from retouch.config.base import Count, NonNegative, Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import RewardItem
@@ -51,7 +51,7 @@ class ImgEditReward(JudgeEntry):
     """Images as the judge gets them: lossless, or as JPEG of quality 75."""
     temperature: NonNegative = 0.0
     """Sampling temperature of the answers; the published code leaves it at the default of the endpoint, 1 at OpenAI."""
-    max_tokens: PositiveInt = 512
+    max_tokens: Count = 512
     """Maximum length of an answer in tokens."""
 
     @model_validator(mode="after")

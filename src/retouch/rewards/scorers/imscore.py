@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import PositiveInt
 
+from retouch.config.base import Count
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -39,7 +39,7 @@ class ImscoreReward(RewardEntry):
 
     path: str
     """Hub id or folder in imscore's layout."""
-    images_per_forward: PositiveInt = 16
+    images_per_forward: Count = 16
     """Images per forward; changes memory and speed, not results."""
 
     def make(self) -> ImscoreScorer:

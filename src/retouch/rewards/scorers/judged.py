@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
 from retouch import plain_json
-from retouch.config.base import NonNegative, Positive
+from retouch.config.base import Count, NonNegative, Positive
 from retouch.errors import ConfigError, shown
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.scorers.judge_client import (
@@ -43,16 +43,16 @@ class JudgeEntry(RewardEntry):
     elsewhere the only model that the endpoint lists."""
     address: str = "https://api.openai.com/v1"
     """Address of the endpoint, with /v1. OpenAI's needs OPENAI_API_KEY in the environment."""
-    concurrency: PositiveInt = 8
+    concurrency: Count = 8
     """Maximum number of open questions."""
     requests_per_minute: Positive | None = None
     """Rate limit of the endpoint, shared by all judges of the process; null sets no limit."""
     tokens_per_minute: Positive | None = None
     """Token rate limit of the endpoint, shared in the same way."""
-    budget_requests: PositiveInt | None = None
+    budget_requests: Count | None = None
     """Maximum number of requests of each process that scores; a question beyond it is a failure, and too many failures
     stop the run."""
-    budget_tokens: PositiveInt | None = None
+    budget_tokens: Count | None = None
     """Maximum number of tokens, in the same way."""
     budget_dollars: Positive | None = None
     """Maximum cost in dollars by the two prices, in the same way."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
+from retouch.config.base import Count
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
 from retouch.types import Failure, Outcome, Score
@@ -76,7 +77,7 @@ class PairEntry(JudgeEntry):
     """Opponents of a sample: the other samples of its group, or the reference image of its example (for example one
     that the untrained model generated for the same input). "group" needs whole groups and is not evaluated, because
     the mean over a group is always 1/2; `retouch eval` with two runs compares their samples instead."""
-    rounds: PositiveInt | None = None
+    rounds: Count | None = None
     """Number of rounds in a group, in each of which every sample meets two others; null compares all pairs. A group of
     K takes 2 K questions per round, or K (K - 1) in all."""
 

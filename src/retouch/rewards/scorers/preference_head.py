@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from PIL import Image
-from pydantic import PositiveInt
 
-from retouch.config.base import Text
+from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -55,7 +54,7 @@ class HeadReward(RewardEntry):
     """Hub id or folder of the VLM that was fine-tuned: its config, tokenizer and image processor, not its weights."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Data type of the VLM's weights; the head is fp32."""
-    images_per_forward: PositiveInt = 8
+    images_per_forward: Count = 8
     """Images per forward; changes memory and speed, and the score by rounding."""
 
     def models(self) -> dict[str, str]:

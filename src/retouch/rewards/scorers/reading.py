@@ -51,7 +51,7 @@ class FoundLine:
 class ReadingEntry(RewardEntry):
     """Options of the rewards that read text."""
 
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of the recogniser; 0 uses all cores."""
     engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
     """Library that reads. PaddleOCR 3 or newer must be installed separately, and downloads its models."""

@@ -37,7 +37,7 @@ class StyleReward(RewardEntry):
     reading."""
     detect: bool = True
     """For the reading: find the lines in the crop first; false reads the crop as one line."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of the recogniser; 0 uses all cores."""
 
     def make(self) -> StyleScorer:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from retouch import plain_json
-from retouch.config.base import Unit
+from retouch.config.base import Count, Unit
 from retouch.errors import shown
 from retouch.imaging import text_similarity
 from retouch.rewards.matching import assignment
@@ -56,7 +56,7 @@ class TextPeckerReward(JudgeEntry):
     repetition_penalty: Annotated[float, Field(ge=1)] = 1.2
     """Penalty on repeated tokens in the model's decoding, as published; 1 is not sent. It works against texts that
     repeat words, and not every endpoint has it."""
-    max_tokens: PositiveInt = 2048
+    max_tokens: Count = 2048
     """Maximum length of a reply in tokens; a longer one is a failure."""
 
     def make(self) -> TextPeckerScorer:

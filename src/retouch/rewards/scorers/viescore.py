@@ -19,10 +19,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 from PIL import Image
-from pydantic import PositiveInt
 
 from retouch import plain_json
-from retouch.config.base import NonNegative
+from retouch.config.base import Count, NonNegative
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
@@ -49,7 +48,7 @@ class VieScoreReward(JudgeEntry):
     temperature: NonNegative = 0.0
     """Sampling temperature of the answers. The published numbers of GPT-4.1 are at 1, the default of its endpoint;
     those of Qwen2.5-VL are greedy."""
-    max_tokens: PositiveInt = 1400
+    max_tokens: Count = 1400
     """Maximum length of an answer in tokens."""
 
     def required_images(self) -> frozenset[str]:

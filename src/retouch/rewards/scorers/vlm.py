@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
-from retouch.config.base import Text, Unit
+from retouch.config.base import Count, Text, Unit
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -58,9 +58,9 @@ class VlmReward(RewardEntry):
     """Minimum probability of the score tokens together; below it the answer was something else, which is a failure."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Data type of the weights."""
-    max_pixels: PositiveInt = 1003520
+    max_pixels: Count = 1003520
     """Larger images are scaled down to this number of pixels."""
-    images_per_forward: PositiveInt = 8
+    images_per_forward: Count = 8
     """Images per forward; changes memory and speed, not results."""
 
     @model_validator(mode="after")
