@@ -17,8 +17,9 @@ from retouch.algorithms.base import AdvantageConfig
 from retouch.core.advantages import RewardRows, comparable_rows
 from retouch.engine import Engine
 from retouch.training.pixel_gradients import pulls
+from retouch.training.progress import Rows
 from retouch.training.rollouts import Rollouts, rewarded_groups
-from retouch.training.session import Rows, Session
+from retouch.training.session import Session
 
 
 @dataclass

@@ -7,19 +7,17 @@ these, and a resumed run is bitwise identical.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from retouch.algorithms.base import RlConfig
-from retouch.config import RunConfig, dump_run
+from retouch.config import dump_run
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
@@ -40,6 +38,7 @@ from retouch.training.evaluation import (
     evaluated,
     keep_evaluation,
 )
+from retouch.training.progress import EpochRows, Progress, Rows, first_phase, learning_rate
 from retouch.training.resume import (
     has_finished,
     may_go_on,
@@ -58,7 +57,6 @@ from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["sft", "warmup", "rl"]
 Tensors = Mapping[str, Tensor]
 Left = Callable[[], Tensors | None]
 """Returns the rows of the epoch under way that are still to be trained on, None between epochs."""
@@ -66,49 +64,6 @@ Left = Callable[[], Tensors | None]
 
 def _nothing() -> None:
     """No epoch is under way."""
-
-
-class EpochRows(Protocol):
-    """A dataclass of tensors, one row for each sample (DPO: pair)."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    position: Tensor
-    seed: Tensor
-    weight: Tensor
-
-
-Rows = TypeVar("Rows", bound=EpochRows)
-
-
-@dataclass
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        step: optimizer steps taken.
-        phase: what the next step belongs to.
-        epoch: rollout epoch under way or next.
-        position: optimizer steps taken within it.
-        updates: optimizer steps that changed the weights (EMA counts these).
-        updates_in_epoch: those of `position` that did.
-        on_policy: the weights at the start of the epoch are those that sample its rollouts; false with an old policy
-            that differs from them.
-    """
-
-    step: int = 0
-    phase: Phase = "warmup"
-    epoch: int = 0
-    position: int = 0
-    updates: int = 0
-    updates_in_epoch: int = 0
-    on_policy: bool = True
-
-
-def first_phase(config: RunConfig) -> Phase:
-    """The phase of a new run."""
-    supervised = config.algorithm.supervised_steps(config)
-    return "rl" if not supervised else "warmup" if isinstance(config.algorithm, RlConfig) else "sft"
 
 
 class Session:
@@ -289,7 +244,7 @@ class Session:
         total = torch.tensor(float(len(rows) * self.run.engine.world_size))
         places = range(self.run.engine.rank * len(rows), (self.run.engine.rank + 1) * len(rows))
         while progress.step < until:
-            rate = self._rl_learning_rate() if lr is None else self.learning_rate(lr, progress.step, until)
+            rate = self._rl_learning_rate() if lr is None else learning_rate(optimizer, lr, progress.step, until)
             positions = step_positions(self, len(data), until)[0]
             seeds = [derive_seed(self.config.seed, purpose, progress.step, place) for place in places]
             step = Step(self, rows, total, rate, data=data, positions=positions, seeds=seeds)
@@ -352,18 +307,12 @@ class Session:
                 if alarm is not None:
                     self._alert(alarm, stop=client.on_drift == "stop")
 
-    def learning_rate(self, base: float, step: int, steps: int) -> float:
-        """Learning rate of step `step` (from 0) of a phase of `steps`: warm-up, then constant or decay to 0."""
-        c = self.config.optimizer
-        ramp = min(1.0, (step + 1) / c.ramp_steps) if c.ramp_steps else 1.0
-        share = step / max(1, steps)
-        decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[c.schedule]
-        return base * ramp * decay
-
     def _rl_learning_rate(self) -> float:
         """Learning rate of the next step of the RL phase."""
         steps = self.config.training.max_steps - self.supervised_steps
-        return self.learning_rate(self.config.optimizer.lr, self.progress.step - self.supervised_steps, steps)
+        return learning_rate(
+            self.config.optimizer, self.config.optimizer.lr, self.progress.step - self.supervised_steps, steps
+        )
 
     # --- evaluation and checkpoints ---
 
