@@ -107,6 +107,7 @@ def train(steps: int, work: Path) -> dict[str, Any]:
 
 def rewards(count: int, work: Path) -> dict[str, Any]:
     """Slopes of server and client over `count` scored images."""
+    from retouch.machine import return_memory
     from retouch.rewards.client.client import RewardClient
     from retouch.rewards.protocol import RewardItem
     from retouch.types import Score
@@ -115,8 +116,8 @@ def rewards(count: int, work: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "retouch", "reward", "serve", "jpeg_size", "--port", "0"]
     files = ["--endpoints", str(endpoints), "--log-dir", str(work / "reward-logs")]
     server = subprocess.Popen([*command, *files], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    samples: list[tuple[int, dict[str, float]]] = []
-    failed = 0
+    samples, names, failed = list[int](), list[str](), 0
+    record = np.ones((count // ITEMS_PER_SAMPLE + 1, 16))  # allocated at once: the client's memory is measured here
 
     def batch(first: int) -> list[Any]:
         pixels = np.random.default_rng(first).integers(0, 256, (ITEMS_PER_SAMPLE, 16, 16, 3), dtype=np.uint8)
@@ -137,17 +138,19 @@ def rewards(count: int, work: Path) -> dict[str, Any]:
                 for found in pool.map(lambda part: client.score(part)["jpeg_size"], quarters):
                     failed += sum(not isinstance(one, Score) for one in found)
                 spent = time.monotonic() - started
-                own = {f"client_{name}": value for name, value in held([os.getpid()]).items()}
-                front, worker = ([pid] for pid in descendants(server.pid))
-                served = {f"front_{name}": value for name, value in held(front).items()}
-                served |= {f"worker_{name}": value for name, value in held(worker).items()}
-                samples.append((first + ITEMS_PER_SAMPLE, {**own, **served, "time_s": spent}))
+                return_memory()  # as a trainer does with every checkpoint
+                front, worker = descendants(server.pid)
+                sampled = {"client": held([os.getpid()]), "front": held([front]), "worker": held([worker])}
+                values = [value for part in sampled.values() for value in part.values()]
+                names = [f"{part}_{name}" for part, of in sampled.items() for name in of]
+                record[len(samples), : len(values) + 1] = [*values, spent]
+                samples.append(first + ITEMS_PER_SAMPLE)
     finally:
         server.terminate()
         server.wait(60)
-    at = [done for done, _ in samples]
-    slopes = {name: slope(at, [values[name] for _, values in samples]) for name in samples[0][1]}
-    return {"images": at[-1], "requests": at[-1] // REQUEST_ITEMS, "failed": failed, **slopes}
+    columns = record[: len(samples)].T
+    slopes = {name: slope(samples, column) for name, column in zip([*names, "time_s"], columns, strict=False)}
+    return {"images": samples[-1], "requests": samples[-1] // REQUEST_ITEMS, "failed": failed, **slopes}
 
 
 def held(pids: Sequence[int]) -> dict[str, float]:

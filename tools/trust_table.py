@@ -229,7 +229,7 @@ FINDINGS = {
         "test_headers_that_do_not_come_end_the_connection",
     ),
     "Freed memory stayed with the server": (
-        "rewards/test_serving.py",
+        "test_machine.py",
         "test_freed_memory_is_returned_to_the_system",
     ),
 }

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,7 +25,6 @@ from PIL import Image
 
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import CheckedScorer, RewardItem
-from retouch.rewards.server import front
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
@@ -499,22 +497,3 @@ def test_a_worker_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- memory ---
-
-
-def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again and again; a system without glibc has no such call."""
-    trimmed: list[int] = []
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 3:
-            raise InterruptedError
-
-    monkeypatch.setattr(front.time, "sleep", sleep)
-    monkeypatch.setattr(front.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trimmed.append))
-    with pytest.raises(InterruptedError):
-        front._return_memory()
-    assert trimmed == [0, 0] and slept == [front.TRIM_S] * 3
-    monkeypatch.setattr(front.ctypes, "CDLL", lambda name: SimpleNamespace())
-    front._return_memory()

@@ -26,6 +26,7 @@ from retouch.engine import CheckpointError, Diverged
 from retouch.engine.checkpoint import read_state
 from retouch.engine.saved import require_sound
 from retouch.families.embeddings import base_files
+from retouch.machine import return_memory
 from retouch.observe.guards import StepWatch, score_drifts
 from retouch.observe.header import header
 from retouch.observe.report import leave_report
@@ -335,6 +336,7 @@ class Session:
             if rollouts is not None:
                 rollouts, state["base"] = with_keys(run, rollouts), self._base
             run.checkpoints.save(self.progress.step, run.engine, run.policy, state, rollouts, pinned=pinned)
+            return_memory()
         self._saved_at = self.progress.step
 
     def diverged(self, numbers: Numbers, error: Diverged) -> Diverged:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
 import socket
 import sys
 import threading
-import time
 from typing import Any, BinaryIO
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from retouch.machine import return_memory_regularly
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.server.worker import ProcessWorker
 
 logger = logging.getLogger(__name__)
-
-TRIM_S = 10.0
-"""Seconds between two returns of freed memory to the system."""
 
 
 class HeadersInTime(H11Protocol):
@@ -79,7 +75,7 @@ def main() -> None:
     logging.getLogger("retouch").setLevel(logging.INFO)
     settings = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_at_end_of, args=(sys.stdin.buffer,), daemon=True, name="supervisor").start()
-    threading.Thread(target=_return_memory, daemon=True, name="memory").start()
+    return_memory_regularly()
     listener = socket.socket(fileno=settings["listener"])
     logger.info("serving %s on %s (pid %d)", ", ".join(settings["scorers"]), settings["url"], os.getpid())
     worker = ProcessWorker(settings["scorers"], settings["device"])
@@ -90,15 +86,6 @@ def main() -> None:
 def _exit_at_end_of(stream: BinaryIO) -> None:
     stream.read()
     os._exit(0)
-
-
-def _return_memory() -> None:
-    """Return freed memory to the system, again and again: bodies of many sizes leave gaps in the heap of glibc, which
-    grew while the memory in use did not."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-    while trim is not None:
-        time.sleep(TRIM_S)
-        trim(0)
 
 
 if __name__ == "__main__":

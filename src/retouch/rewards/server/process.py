@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from retouch.machine import return_memory_regularly
 from retouch.rewards.protocol import CheckedScorer, Scorer
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.server.frames import (
@@ -36,6 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the front, which drains first
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("retouch").setLevel(logging.INFO)
+    return_memory_regularly()
     channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
     batches: queue.SimpleQueue[tuple[int, dict[str, Any], bytes]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, batches), daemon=True, name="frames").start()
