@@ -14,7 +14,7 @@ from retouch.algorithms.nft import recipe
 from retouch.config import RunConfig
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import preservation
-from retouch.training import epochs, experience
+from retouch.training import experience
 from retouch.types import Failure, Outcome, Score
 
 from .runs import Config, of_kind, train, weights
@@ -58,13 +58,13 @@ def mixed(config: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[experience.Experience]:
     """The rows of every epoch."""
-    found, real = list[experience.Experience](), epochs.collect
+    found, real = list[experience.Experience](), experience.collect
 
     def collect(*arguments: Any, **options: Any) -> experience.Experience:
         found.append(real(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(epochs, "collect", collect)
+    monkeypatch.setattr(experience, "collect", collect)
     return found
 
 

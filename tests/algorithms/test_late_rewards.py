@@ -20,7 +20,7 @@ from retouch.engine import Engine
 from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
-from retouch.training import epochs
+from retouch.training import experience
 from retouch.training.experience import Experience
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -124,7 +124,7 @@ def test_the_gradient_is_that_of_waiting_for_the_same_groups(
     scripted(brightness)
     delayed(lambda group: 0.6 * (group < 2))
     train(late_run(config, algorithm, name="late"))
-    arrived, real = list(steps), epochs.collect
+    arrived, real = list(steps), experience.collect
     steps.clear()
 
     def assigned(*arguments: Any) -> Experience:
@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_waiting_for_the_same_groups(
         rows.step_of = torch.tensor([int(seed in arrived[1][0]) for seed in rows.seed.tolist()])
         return rows
 
-    monkeypatch.setattr(epochs, "collect", assigned)
+    monkeypatch.setattr(experience, "collect", assigned)
     train(late_run(config, algorithm, "wait", name="waits"))
     assert len(steps) == len(arrived) == 2
     for (seeds, total, gradient), (same_seeds, same_total, expected) in zip(arrived, steps, strict=True):
@@ -149,15 +149,15 @@ def test_groups_that_are_in_are_trained_on_first(
     scripted(brightness)
     delayed(lambda group: 1.5 * (group < 2))
     taken: list[tuple[list[int], float]] = []
-    real = epochs.Arrivals.take
+    real = experience.Arrivals.take
 
-    def take(self: epochs.Arrivals) -> Experience:
+    def take(self: experience.Arrivals) -> Experience:
         order = list(self._examples)  # in the order of sampling
         rows = real(self)
         taken.append((sorted({order.index(p) for p in rows.position.tolist()}), time.monotonic()))
         return rows
 
-    monkeypatch.setattr(epochs.Arrivals, "take", take)
+    monkeypatch.setattr(experience.Arrivals, "take", take)
     _, records = train(late_run(config, "grpo"))
     assert [groups for groups, _ in taken] == [[2, 3], [0, 1]]
     assert taken[1][1] - taken[0][1] > 0.5

@@ -80,14 +80,14 @@ if os.environ.get("NO_GRADIENT"):
         return gradient(self, image, item)
     PixelReward.gradient = fails_once
 if os.environ.get("ALL_IN"):
-    from retouch.training import epochs
-    take = epochs.Arrivals.take
+    from retouch.training import experience
+    take = experience.Arrivals.take
     def take_when_all_are_in(self):
         for batch in self._rollouts.batches:
             batch.scores.wait()
         self._session.run.engine.any(False)
         return take(self)
-    epochs.Arrivals.take = take_when_all_are_in
+    experience.Arrivals.take = take_when_all_are_in
 from retouch.cli import main
 main()
 """

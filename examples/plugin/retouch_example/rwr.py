@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from retouch.config import RunConfig
     from retouch.training.build import Run
     from retouch.training.experience import Experience
+    from retouch.training.session import Session
+    from retouch.training.step import Step
 
 
 class RwrConfig(AdvantageConfig):
@@ -39,7 +41,7 @@ class RwrConfig(AdvantageConfig):
 
 def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
-    from retouch.training.epochs import epoch_steps
+    from retouch.training.experience import experiences
     from retouch.training.session import Session
     from retouch.training.supervised import warm_up
 
@@ -48,31 +50,26 @@ def train(run: Run) -> None:
     with Session(run) as session:
         warm_up(session, algorithm)
         for _ in session.epochs():
-            for experience, step in epoch_steps(session, algorithm):
-                for attempt in step.attempts():
-                    with attempt:
-                        for rows in attempt.micro_batches():
-                            position = session.progress.position
-                            attempt.backward(*weighted_loss(run, algorithm, experience, rows, step.total, position))
+            for experience in experiences(session, algorithm):
+                for step in session.steps(experience, experience.step_of):
+                    for attempt in step.attempts():
+                        with attempt:
+                            for rows in attempt.micro_batches():
+                                attempt.backward(*weighted_loss(session, algorithm, experience, step, rows))
         session.finish()
 
 
 def weighted_loss(
-    run: Run, algorithm: RwrConfig, experience: Experience, rows: Tensor, total: Tensor, position: int
+    session: Session, algorithm: RwrConfig, experience: Experience, step: Step, rows: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of one forward of B rows -> (loss, metrics, rows that count).
-
-    Args:
-        total: sum of the weights of the rows of the optimizer step, over all processes.
-        position: number of the optimizer step in the epoch; with the seed of a row it determines its noise.
-    """
+    """The loss of one forward of B rows -> (loss, metrics, rows that count)."""
     from retouch.core.objectives.sft import denoising_loss
     from retouch.rollout.sampler import objective_region
     from retouch.training.noised import denoising_error, noised_copies, row_generators
 
-    device = run.engine.device
+    run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), device)
-    generators = row_generators(experience.seed[rows], "rwr", position)
+    generators = row_generators(experience.seed[rows], "rwr", session.progress.position)
     noised = noised_copies(run, experience.latents[rows, 0], condition, generators, 1)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
     errors = denoising_error(
@@ -80,5 +77,5 @@ def weighted_loss(
     )
     weight = experience.weight[rows].to(device)
     emphasis = (experience.advantages[rows].to(device) / algorithm.temperature).exp()
-    loss, values = denoising_loss(errors, weight * emphasis, total)
+    loss, values = denoising_loss(errors, weight * emphasis, step.total)
     return loss, values, weight.sum()

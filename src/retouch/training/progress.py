@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from retouch.algorithms.base import RlConfig
 from retouch.config import RunConfig
-from retouch.config.run import OptimizerConfig
 
 Phase = Literal["sft", "warmup", "rl"]
 
@@ -56,11 +54,3 @@ def first_phase(config: RunConfig) -> Phase:
     """The phase of a new run."""
     supervised = config.algorithm.supervised_steps(config)
     return "rl" if not supervised else "warmup" if isinstance(config.algorithm, RlConfig) else "sft"
-
-
-def learning_rate(optimizer: OptimizerConfig, base: float, step: int, steps: int) -> float:
-    """Learning rate of step `step` (from 0) of a phase of `steps`: warm-up, then constant or decay to 0."""
-    ramp = min(1.0, (step + 1) / optimizer.ramp_steps) if optimizer.ramp_steps else 1.0
-    share = step / max(1, steps)
-    decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}
-    return base * ramp * decay[optimizer.schedule]

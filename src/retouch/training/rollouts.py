@@ -12,7 +12,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
-from retouch.algorithms.base import RlConfig
+from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.core.advantages import RewardRows, comparable_rows, group_count
 from retouch.data.sampler import (
     Slot,
@@ -91,6 +91,29 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
         chosen, again = chosen + more, again + 1
     log_rollouts(session, algorithm, rollouts, rewards, tally)
     return rollouts, rewards
+
+
+def advantaged_groups(
+    session: Session, algorithm: AdvantageConfig, policy: str | None
+) -> tuple[Rollouts, Tensor, Tensor]:
+    """An epoch's samples -> (samples, their advantages [n], weights of the rows of all processes [N]), see
+    `rewarded_groups`."""
+    rollouts, rewards = rewarded_groups(session, algorithm, policy)
+    return rollouts, *advantages_of(session.run, algorithm, rewards)
+
+
+def advantages_of(run: Run, algorithm: AdvantageConfig, rewards: RewardRows) -> tuple[Tensor, Tensor]:
+    """(Advantages [n] of this process's rows, weights [N] of the rows of all processes).
+
+    Args:
+        rewards: of the rows of all processes, each with as many.
+    """
+    weight = comparable_rows(rewards.position, rewards.usable, algorithm.baseline)
+    if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
+        weight = weight & ~rewards.flat(algorithm.combine)
+    how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
+    advantages = rewards.advantages(*how).float().tensor_split(run.engine.world_size)
+    return advantages[run.engine.rank], weight.float()
 
 
 def accepted(run: Run, slots: Sequence[Slot], scores: Sequence[Scores]) -> Tally:

@@ -39,7 +39,7 @@ from retouch.training.evaluation import (
     evaluated,
     keep_evaluation,
 )
-from retouch.training.progress import EpochRows, Progress, Rows, first_phase, learning_rate
+from retouch.training.progress import EpochRows, Progress, Rows, first_phase
 from retouch.training.resume import (
     has_finished,
     may_go_on,
@@ -52,7 +52,7 @@ from retouch.training.scoring import (
     RewardOutage,
     wait_for_rewards,
 )
-from retouch.training.step import Step, step_batches, step_positions
+from retouch.training.step import Step, learning_rate, step_batches, step_positions
 from retouch.training.stopping import StopRequests
 from retouch.types import Stopped
 
@@ -74,6 +74,8 @@ class Session:
         rows_per_forward: of training; halved when memory runs out.
         supervised_steps: number of the steps before RL; all steps of SFT.
         off_policy: largest |log ratio| of what the sampler recorded in this epoch, if the record was replaced.
+        resumed_epoch: the rows of the epoch under way come from a checkpoint inside it.
+        later: returns the rows of the optimizer steps after the next one; None if `steps` has the rows of all.
     """
 
     def __init__(self, run: Run) -> None:
@@ -82,6 +84,8 @@ class Session:
         self.progress = Progress(phase=first_phase(run.config))
         self.supervised_steps = run.config.algorithm.supervised_steps(run.config)
         self.off_policy = 0.0
+        self.resumed_epoch = False
+        self.later: Callable[[], EpochRows] | None = None
         self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
@@ -162,7 +166,7 @@ class Session:
     def epochs(self) -> Iterator[int]:
         """Epochs of rollouts, up to max_steps."""
         while self.progress.step < self.config.training.max_steps:
-            self.off_policy = 0.0
+            self.off_policy, self.later = 0.0, None
             yield self.progress.epoch
 
     def kept(self, kind: type[Rows]) -> Rows | None:
@@ -172,6 +176,7 @@ class Session:
             CheckpointError: it kept those of another algorithm or version.
         """
         tensors, self._rollouts = self._rollouts, None
+        self.resumed_epoch = tensors is not None
         if tensors is None:
             return None
         names = {f.name for f in fields(kind)}
@@ -183,16 +188,14 @@ class Session:
             )
         return kind(**tensors)
 
-    def steps(
-        self, rows: EpochRows, step_of: Tensor | None = None, later: Callable[[], EpochRows] | None = None
-    ) -> Iterator[Step]:
-        """Every optimizer step on the rows of an epoch that has not been taken yet.
+    def steps(self, rows: EpochRows, step_of: Tensor | None = None) -> Iterator[Step]:
+        """Every optimizer step on the rows of an epoch that has not been taken yet; with `later`, the next one.
 
         Args:
             rows: a dataclass of tensors [n, ...], `weight` [n] among them; kept in checkpoints inside the epoch.
             step_of: [n] step of each row; None or [0]: see `step_batches`.
-            later: returns the rows of the steps after the next one; None if these are all rows.
         """
+        later = self.later
 
         def of_later() -> Tensors:
             return vars(rows if later is None else later())
@@ -230,7 +233,7 @@ class Session:
             self.progress.epoch += 1
             self.progress.position = self.progress.updates_in_epoch = 0
             self.progress.on_policy = "old" not in self.config.algorithm.snapshots
-        self._left = _nothing
+        self._left, self.later = _nothing, None
 
     def single_steps(self, until: int, data: Dataset, purpose: str, lr: float | None = None) -> Iterator[Step]:
         """Optimizer steps on rows of their own, up to step `until` of the run.

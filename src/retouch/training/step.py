@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from random import Random
@@ -17,6 +18,7 @@ from retouch.observe import Metrics
 from retouch.training.dump import Numbers, StepTaken
 
 if TYPE_CHECKING:
+    from retouch.config.run import OptimizerConfig
     from retouch.data.dataset import Dataset
     from retouch.training.session import Session
 
@@ -209,6 +211,14 @@ def attempts(session: Session, rows: Tensor | None = None) -> Iterator[Attempt]:
             return
         session.rows_per_forward = _fewer(session, attempt.problem)
         session.run.engine.drop_gradients()
+
+
+def learning_rate(optimizer: OptimizerConfig, base: float, step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of a phase of `steps`: warm-up, then constant or decay to 0."""
+    ramp = min(1.0, (step + 1) / optimizer.ramp_steps) if optimizer.ramp_steps else 1.0
+    share = step / max(1, steps)
+    decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}
+    return base * ramp * decay[optimizer.schedule]
 
 
 def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:

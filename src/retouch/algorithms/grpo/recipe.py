@@ -17,7 +17,6 @@ without the rounding differences between forwards of different sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import transition
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.epochs import epoch_steps
-from retouch.training.experience import Experience
+from retouch.training.experience import Experience, experiences
 from retouch.training.session import Session
 from retouch.training.step import Step, attempts, step_batches
 from retouch.training.supervised import warm_up
@@ -51,13 +49,15 @@ def train(run: Run) -> None:
 def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
     """Rollouts, and the optimizer steps on them."""
     per_forward = session.config.optimizer.steps_per_forward
-    for experience, step in epoch_steps(session, algorithm, finish=partial(finish, session, algorithm)):
+    for experience in experiences(session, algorithm):
+        complete(session, algorithm, experience)
         spans = step_spans(experience.steps, per_forward)
-        for attempt in step.attempts():
-            with attempt:
-                parts = [(rows, span) for rows in attempt.chunks() for span in spans]
-                for rows, span in attempt.micro_batches(parts):
-                    attempt.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
+        for step in session.steps(experience, experience.step_of):
+            for attempt in step.attempts():
+                with attempt:
+                    parts = [(rows, span) for rows in attempt.chunks() for span in spans]
+                    for rows, span in attempt.micro_batches(parts):
+                        attempt.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
 
 
 def surrogate(
@@ -69,7 +69,7 @@ def surrogate(
     now = replay(run, algorithm, experience, rows, span)
     recorded = experience.spanned("log_probs", rows, span).to(device)
     log_prob, old_log_prob, balance, far = now.log_prob, step.old(now.log_prob, recorded), now.relative_std, None
-    if algorithm.records_means:
+    if len(experience.means):  # guard and kl_mask_threshold record them
         old_mean = step.old(now.mean, experience.spanned("means", rows, span).to(device))
         if algorithm.kl_mask_threshold is not None:
             far = gaussian_kl(now.mean.detach(), old_mean, now.std, now.region) > algorithm.kl_mask_threshold
@@ -129,13 +129,13 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     return Replay(log_prob, mean, std, region, dt, relative)
 
 
-def finish(session: Session, algorithm: GrpoConfig, experience: Experience) -> Experience:
-    """Rollouts with advantages, and with the reference's means and new records if the loss needs them."""
-    if algorithm.kl_weight:
+def complete(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
+    """Add the reference's means and new records, if the loss needs them and a checkpoint did not bring them."""
+    if algorithm.kl_weight and not len(experience.reference_means):
         experience.reference_means = reference_means(session, experience)
-    if algorithm.old_log_probs == "recomputed" and session.run.derived.optimizer_steps_per_epoch > 1:
+    several = session.run.derived.optimizer_steps_per_epoch > 1
+    if algorithm.old_log_probs == "recomputed" and several and not session.resumed_epoch:
         record_again(session, algorithm, experience)
-    return experience
 
 
 @torch.no_grad()

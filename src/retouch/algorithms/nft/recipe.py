@@ -35,8 +35,7 @@ from retouch.core.objectives.reward_gradient import linear_loss
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.epochs import epoch_steps
-from retouch.training.experience import Experience
+from retouch.training.experience import Experience, experiences
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -57,17 +56,18 @@ def train(run: Run) -> None:
 def train_epoch(session: Session, algorithm: NftConfig) -> None:
     """Rollouts of the old policy, the optimizer steps on them, then the old policy follows."""
     run = session.run
-    for experience, step in epoch_steps(session, algorithm, policy="old"):
-        for attempt in step.attempts():
-            with attempt:
-                prepared = prepare(session, algorithm, experience, step, attempt.chunks())
-                for micro in attempt.micro_batches(prepared):
-                    attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
-        if step.ends_epoch:
-            taken = session.progress.step + 1 - algorithm.sft_steps
-            decay = old_policy_decay(taken, algorithm.old_policy)
-            run.policy.blend("old", decay)
-            session.progress.on_policy = decay == 0  # of the next epoch
+    for experience in experiences(session, algorithm, policy="old"):
+        for step in session.steps(experience, experience.step_of):
+            for attempt in step.attempts():
+                with attempt:
+                    prepared = prepare(session, algorithm, experience, step, attempt.chunks())
+                    for micro in attempt.micro_batches(prepared):
+                        attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
+            if step.ends_epoch:
+                taken = session.progress.step + 1 - algorithm.sft_steps
+                decay = old_policy_decay(taken, algorithm.old_policy)
+                run.policy.blend("old", decay)
+                session.progress.on_policy = decay == 0  # of the next epoch
 
 
 class Micro(NamedTuple):
