@@ -12,7 +12,7 @@ from typing import Any, Literal
 from retouch.config.base import Count, Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.clip import ClipTowers
 from retouch.types import Outcome, Score
@@ -73,9 +73,8 @@ class AestheticV1Scorer(PackageScorer[AestheticV1Reward]):
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            batch = [item.image for item in items[start : start + self.options.images_per_forward]]
+        for batch in in_batches(items, self.options.images_per_forward):
             assert self._towers is not None
-            embedded = self._towers.of_images(batch).float()
+            embedded = self._towers.of_images([item.image for item in batch]).float()
             outcomes += [Score(value) for value in (embedded @ self._weight.T + self._bias)[:, 0].tolist()]
         return outcomes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from retouch.config.base import Count
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Failure, Outcome, Score
 
@@ -159,10 +159,8 @@ class ClipScorer(PackageScorer[ClipReward]):
         self.set_revision(f"{o.scorer} {self._towers.revision}" + (f" as {o.processor}" if o.processor else ""))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
-        return outcomes
+        batches = in_batches(items, self.options.images_per_forward)
+        return [Score(value) for batch in batches for value in self._batch(batch)]
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. They differ

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.weights import read_weights, require_all, weights_file
@@ -116,10 +116,8 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         self.set_revision(f"hpsv2 {o.path} {version} as {o.processor}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
-        return outcomes
+        batches = in_batches(items, self.options.images_per_forward)
+        return [Score(value) for batch in batches for value in self._batch(batch)]
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""

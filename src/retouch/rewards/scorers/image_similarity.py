@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Outcome, Score
 
@@ -54,9 +54,8 @@ class ImageSimilarityScorer(PackageScorer[ImageSimilarityReward]):
         self.set_revision(f"{self._encoder.revision} {self.options.against}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        size, outcomes = self.options.images_per_forward, list[Outcome]()
-        for start in range(0, len(items), size):
-            batch = items[start : start + size]
+        outcomes: list[Outcome] = []
+        for batch in in_batches(items, self.options.images_per_forward):
             assert self._encoder is not None
             samples = self._encoder([item.image for item in batch])
             others = self._encoder([getattr(item, self.options.against) for item in batch])

@@ -17,7 +17,7 @@ import numpy as np
 from retouch.config.base import Count
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.reading import importlib_version
 from retouch.types import Failure, Outcome, Score
@@ -130,8 +130,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
         for i, item in enumerate(items):
             shapes.setdefault(item.image.shape, []).append(i)
         for members in shapes.values():
-            for start in range(0, len(members), self.options.images_per_forward):
-                chunk = members[start : start + self.options.images_per_forward]
+            for chunk in in_batches(members, self.options.images_per_forward):
                 outcomes.update(zip(chunk, self._batch([items[i] for i in chunk]), strict=True))
         return [outcomes[i] for i in range(len(items))]
 

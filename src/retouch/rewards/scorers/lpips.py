@@ -7,14 +7,14 @@ weighted by a 1 x 1 head, averaged over places and summed. Values of other backb
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
@@ -55,7 +55,7 @@ class LpipsReward(RewardEntry):
         return LpipsScorer(self)
 
 
-class LpipsScorer(PackageScorer[LpipsReward]):
+class LpipsScorer(PixelScorer[LpipsReward]):
     """One image at a time: sizes may differ."""
 
     def __init__(self, options: LpipsReward) -> None:
@@ -80,9 +80,6 @@ class LpipsScorer(PackageScorer[LpipsReward]):
         digests = [_digest(file) for file in (self.options.backbone, self.options.heads)]
         self.set_revision(f"vgg16 {self.options.region} {' '.join(digests)}")
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
-
     def _one(self, item: RewardItem) -> Outcome:
         import torch
 
@@ -92,10 +89,9 @@ class LpipsScorer(PackageScorer[LpipsReward]):
             return distance
         return Score(-float(distance), {"lpips": float(distance)})
 
-    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
-        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
-        distances = (self._distance(image, item) for image, item in zip(images, items, strict=True))
-        return [distance if isinstance(distance, Failure) else -distance for distance in distances]
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        distance = self._distance(image, item)
+        return distance if isinstance(distance, Failure) else -distance
 
     def _distance(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
         """LPIPS between an image [3, H, W] in [0, 1] and the source of an item, on the scorer's device."""

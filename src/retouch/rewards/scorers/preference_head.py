@@ -19,7 +19,7 @@ from PIL import Image
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.weights import read_weights, require_all, weights_file
@@ -148,10 +148,7 @@ class HeadScorer(PackageScorer[HeadReward]):
         self._describe(version)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += self._batch(items[start : start + self.options.images_per_forward])
-        return outcomes
+        return [one for batch in in_batches(items, self.options.images_per_forward) for one in self._batch(batch)]
 
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
         names = [name.rpartition("_")[2] for name in self.options.rubrics]

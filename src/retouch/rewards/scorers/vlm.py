@@ -18,7 +18,7 @@ from pydantic import model_validator
 from retouch.config.base import Count, Text, Unit
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 
@@ -112,10 +112,7 @@ class VlmScorer(PackageScorer[VlmReward]):
         self._describe(getattr(model.config, "_commit_hash", None) or "local")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += self._batch(items[start : start + self.options.images_per_forward])
-        return outcomes
+        return [one for batch in in_batches(items, self.options.images_per_forward) for one in self._batch(batch)]
 
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
         torch, values = self._torch, _VALUES[self.options.mode]
