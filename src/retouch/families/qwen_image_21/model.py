@@ -30,6 +30,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from retouch.errors import first_line
 from retouch.families.blending import blended, blending_inputs, mask_cells
 from retouch.families.diffusion import FamilyModel
 from retouch.families.inputs import image_pixels, optional_masks
@@ -250,8 +251,9 @@ def _index_of(path: str) -> Mapping[str, Any]:
     try:
         index: Any = QwenImage21Pipeline.load_config(path)
     except OSError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
-        raise ModelFilesError(f"model.path: cannot read model_index.json of {path}: {reason}; copy it anew") from None
+        raise ModelFilesError(
+            f"model.path: cannot read model_index.json of {path}: {first_line(error)}; copy it anew"
+        ) from None
     return index
 
 

@@ -6,7 +6,6 @@ where the recogniser found it or in an equal slice of the line. Use it beside th
 
 from __future__ import annotations
 
-import hashlib
 import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +21,7 @@ from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.character_boxes import aligned, read_characters
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 from retouch.rewards.scorers.reading import crop_box, crop_for, unreadable
+from retouch.rewards.scorers.weights import file_digest
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         from retouch.glyph_structure import FOLDER, WEIGHTS, packaged
 
         packaged()  # read before the first item
-        digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()[:12]
-        self.set_revision(f"{digest} {self.spec.revision}")
+        self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
         if self._reader is not None:
             self._reader.load(device)
 

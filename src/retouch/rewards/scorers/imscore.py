@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from retouch.config.base import Count
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, first_line
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
@@ -117,10 +117,9 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
                     "%s: tensors of %s that the model does not have are ignored: %s", self.options.scorer, path, text
                 )
                 return kind.from_pretrained(path)
-            reason = next(iter(text.strip().splitlines()), type(error).__name__)
             missing = "; weights are missing from its file" * ("Missing key" in text)
             raise ConfigError(
-                f"path: given {path!r}, which cannot be loaded ({reason.rstrip('. :')}{missing}); it needs that "
+                f"path: given {path!r}, which cannot be loaded ({first_line(error)}{missing}); it needs that "
                 f"model and {self.options.beside} from the hub or its cache, and transformers>=4.53,<5"
             ) from None
 

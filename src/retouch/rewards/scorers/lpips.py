@@ -6,17 +6,14 @@ weighted by a 1 x 1 head, averaged over places and summed. Values of other backb
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
-from retouch.disk import expanded
-from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.weights import file_digest, named_file, read_weights, tensor_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -70,15 +67,16 @@ class LpipsScorer(PixelScorer[LpipsReward]):
         Raises:
             ConfigError: a missing file, or one without the tensors.
         """
-        backbone, heads = (_tensors(name, getattr(self.options, name)) for name in ("backbone", "heads"))
+        files = {name: named_file(name, getattr(self.options, name)) for name in ("backbone", "heads")}
+        backbone, heads = (read_weights(file, name, mmap=False) for name, file in files.items())
         self._device = device
         for number in (number for block in _BLOCKS for number in block):
-            weight, bias = (_one(backbone, "backbone", f"features.{number}.{part}") for part in ("weight", "bias"))
+            weight, bias = (tensor_of(backbone, "backbone", f"features.{number}.{part}") for part in ("weight", "bias"))
             self._convolutions[number] = (weight.to(device), bias.to(device))
         names = [f"lin{i}.model.1.weight" for i in range(len(_BLOCKS))]
-        self._heads = [_one(heads, "heads", name).flatten().to(device) for name in names]
-        digests = [_digest(file) for file in (self.options.backbone, self.options.heads)]
-        self.set_revision(f"vgg16 {self.options.region} {' '.join(digests)}")
+        self._heads = [tensor_of(heads, "heads", name).flatten().to(device) for name in names]
+        digests = " ".join(map(file_digest, files.values()))
+        self.set_revision(f"vgg16 {self.options.region} {digests}")
 
     def _one(self, item: RewardItem) -> Outcome:
         import torch
@@ -128,32 +126,3 @@ class LpipsScorer(PixelScorer[LpipsReward]):
             squared = (unit[0] - unit[1]).square()
             total = total + (squared * head[:, None, None].to(x.dtype)).sum(0).mean()
         return total
-
-
-def _tensors(option: str, given: str) -> Mapping[str, Tensor]:
-    """Raises:
-    ConfigError: no such file, or not of tensors.
-    """
-    file = expanded(given)
-    if not file.is_file():
-        raise ConfigError(f"{option}: given {given!r}; no such file")
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        import torch
-
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a foreign file raises is not ours to list
-        raise ConfigError(f"{option}: {file} is no file of tensors: {str(error).splitlines()[0]}") from None
-
-
-def _one(tensors: Mapping[str, Tensor], option: str, name: str) -> Tensor:
-    if name not in tensors:
-        raise ConfigError(f"{option}: the file has no tensor {name}")
-    return tensors[name].float()
-
-
-def _digest(file: str) -> str:
-    return hashlib.sha256(expanded(file).read_bytes()).hexdigest()[:12]

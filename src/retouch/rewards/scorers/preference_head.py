@@ -18,11 +18,10 @@ from PIL import Image
 
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
-from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.weights import read_weights, require_all, weights_file
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, weights_file
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -109,22 +108,17 @@ class HeadScorer(PackageScorer[HeadReward]):
         Raises:
             ConfigError: transformers is missing, or there are no such weights or no such base.
         """
-        try:
+        with train_extra():
             import torch
             import transformers
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-        except ImportError as error:
-            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         o = self.options
         file, version = weights_file(o.path, o.files, o.revision)
         network, heads = split_weights(read_weights(file))
-        require_hub("base", o.base)
-        try:
+        with loading("base", o.base):
             config: Any = transformers.AutoConfig.from_pretrained(o.base)
             self._tokens: Any = transformers.AutoTokenizer.from_pretrained(o.base)
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(o.base)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"base: given {o.base!r}: {str(error).splitlines()[0]}") from None
         self._tokens.add_tokens([_REWARD], special_tokens=True)
         self._reward_token: int = self._tokens.convert_tokens_to_ids(_REWARD)
         self._processor.size = {"shortest_edge": _PIXELS, "longest_edge": _PIXELS}

@@ -6,7 +6,6 @@ direction. A run that trains on it can exploit the network: keep `ocr` as gold.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Unit
@@ -16,6 +15,7 @@ from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.reading import crop_box, unreadable
+from retouch.rewards.scorers.weights import file_digest
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class RecognizerScorer(PixelScorer[RecognizerReward]):
         from retouch.text_recognizer import FOLDER, WEIGHTS, packaged
 
         packaged()  # read before the first item
-        digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()[:12]
-        self.set_revision(f"{digest} {self.spec.revision}")
+        self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
 
     def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
         read = self._read(image, with_image(item, image))
