@@ -36,10 +36,10 @@ from retouch.families.diffusion import FamilyModel
 from retouch.families.inputs import image_pixels, optional_masks
 from retouch.families.loading import ModelFilesError, load_component
 from retouch.families.qwen.base import picture_tensors, pictures_in
-from retouch.families.qwen.text import CHAT_TEMPLATE
+from retouch.families.qwen.text import CHAT_TEMPLATE, Shown
 from retouch.families.qwen.tiny import byte_qwen_tokenizer, special_tokens
 from retouch.families.qwen_image_21.spec import QwenImage21Model
-from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates, Seen
+from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates
 from retouch.families.text import TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
@@ -235,9 +235,9 @@ def _sources(example: Example) -> list[Image]:
     return [edited, *(image.convert("RGB") for image in example.more_images)]
 
 
-def _text(prompt: str, sources: Sequence[Image]) -> str | Seen:
+def _text(prompt: str, sources: Sequence[Image]) -> str | Shown:
     """A prompt alone is a string, by which embeddings are stored."""
-    return Seen.of(prompt, sources) if sources else prompt
+    return Shown.of(prompt, sources) if sources else prompt
 
 
 def _encoders(states: PromptStates, device: torch.device | str, config: QwenImage21Model) -> TextEncoders:
