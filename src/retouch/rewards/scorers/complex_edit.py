@@ -267,7 +267,7 @@ def _read_as_text(text: str, names: Sequence[str], also: Sequence[str]) -> dict[
     found = read_object(text, [*names, *also])
     for name in names:
         value = found[name]
-        if not isinstance(value, str) or value not in {str(number) for number in range(_MOST + 1)}:
+        if value not in map(str, range(_MOST + 1)):
             raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {shown(value)}')
         found[name] = int(value)
     return found
