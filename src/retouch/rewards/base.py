@@ -48,6 +48,8 @@ class RewardEntry(Section):
     """Licence of the scorer's code and weights."""
     differentiable: ClassVar[bool] = False
     """Whether the scorer has `values`: scores with a gradient with respect to the pixels."""
+    scores_edits: ClassVar[bool] = False
+    """Whether it scores edits: examples without the source image that it needs are then not sampled."""
     cpu_only: ClassVar[str | None] = None
     """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
 
@@ -105,7 +107,7 @@ class RewardEntry(Section):
 
     def example_images(self) -> frozenset[str]:
         """Images that an example must have to be sampled at all; a sample without the others fails this reward."""
-        return self.required_images() & {"reference"}
+        return self.required_images() & ({"reference", "source"} if self.scores_edits else {"reference"})
 
     def reads_text(self) -> bool:
         """Whether the scorer compares what it reads in the image with the target text of the example."""

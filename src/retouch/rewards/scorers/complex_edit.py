@@ -87,6 +87,7 @@ class ComplexEditReward(JudgeEntry):
     `openai_judge`."""
 
     images = frozenset({"source"})
+    scores_edits = True
 
     scorer: Literal["complex_edit"] = "complex_edit"
     preset: Literal["balanced", "brief"] = "balanced"
@@ -125,9 +126,6 @@ class ComplexEditReward(JudgeEntry):
                 f"prompts: given {self.prompts!r} with wording=own; set wording=published, or leave it out"
             )
         return self
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
     def make(self) -> ComplexEditScorer:
         weights = (self.alignment_weight, self.quality_weight)

@@ -47,9 +47,6 @@ class CvtgReward(ReadingEntry):
 class CvtgScorer(ReadingScorer[CvtgReward]):
     """Finds the words of each image."""
 
-    def __init__(self, options: CvtgReward) -> None:
-        super().__init__(options, "cvtg")
-
     def _one(self, item: RewardItem) -> Outcome:
         asked = lines_to_read(item)
         if isinstance(asked, Failure):

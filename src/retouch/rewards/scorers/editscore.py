@@ -39,6 +39,7 @@ class EditScoreReward(JudgeEntry):
 
     value_range = (0.0, 10.0)
     images = frozenset({"source"})
+    scores_edits = True
     licence = "Apache-2.0"
 
     scorer: Literal["editscore"] = "editscore"
@@ -47,9 +48,6 @@ class EditScoreReward(JudgeEntry):
     fails, the item fails."""
     temperature: NonNegative = 0.7
     """Sampling temperature of the answers, as published; at 0 further passes repeat the first."""
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
     def make(self) -> EditScoreScorer:
         return EditScoreScorer(

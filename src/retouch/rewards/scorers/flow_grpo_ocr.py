@@ -41,9 +41,6 @@ class FlowGrpoOcrReward(ReadingEntry):
 class FlowGrpoOcrScorer(ReadingScorer[FlowGrpoOcrReward]):
     """Reads each whole image."""
 
-    def __init__(self, options: FlowGrpoOcrReward) -> None:
-        super().__init__(options, "flow_grpo_ocr")
-
     def _one(self, item: RewardItem) -> Outcome:
         target = text_to_read(item)
         if isinstance(target, Failure):

@@ -42,6 +42,7 @@ class ImgEditReward(JudgeEntry):
     benchmark) and a judge as of `openai_judge`. Published numbers are `imgedit.mean`, from 1 to 5."""
 
     images = frozenset({"source"})
+    scores_edits = True
 
     scorer: Literal["imgedit"] = "imgedit"
     prompts: Text | None = None
@@ -59,9 +60,6 @@ class ImgEditReward(JudgeEntry):
         if self.prompts is None and self.is_made_here:
             raise ValueError(f"prompts: not set; set it to your copy of {_WHERE}")
         return self
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
     def make(self) -> ImgEditScorer:
         return ImgEditScorer(self)

@@ -83,6 +83,7 @@ class EditRewardReward(HeadReward):
     files = ("model.safetensors", "model.pth")
     rubrics = ("editreward_following", "editreward_quality")
     images = frozenset({"source"})
+    scores_edits = True
 
     scorer: Literal["editreward"] = "editreward"
     path: Text
@@ -90,9 +91,6 @@ class EditRewardReward(HeadReward):
     TIGER-Lab/editreward on MiMo-VL or Qwen2.5-VL. Those on Qwen3-VL are not supported."""
     base: Text = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
     """Hub id or folder of the VLM that was fine-tuned: its config, tokenizer and image processor, not its weights."""
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
 
 class HeadScorer(PackageScorer[HeadReward]):

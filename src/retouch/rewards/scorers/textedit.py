@@ -166,9 +166,6 @@ class TextEditReward(ReadingEntry):
 class TextEditScorer(ReadingScorer[TextEditReward]):
     """Reads the source and the output of each item."""
 
-    def __init__(self, options: TextEditReward) -> None:
-        super().__init__(options, "textedit")
-
     def _one(self, item: RewardItem) -> Outcome:
         target, before = text_to_read(item), item.metadata.get("source_text")
         if isinstance(target, Failure):

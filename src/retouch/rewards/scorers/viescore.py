@@ -40,6 +40,8 @@ class VieScoreReward(JudgeEntry):
     quality; sqrt(SC PQ) / 10, where each is the lowest of its integers. Needs a source image with task=edit, and a
     judge as of `openai_judge`. Published numbers, as of GEdit-Bench, are `viescore.overall`, from 0 to 10."""
 
+    scores_edits = True
+
     scorer: Literal["viescore"] = "viescore"
     task: Literal["edit", "text_to_image"] = "edit"
     """Question about semantic consistency: an edit of the source, or an image of the prompt."""
@@ -53,9 +55,6 @@ class VieScoreReward(JudgeEntry):
 
     def required_images(self) -> frozenset[str]:
         return frozenset({"source"} if self.task == "edit" else ())
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
     def make(self) -> VieScoreScorer:
         return VieScoreScorer(
