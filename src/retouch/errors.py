@@ -34,6 +34,11 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else text[:most] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a foreign error, without a full stop or colon at its end; its type if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". :")
+
+
 class ConfigError(RetouchError, ValueError):
     """A run file, an option or a combination that cannot work."""
 

@@ -21,9 +21,10 @@ from retouch.config.run import RunConfig
 from retouch.doctor.model import find_model
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
+from retouch.families.qwen.text import Shown
 from retouch.families.qwen_image_21.model import QwenImage21
 from retouch.families.qwen_image_21.spec import QwenImage21Model
-from retouch.families.qwen_image_21.text import END, SLOT, TEXT, PromptStates, Seen, chat
+from retouch.families.qwen_image_21.text import END, SLOT, TEXT, PromptStates, chat
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import latent_shape, noise_for, sample
@@ -225,10 +226,10 @@ def test_a_long_prompt_is_cut_with_a_warning_and_images_never(pipeline: Any, cap
         pipeline.processor.tokenizer(f"<|im_start|>user\n<image1><|vision_start|><|vision_end|>{END}").input_ids
     )
     short, long = PromptStates(*parts, around + 5), PromptStates(*parts, 200)
-    [expected], count = long([Seen.of("Paint", [image(1)])]), around + 5 + 2
+    [expected], count = long([Shown.of("Paint", [image(1)])]), around + 5 + 2
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        [found] = short([Seen.of("Painting", [image(1)])])
+        [found] = short([Shown.of("Painting", [image(1)])])
     assert "a prompt of 8 tokens is cut to 5, because model.max_sequence_length is" in caplog.text
     torch.testing.assert_close(found, expected[:count])
     with pytest.raises(

@@ -18,10 +18,9 @@ from PIL import Image
 from retouch.rewards.messages import PROTOCOL_VERSION
 from retouch.rewards.scorers.judged import read_integers
 from retouch.rewards.scorers.knowledge_graph import read_checklist, read_graph
-from retouch.rewards.server.app import create_app
 from retouch.rewards.wire import BrokenMessage, parse_reply
 from tests.fuzz.inputs import attempt, blobs, changed, fuzzed, texts, tried, values
-from tests.rewards.fakes import Brightness
+from tests.rewards.fakes import Brightness, create_app
 
 
 def _png() -> bytes:

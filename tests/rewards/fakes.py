@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import email
 import json
+import os
 import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,12 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer, ScorerSpec
 from retouch.rewards.server.admission import Limits
-from retouch.rewards.server.app import create_app
+from retouch.rewards.server.app import app_of
 from retouch.rewards.server.front import protocol_of
+from retouch.rewards.server.scoring import Scored, load_all, score_rewards
 from retouch.types import Failure, Outcome, Score
 
 # --- items ---
@@ -149,6 +154,54 @@ class Unloadable(Brightness):
 
 
 # --- our server in a thread ---
+
+
+class ThreadWorker:
+    """Scorers in one thread of this process."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], device: str) -> None:
+        self.scorers = {name: CheckedScorer(scorer) for name, scorer in scorers.items()}
+        self.device = device
+        self.ready = False
+        self.problem: str | None = None
+        self.specs: Mapping[str, ScorerSpec] = {name: scorer.spec for name, scorer in scorers.items()}
+        self.restarts = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def start(self) -> None:
+        self._thread.submit(self._load)
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
+        loop = asyncio.get_running_loop()
+        scored = await loop.run_in_executor(self._thread, score_rewards, self.scorers, names, items, deadlines)
+        self._describe()
+        return scored
+
+    def _load(self) -> None:
+        try:
+            load_all({name: checked.scorer for name, checked in self.scorers.items()}, self.device)
+        except Exception as error:  # shown by /readyz and in the log
+            self.problem = f"{type(error).__name__}: {error}"
+        else:
+            self._describe()
+            self.ready = True
+
+    def _describe(self) -> None:
+        self.specs = {name: checked.scorer.spec for name, checked in self.scorers.items()}
+
+
+def create_app(
+    scorers: Mapping[str, Scorer], device: str = "cpu", token: str | None = None, limits: Limits | None = None
+) -> FastAPI:
+    """The ASGI app of the package over scorers in a thread of this process."""
+    return app_of(ThreadWorker(scorers, device), device, token, limits)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from retouch.glyph_structure import FOLDER, LETTERS, WEIGHTS, load_network, pack
 from retouch.tiny import broken_letters as drawing
 from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
 from retouch.tiny.glyph_structure import (
-    CARD,
     SHARES,
     Training,
     auc,
@@ -25,6 +24,7 @@ from retouch.tiny.glyph_structure import (
     build_structure,
     held_out_letters,
 )
+from retouch.tiny.training import CARD
 
 FONTS = ["FredokaOne", "Caladea"]
 CARD_OF_PACKAGE: dict[str, Any] = json.loads((FOLDER / CARD).read_text(encoding="utf-8"))

@@ -28,10 +28,8 @@ from retouch.rewards.client.cache import (
     ScoreCache,
     cache_key,
 )
-from retouch.rewards.client.client import (
-    ClientOptions,
-    RewardClient,
-)
+from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Answer,
@@ -53,7 +51,7 @@ from tests.rewards.faults import FaultyProxy, FaultyServer, true_value
 
 
 def client_of(*urls: str, cache: ScoreCache | None = None, **options: Any) -> RewardClient:
-    return RewardClient(urls, ["r"], options=ClientOptions(**{"timeout_s": 5.0, **options}), cache=cache)
+    return RewardClient(urls, ["r"], options=RewardClientConfig(**{"timeout_s": 5.0, **options}), cache=cache)
 
 
 # --- everything at once ---
@@ -69,7 +67,7 @@ def test_requests_under_random_faults(count: int) -> None:
         servers = [stack.enter_context(FaultyServer(seed)) for seed in range(3)]
         proxies = [stack.enter_context(FaultyProxy(server.url, 10 + n)) for n, server in enumerate(servers[:2])]
         urls = [*(proxy.url for proxy in proxies), servers[2].url]
-        client = stack.enter_context(client_of(*urls, batch_size=1, timeout_s=60.0, most=8))
+        client = stack.enter_context(client_of(*urls, batch_size=1, timeout_s=60.0, requests_per_server=8))
         over = threading.Event()
 
         def restarts() -> None:
@@ -177,7 +175,7 @@ def test_no_more_requests_than_allowed_are_under_way_at_a_server() -> None:
             here -= 1
         return honest(asked, number)
 
-    with FakeServer(script) as server, client_of(server.url, batch_size=1, most=3) as client:
+    with FakeServer(script) as server, client_of(server.url, batch_size=1, requests_per_server=3) as client:
         assert values(client.score(items(20))["r"]) == [0.0] * 20
     assert most == 3
 
@@ -284,7 +282,7 @@ def test_retries_are_not_saved_up() -> None:
 def test_a_server_that_only_fails_is_not_stormed() -> None:
     """Breaker and budget together: 100 requests to it are at most 120 attempts, and end as unavailable."""
     with FakeServer(lambda asked, number: Answer(b"", 500)) as server:
-        client = client_of(server.url, batch_size=1, timeout_s=1.0, most=100)
+        client = client_of(server.url, batch_size=1, timeout_s=1.0, requests_per_server=100)
         outcomes = client.score(items(100))["r"]
         client.close()
         assert len(server.asked) <= 1.2 * 100
@@ -297,7 +295,7 @@ def test_hedging_asks_another_server_when_the_first_is_slow() -> None:
         return honest(asked, number)
 
     with FakeServer(slow) as first, FakeServer(honest) as second:
-        client = client_of(first.url, second.url, hedge_s=0.1, balance="round_robin")
+        client = client_of(first.url, second.url, hedge_after_s=0.1, balance="round_robin")
         started = time.monotonic()
         assert values(client.score(items(2))["r"]) == [0.0, 1.0]
         assert time.monotonic() - started < 2
@@ -315,7 +313,7 @@ def test_a_server_that_was_overtaken_is_not_asked_first_again() -> None:
         return honest(asked, number)
 
     with FakeServer(slow) as first, FakeServer(honest) as second:
-        client = client_of(first.url, second.url, hedge_s=0.3)
+        client = client_of(first.url, second.url, hedge_after_s=0.3)
         assert [values(client.score(items(1))["r"]) for _ in range(4)] == [[0.0]] * 4
         client.close()
         assert (client.statistics.hedges, len(first.asked), len(second.asked)) == (1, 1, 4)

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.rewards.probe import agreement, pairs_in_order, percentile, probe, read_labels, spearman
+from retouch.rewards.client.client import percentile
+from retouch.rewards.probe import agreement, pairs_in_order, probe, read_labels, spearman
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch

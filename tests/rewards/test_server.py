@@ -19,7 +19,6 @@ from fastapi.testclient import TestClient
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
-from retouch.rewards.server.worker import ThreadWorker
 from retouch.rewards.wire import encode_request
 from retouch.types import Score
 from tests.rewards.fakes import (
@@ -27,6 +26,7 @@ from tests.rewards.fakes import (
     Gated,
     Poisoned,
     Scripted,
+    ThreadWorker,
     Unloadable,
     brightness,
     half_mask,

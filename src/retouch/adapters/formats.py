@@ -29,7 +29,7 @@ from retouch import plain_json
 from retouch.adapters.projections import HEADS, SOURCES
 from retouch.adapters.tensor_file import write_tensors
 from retouch.adapters.weights_folder import newest_weights
-from retouch.errors import AdapterFileError
+from retouch.errors import AdapterFileError, first_line
 from retouch.saved_tensors import DamagedFile, RefusedFile, load_saved
 
 NAME = "ip-adapter"
@@ -169,7 +169,7 @@ def read_adapter(path: Path) -> AdapterFile:
             "author for a safetensors file"
         ) from None
     except (OSError, DamagedFile, RuntimeError, SafetensorError, json.JSONDecodeError) as error:
-        raise AdapterFileError(f"{path}: damaged ({str(error).splitlines()[0] or type(error).__name__})") from None
+        raise AdapterFileError(f"{path}: damaged ({first_line(error)})") from None
     top = {key.partition(".")[0] for key in found}
     if {part for part in top if part.startswith(HEADS_AND_BLOCKS)} not in LAYOUTS:
         known = "; or ".join(", ".join(sorted(layout)) for layout in LAYOUTS)

@@ -27,6 +27,7 @@ from retouch import plain_json
 from retouch.adapters.lora import ADAPTER, FILE, adapted_modules
 from retouch.adapters.weights_folder import newest_weights
 from retouch.config.errors import ConfigError
+from retouch.errors import first_line
 
 if TYPE_CHECKING:
     from retouch.families.base import FamilySpec, Train, TrainLora
@@ -187,7 +188,7 @@ def _tensors_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{KEY}: {path}: damaged ({str(error).splitlines()[0]}); copy it anew") from None
+        raise ConfigError(f"{KEY}: {path}: damaged ({first_line(error)}); copy it anew") from None
     other = next((key for key in tensors if _KEY.search(key) is None), None)
     if other is not None or not tensors:
         what = f"holds {other}, which is no LoRA factor" if other else "holds no tensors"

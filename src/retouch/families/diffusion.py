@@ -195,6 +195,20 @@ class FamilyModel(ABC):
         """Inside, the text encoders stay on the device between calls of `encode`."""
         return nullcontext() if self.text is None else self.text.placed()
 
+    def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Condition tensors [B, ...] of prompts."""
+        return self.arranged(self.texts().encode(prompts))
+
+    def guided_texts(self, examples: Sequence[Example], guidance_scale: float) -> dict[str, Tensor]:
+        """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where it is above 1, those of
+        the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
+        tensors = self.text_tensors([example.prompt for example in examples])
+        tensors["guidance"] = torch.full((len(examples),), guidance_scale, device=self.device)
+        if guidance_scale > 1:
+            empty = self.text_tensors([self.spec.empty_prompt])
+            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
+        return tensors
+
     def arranged(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors [B, ...] of the text encoders -> those of a condition."""
         return dict(made)

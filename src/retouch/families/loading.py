@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from transformers.utils.logging import disable_progress_bar
 
+from retouch.errors import first_line
 from retouch.families import FAMILIES
 from retouch.hub import require_hub
 from retouch.model_files import (
@@ -79,9 +80,8 @@ def is_there(path: str, name: str) -> bool:
         try:
             folder = Path(hf_hub_download(path, "model_index.json")).parent
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelFilesError(
-                f"model.path: {path} has no model_index.json to be had: {first.rstrip('. ')}; check the id and the "
+                f"model.path: {path} has no model_index.json to be had: {first_line(error)}; check the id and the "
                 "network (gated models need HF_TOKEN)"
             ) from None
     return has_component(folder, name)
@@ -111,9 +111,8 @@ def load_component(
         with _quiet():
             loaded = kind.from_pretrained(path, subfolder=subfolder, **keywords)
     except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = "" if Path(path).is_dir() else "; check the id and the network (gated models need HF_TOKEN)"
-        raise ModelFilesError(f"{where}: {first.rstrip('. ')}{hint}") from None
+        raise ModelFilesError(f"{where}: {first_line(error)}{hint}") from None
     if not is_network:
         return loaded
     network, info = loaded

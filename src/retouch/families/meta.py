@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from retouch import plain_json
+from retouch.errors import first_line
 from retouch.families.base import FamilySpec
 from retouch.families.loading import ModelFilesError
 
@@ -77,9 +78,8 @@ def component_on_meta(folder: Path, kind: str) -> Any:
         made = getattr(transformers, kind)
         return on_meta(lambda: made(made.config_class.from_pretrained(folder)))
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
         raise ModelFilesError(
-            f"model.path: {folder}/config.json makes no {kind}: {reason}; copy the model anew"
+            f"model.path: {folder}/config.json makes no {kind}: {first_line(error)}; copy the model anew"
         ) from None
 
 

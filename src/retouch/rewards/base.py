@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -17,9 +17,12 @@ from retouch.config.base import Count, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
 from retouch.registry import Chosen
 from retouch.rewards import REWARDS
-from retouch.rewards.protocol import Scorer, ScorerSpec
+from retouch.rewards.protocol import RewardItem, Scorer, ScorerSpec
+from retouch.types import Failure, Outcome
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from retouch.config.run import RunConfig
 
 NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
@@ -45,6 +48,8 @@ class RewardEntry(Section):
     """Licence of the scorer's code and weights."""
     differentiable: ClassVar[bool] = False
     """Whether the scorer has `values`: scores with a gradient with respect to the pixels."""
+    scores_edits: ClassVar[bool] = False
+    """Whether it scores edits: examples without the source image that it needs are then not sampled."""
     cpu_only: ClassVar[str | None] = None
     """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
 
@@ -102,7 +107,7 @@ class RewardEntry(Section):
 
     def example_images(self) -> frozenset[str]:
         """Images that an example must have to be sampled at all; a sample without the others fails this reward."""
-        return self.required_images() & {"reference"}
+        return self.required_images() & ({"reference", "source"} if self.scores_edits else {"reference"})
 
     def reads_text(self) -> bool:
         """Whether the scorer compares what it reads in the image with the target text of the example."""
@@ -296,3 +301,31 @@ class PackageScorer(Generic[Options]):
 
     def load(self, device: str) -> None:
         """Nothing to load."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome per item, in order; one by one: a score does not depend on its batch."""
+        return [self._one(item) for item in items]
+
+    def _one(self, item: RewardItem) -> Outcome:
+        """The outcome of an item."""
+        raise NotImplementedError
+
+
+class PixelScorer(PackageScorer[Options]):
+    """Base of the scorers with a gradient that score one image at a time."""
+
+    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
+        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
+        return [self._value(image, item) for image, item in zip(images, items, strict=True)]
+
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        """The score of an image [3, H, W]."""
+        raise NotImplementedError
+
+
+Item = TypeVar("Item")
+
+
+def in_batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """The items in order, `size` at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -17,7 +17,7 @@ from retouch import plain_json
 from retouch.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.addresses import is_local, reward_token
-from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.client import RewardClient, percentile
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import numbered, require
 from retouch.rewards.protocol import CheckedScorer, RewardItem
@@ -226,11 +226,6 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
     if len(found) < 2:
         raise ConfigError(f"--labels: {path} has {len(found)} images; agreement needs two or more")
     return found
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this fraction of them does not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:

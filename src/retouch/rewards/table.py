@@ -21,7 +21,7 @@ from retouch.errors import ConfigError
 from retouch.machine import this_machine
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.cache import ScoreCache
-from retouch.rewards.client.client import ClientOptions, RewardClient
+from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
 from retouch.rewards.golden import disagreements, golden_items
@@ -351,14 +351,7 @@ class RewardTable:
         if place.where == OWN_PROCESS:
             return LocalRewards({name: self.entries[name].make() for name in members}, *place.devices)
         urls = self._auto_urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
-        options = ClientOptions(
-            self.client.timeout_s,
-            self.client.batch_size,
-            self.client.balance,
-            self.client.requests_per_server,
-            self.client.hedge_after_s,
-        )
-        return RewardClient(urls, members, token=reward_token(), options=options, cache=self._cache)
+        return RewardClient(urls, members, token=reward_token(), options=self.client, cache=self._cache)
 
     def _share(self, gather: Gather) -> None:
         """Set up what the processes of a machine share: the first of them starts the servers, one per set of devices,

@@ -6,7 +6,6 @@ and how well the network separates broken letters from whole ones, in fonts of w
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,27 +16,24 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
 from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, load_network
+from retouch.rewards.pixels import unit_pixels
 from retouch.tiny.broken_letters import (
     STRUCTURAL,
     TEST_FONTS,
     TRAIN_FONTS,
     Letter,
-    Pixels,
     Setting,
     draw_letters,
     names_of,
 )
-from retouch.tiny.training import Updates, require_empty
+from retouch.tiny.training import Updates, require_empty, save_weights, write_card
 
 logger = logging.getLogger(__name__)
-
-CARD = "card.json"
 
 SHARES = {"erase": 0.28, "add": 0.32, "warp": 0.06, "splice": 0.12, "merge": 0.08, "other": 0.08, "nothing": 0.06}
 """Share of each defect among the broken letters of the training."""
@@ -83,9 +79,7 @@ def build_structure(
     letters = draw_letters(training.letters, fonts, derive_seed(seed, "train"), SHARES)
     drawn = monotonic()
     network = train(letters, training, seed)
-    out.mkdir(parents=True, exist_ok=True)
-    halves = {name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(halves, out / WEIGHTS)
+    save_weights(network, out / WEIGHTS)
     network = load_network(out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
     card = {
@@ -99,8 +93,7 @@ def build_structure(
             "crops of words in test fonts": aucs(in_words, broken_probabilities(network, in_words)),
         },
     }
-    (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    return card | {"seconds": {"drawing": round(drawn - started, 1), "in all": round(monotonic() - started, 1)}}
+    return write_card(out, card, started, drawn)
 
 
 def held_out_letters(count: int, seed: int) -> list[Letter]:
@@ -151,7 +144,7 @@ def shifted(pixels: Tensor, down: int, right: int) -> Tensor:
 
 def tensors_of(letters: Sequence[Letter]) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs [N, 1, 32, 32], asked letters [N], and 1 for broken ones [N]."""
-    pixels = torch.stack([letter_pixels(_unit(letter.pixels)) for letter in letters])
+    pixels = torch.stack([letter_pixels(unit_pixels(letter.pixels)) for letter in letters])
     asked = torch.tensor([letter.asked for letter in letters])
     return pixels, asked, torch.tensor([float(letter.defect is not None) for letter in letters])
 
@@ -179,7 +172,3 @@ def aucs(letters: Sequence[Letter], scores: NDArray[np.float64]) -> dict[str, fl
 def auc(higher: NDArray[np.float64], lower: NDArray[np.float64]) -> float:
     """Share of pairs in which a value of the first sample exceeds one of the second; a tie counts half."""
     return float(np.mean((higher[:, None] > lower).astype(float) + 0.5 * (higher[:, None] == lower)))
-
-
-def _unit(pixels: Pixels) -> Tensor:
-    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 255

@@ -7,7 +7,6 @@ characters that are read right: in fonts of which no training line has a family,
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
 from retouch.imaging import edit_distance, mask_box
 from retouch.model_files import tiny_path
+from retouch.rewards.pixels import unit_pixels
 from retouch.text_recognizer import (
     COLUMN,
     HEIGHT,
@@ -35,12 +34,10 @@ from retouch.text_recognizer import (
     read_greedily,
 )
 from retouch.tiny.signs import draw_sign, draw_words
-from retouch.tiny.training import Updates, require_empty
-from retouch.tiny.written_lines import LINE_FONTS, TESTED, UNSEEN_FONTS, Line, Pixels, Setting, draw_lines
+from retouch.tiny.training import Updates, require_empty, save_weights, write_card
+from retouch.tiny.written_lines import LINE_FONTS, TESTED, UNSEEN_FONTS, Line, Setting, draw_lines
 
 logger = logging.getLogger(__name__)
-
-CARD = "card.json"
 
 REDRAWING = "flux_fill"
 """Tiny base whose autoencoder redraws some training lines, with noise on the latents."""
@@ -91,16 +88,11 @@ def build_recognizer(
     pixels = inputs_of(lines, seed)
     drawn = monotonic()
     network = train(pixels, lines, training, seed)
-    out.mkdir(parents=True, exist_ok=True)
-    halves = {name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(halves, out / WEIGHTS)
+    save_weights(network, out / WEIGHTS)
     network = load_network(out / WEIGHTS)
     signs = sign_crops(training.test_lines, seed)
     redrawn = [(_redrawn(crop, 0.0, torch.Generator()), word) for crop, word in signs]
-    per_font = {
-        font: accuracy(network, [(_unit(line.pixels), line.text) for line in unseen["32 pixels"] if line.font == font])
-        for font in UNSEEN_FONTS
-    }
+    lines_of = {font: [line for line in unseen["32 pixels"] if line.font == font] for font in UNSEEN_FONTS}
     card = {
         "command": f"retouch tiny build text_recognizer --out FOLDER --seed {seed}",
         "seed": seed,
@@ -113,23 +105,24 @@ def build_recognizer(
         },
         "autoencoder": f"of the tiny base {REDRAWING}; it redrew a share of {_REDRAWN} of the training lines",
         "letters": {
-            **{
-                f"unseen fonts, {name}": accuracy(network, [(_unit(line.pixels), line.text) for line in lines])
-                for name, lines in unseen.items()
-            },
+            **{f"unseen fonts, {name}": accuracy(network, crops_of(lines)) for name, lines in unseen.items()},
             "signs": accuracy(network, signs),
             "signs, redrawn by the autoencoder": accuracy(network, redrawn),
-            "by unseen font": per_font,
+            "by unseen font": {font: accuracy(network, crops_of(lines)) for font, lines in lines_of.items()},
         },
     }
-    (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    return card | {"seconds": {"drawing": round(drawn - started, 1), "in all": round(monotonic() - started, 1)}}
+    return write_card(out, card, started, drawn)
+
+
+def crops_of(lines: Sequence[Line]) -> list[tuple[Tensor, str]]:
+    """Pixels [3, h, w] of lines, and their texts."""
+    return [(unit_pixels(line.pixels), line.text) for line in lines]
 
 
 def sign_crops(count: int, seed: int) -> list[tuple[Tensor, str]]:
     """Mask boxes [3, h, w] of held-out signs of the tiny bases' size, and their words."""
     signs = [draw_sign(word, (32, 64), seed) for word in draw_words(count, "held_out", seed)]
-    crops = [_unit(np.asarray(sign.picture.crop(mask_box(sign.mask)))) for sign in signs]
+    crops = [unit_pixels(np.asarray(sign.picture.crop(mask_box(sign.mask)))) for sign in signs]
     return [(crop, sign.word) for crop, sign in zip(crops, signs, strict=True)]
 
 
@@ -139,7 +132,7 @@ def inputs_of(lines: Sequence[Line], seed: int) -> list[Tensor]:
     noise = torch.Generator().manual_seed(derive_seed(seed, "latents"))
     made: list[Tensor] = []
     for line in lines:
-        crop = _unit(line.pixels)
+        crop = unit_pixels(line.pixels)
         if draw.random() < _REDRAWN and len(line.pixels) <= _HIGHEST_REDRAWN:
             crop = _redrawn(crop, float(draw.uniform(0, 0.5)), noise)
         width = max(1, round(HEIGHT * crop.shape[2] / crop.shape[1] / COLUMN / _BUCKET)) * COLUMN * _BUCKET
@@ -248,7 +241,3 @@ def _redrawn(crop: Tensor, noise: float, draw: torch.Generator) -> Tensor:
 
 
 _autoencoder: Any = None
-
-
-def _unit(pixels: Pixels) -> Tensor:
-    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 255

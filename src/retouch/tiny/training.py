@@ -7,16 +7,21 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+CARD = "card.json"
+"""Facts of a network of the package, beside its weights."""
 
 
 class Updates:
@@ -95,6 +100,18 @@ def save_half(pipeline: Any, out: Path) -> None:
     for network in networks_of(pipeline):
         network.half()
     pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def save_weights(network: nn.Module, path: Path) -> None:
+    """Write one network as a safetensors file of fp16 weights."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}, path)
+
+
+def write_card(out: Path, card: dict[str, Any], started: float, drawn: float) -> dict[str, Any]:
+    """Write `out/card.json` -> the card, and the seconds from `started` until `drawn`, and until now."""
+    (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    return card | {"seconds": {"drawing": round(drawn - started, 1), "in all": round(monotonic() - started, 1)}}
 
 
 def require_empty(out: Path) -> None:

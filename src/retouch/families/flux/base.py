@@ -27,6 +27,7 @@ from retouch.families import tiny
 from retouch.families.diffusion import FamilyModel, unpack
 from retouch.families.flux.embeddings import GIVEN, given_embeddings
 from retouch.families.flux.spec import FluxSection
+from retouch.families.guidance import adapter_inputs, doubled, guided, halves
 from retouch.families.inputs import reference_inputs
 from retouch.families.loading import ModelFilesError
 from retouch.families.text import TextEncoder, TextEncoders
@@ -118,37 +119,19 @@ class FluxModel(FamilyModel):
         tokens, ids = self.sequence(x, c)
         # the pipeline rounds 1000 sigma to the network's dtype before it divides; the network multiplies again
         timestep = (t * 1000).to(self.dtype) / 1000
-        guidance, text, pooled = c["guidance"].float(), c["text"], c["pooled"]
-        guided = "negative_text" in c
-        if guided:
-            tokens, timestep, guidance = (torch.cat([both] * 2) for both in (tokens, timestep, guidance))
-            text, pooled = torch.cat([c["negative_text"], text]), torch.cat([c["negative_pooled"], pooled])
+        text = halves(c, "text")
         output = network(
-            hidden_states=tokens.to(self.dtype),
-            timestep=timestep,
-            guidance=guidance,
-            pooled_projections=pooled.to(self.dtype),
+            hidden_states=doubled(tokens, c).to(self.dtype),
+            timestep=doubled(timestep, c),
+            guidance=doubled(c["guidance"].float(), c),
+            pooled_projections=halves(c, "pooled").to(self.dtype),
             encoder_hidden_states=text.to(self.dtype),
             txt_ids=torch.zeros(text.shape[1], 3, device=x.device, dtype=self.dtype),
             img_ids=ids.to(self.dtype),
-            joint_attention_kwargs=_reference(c, guided=guided),
+            joint_attention_kwargs=adapter_inputs(c),
             return_dict=False,
         )[0][:, : (h // 2) * (w // 2)].float()
-        if guided:
-            without, with_prompt = output.chunk(2)
-            output = without + self.config.true_guidance_scale * (with_prompt - without)
-        return unpack(output, h, w)
-
-
-def _reference(tensors: Mapping[str, Tensor], *, guided: bool) -> dict[str, Any] | None:
-    """Input of the attention processors of a style adapter; its projection runs inside the network's forward. The half
-    with the negative prompt attends to no token."""
-    if "reference" not in tensors:
-        return None
-    vectors, keep = tensors["reference"], tensors["reference_keep"]
-    if guided:
-        vectors, keep = torch.cat([vectors] * 2), torch.cat([torch.zeros_like(keep), keep])
-    return {"ip_adapter_image_embeds": (vectors, keep)}
+        return unpack(guided(output, c, self.config.true_guidance_scale), h, w)
 
 
 @lru_cache(maxsize=16)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from retouch.errors import first_line
 from retouch.families.loading import ModelFilesError
 from retouch.saved_tensors import DamagedFile, load_saved
 
@@ -24,7 +25,7 @@ def given_embeddings(path: Path) -> dict[str, Tensor]:
     try:
         found: Any = load_saved(path)
     except (OSError, DamagedFile) as error:
-        raise ModelFilesError(f"{path}: no torch file of tensors ({str(error).splitlines()[0]})") from None
+        raise ModelFilesError(f"{path}: no torch file of tensors ({first_line(error)})") from None
     tensors: dict[Any, Any] = {"prompt_embeds": found} if isinstance(found, Tensor) else found
     given: dict[str, Tensor] = {}
     for (name, key), rank in zip(GIVEN.items(), (2, 1), strict=True):

@@ -33,6 +33,7 @@ from retouch.core.schedule import FlowSchedule, Schedule
 from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import FamilyModel
 from retouch.families.flux2_klein.spec import Flux2KleinModel
+from retouch.families.guidance import doubled, guided, halves
 from retouch.families.inputs import image_pixels, optional_masks, source_pixels
 from retouch.families.loading import ModelFilesError
 from retouch.families.qwen3.text import ChatStates, drop_layers, load_qwen3
@@ -162,13 +163,7 @@ class Flux2Klein(FamilyModel):
                 size, or guidance of a model that was distilled to sample without.
         """
         self.require_guidance(guidance_scale)
-        text = self.texts()
-        tensors = {
-            **text.encode([e.prompt for e in examples]),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
-        }
-        if guidance_scale > 1:
-            tensors["negative_text"] = text.encode([self.spec.empty_prompt])["text"].expand_as(tensors["text"])
+        tensors = self.guided_texts(examples, guidance_scale)
         images, mask, size = self._sources(examples)
         if self.config.reference_images:
             references = torch.stack([_reference(e, size) for e in examples]).to(self.device)
@@ -195,24 +190,17 @@ class Flux2Klein(FamilyModel):
         images = [x, *(c[name] for name in ("source_latents", "reference_latents") if name in c)]
         tokens = torch.cat([image.flatten(2).transpose(1, 2) for image in images], 1).to(self.dtype)
         # the pipeline rounds 1000 sigma to the network's dtype before it divides; the network multiplies again
-        timestep, text = (t * 1000).to(self.dtype) / 1000, c["text"]
-        guided = "negative_text" in c
-        if guided:
-            tokens, timestep = torch.cat([tokens] * 2), torch.cat([timestep] * 2)
-            text = torch.cat([c["negative_text"], text])
+        timestep, text = (t * 1000).to(self.dtype) / 1000, halves(c, "text")
         output = network(
-            hidden_states=tokens,
-            timestep=timestep,
+            hidden_states=doubled(tokens, c),
+            timestep=doubled(timestep, c),
             guidance=None,
             encoder_hidden_states=text.to(self.dtype),
             txt_ids=_text_positions(text.shape[1], str(x.device)),
             img_ids=_image_positions(tuple((i.shape[2], i.shape[3]) for i in images), str(x.device)),
             return_dict=False,
         )[0][:, : x.shape[2] * x.shape[3]].float()
-        if guided:
-            without, with_text = output.chunk(2)
-            output = without + c["guidance"].view(-1, 1, 1) * (with_text - without)
-        return blended(output.transpose(1, 2).unflatten(2, x.shape[2:]), x, t, c)
+        return blended(guided(output, c).transpose(1, 2).unflatten(2, x.shape[2:]), x, t, c)
 
 
 def klein_shift(tokens: int, num_steps: int) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from retouch.core.schedule import FlowSchedule, Schedule
 from retouch.families.diffusion import FamilyModel, pack, unpack
+from retouch.families.guidance import doubled, guided, halves, is_guided
 from retouch.families.inputs import image_pixels
 from retouch.families.qwen.distillation import merge_distillation_lora
 from retouch.families.qwen.spec import NEGATIVE, QwenSection
@@ -110,13 +111,8 @@ class QwenModel(FamilyModel):
         h, w = x.shape[2:]
         pictures = pictures_in(c)
         tokens = torch.cat([pack(picture) for picture in (x, *pictures)], 1).to(self.dtype)
-        timestep = (t * 1000).to(self.dtype) / 1000
-        text, mask = c["text"], c["text_mask"]
-        guided = "negative_text" in c
-        if guided:
-            tokens, timestep = torch.cat([tokens] * 2), torch.cat([timestep] * 2)
-            text, mask = torch.cat([c["negative_text"], text]), torch.cat([c["negative_text_mask"], mask])
-        text, mask = without_common_padding(text, mask)
+        tokens, timestep = doubled(tokens, c), doubled((t * 1000).to(self.dtype) / 1000, c)
+        text, mask = without_common_padding(halves(c, "text"), halves(c, "text_mask"))
         output = network(
             hidden_states=tokens,
             timestep=timestep,
@@ -126,9 +122,8 @@ class QwenModel(FamilyModel):
             return_dict=False,
             **options,
         )[0][:, : (h // 2) * (w // 2)].float()
-        if guided:
-            without, with_text = output.chunk(2)
-            both = without + c["guidance"].view(-1, 1, 1) * (with_text - without)
+        if is_guided(c):
+            both, with_text = guided(output, c), output.chunk(2)[1]
             output = both * (with_text.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
         return unpack(output, h, w)
 

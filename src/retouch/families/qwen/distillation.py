@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
 from torch import Tensor, nn
 
+from retouch.errors import first_line
 from retouch.families.loading import ModelFilesError
 
 if TYPE_CHECKING:
@@ -48,10 +49,9 @@ def _read(lora: DistillationLora) -> tuple[dict[str, Tensor], dict[str, Any] | N
     try:
         return loader.lora_state_dict(path, weight_name=lora.weight_name, return_lora_metadata=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelFilesError(
             f"model.distillation_lora.path: given {lora.path!r}, which cannot be read as a LoRA of Qwen-Image: "
-            f"{first.rstrip('. ')}; give a hub id, folder or file, and set weight_name where there are several files"
+            f"{first_line(error)}; give a hub id, folder or file, and set weight_name where there are several files"
         ) from None
 
 

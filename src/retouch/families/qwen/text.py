@@ -8,10 +8,11 @@ Legend: L tokens of a row, D width.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -190,6 +191,20 @@ class ChatStates:
             prompt,
         )
         return without_tokens_before(inputs, tail, over)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A prompt and its images in the text encoder; equal if all are."""
+
+    prompt: str
+    digests: tuple[bytes, ...]
+    images: tuple[Image, ...] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, prompt: str, images: Sequence[Image]) -> Shown:
+        pixels = tuple(image.convert("RGB") for image in images)
+        return cls(prompt, tuple(hashlib.sha256(repr(p.size).encode() + p.tobytes()).digest() for p in pixels), pixels)
 
 
 def without_tokens_before(inputs: Mapping[str, Tensor], tail: int, count: int) -> dict[str, Tensor]:

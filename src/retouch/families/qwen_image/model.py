@@ -9,7 +9,7 @@ Legend: B samples, C latent channels, h w latent sides, S text tokens, D widths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.families.blending import blended, blending_inputs
+from retouch.families.guidance import adapter_inputs
 from retouch.families.inputs import reference_inputs
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
@@ -67,15 +68,10 @@ class QwenImage(QwenModel):
         Raises:
             ValueError: some examples with a source and some without, or neither a source nor a size.
         """
-        text = self.texts()
         tensors = {
-            **text.encode([e.prompt for e in examples]),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            **self.guided_texts(examples, guidance_scale),
             **reference_inputs(examples, self.image_encoder, self.device),
         }
-        if guidance_scale > 1:
-            negative = text.encode([NEGATIVE])
-            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in negative.items()}
         blending, mask, size = blending_inputs(self, examples)
         return Condition(tensors | blending, mask, size)
 
@@ -83,20 +79,9 @@ class QwenImage(QwenModel):
         """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by
         token, to the length of the guided prediction; outside the mask the one that leads to the source."""
         c = condition.tensors
-        reference = _reference(c, guided="negative_text" in c)
-        velocity = self._velocity(network, x, t, condition, attention_kwargs=reference)
+        velocity = self._velocity(network, x, t, condition, attention_kwargs=adapter_inputs(c))
         return blended(velocity, x, t, c)
 
 
 def _prompt_alone(prompt: str) -> tuple[str, tuple[()]]:
     return prompt, ()
-
-
-def _reference(tensors: Mapping[str, Tensor], *, guided: bool) -> dict[str, Any] | None:
-    """Input of the attention processors of a style adapter; the half with the negative prompt attends to no token."""
-    if "reference" not in tensors:
-        return None
-    vectors, keep = tensors["reference"], tensors["reference_keep"]
-    if guided:
-        vectors, keep = torch.cat([vectors] * 2), torch.cat([torch.zeros_like(keep), keep])
-    return {"ip_adapter_image_embeds": (vectors, keep)}

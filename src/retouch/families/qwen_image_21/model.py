@@ -30,15 +30,16 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from retouch.errors import first_line
 from retouch.families.blending import blended, blending_inputs, mask_cells
 from retouch.families.diffusion import FamilyModel
 from retouch.families.inputs import image_pixels, optional_masks
 from retouch.families.loading import ModelFilesError, load_component
 from retouch.families.qwen.base import picture_tensors, pictures_in
-from retouch.families.qwen.text import CHAT_TEMPLATE
+from retouch.families.qwen.text import CHAT_TEMPLATE, Shown
 from retouch.families.qwen.tiny import byte_qwen_tokenizer, special_tokens
 from retouch.families.qwen_image_21.spec import QwenImage21Model
-from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates, Seen
+from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates
 from retouch.families.text import TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
@@ -234,9 +235,9 @@ def _sources(example: Example) -> list[Image]:
     return [edited, *(image.convert("RGB") for image in example.more_images)]
 
 
-def _text(prompt: str, sources: Sequence[Image]) -> str | Seen:
+def _text(prompt: str, sources: Sequence[Image]) -> str | Shown:
     """A prompt alone is a string, by which embeddings are stored."""
-    return Seen.of(prompt, sources) if sources else prompt
+    return Shown.of(prompt, sources) if sources else prompt
 
 
 def _encoders(states: PromptStates, device: torch.device | str, config: QwenImage21Model) -> TextEncoders:
@@ -250,8 +251,9 @@ def _index_of(path: str) -> Mapping[str, Any]:
     try:
         index: Any = QwenImage21Pipeline.load_config(path)
     except OSError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
-        raise ModelFilesError(f"model.path: cannot read model_index.json of {path}: {reason}; copy it anew") from None
+        raise ModelFilesError(
+            f"model.path: cannot read model_index.json of {path}: {first_line(error)}; copy it anew"
+        ) from None
     return index
 
 

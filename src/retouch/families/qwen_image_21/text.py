@@ -8,18 +8,16 @@ Legend: L tokens of a chat, S tokens with padding, D width.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen3VLProcessor
 
-from retouch.families.qwen.text import SEEN, without_tokens_before
+from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +38,6 @@ class ImageTextProcessor(Qwen3VLProcessor):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A prompt and its source images in the text encoder; equal if all are."""
-
-    prompt: str
-    digests: tuple[bytes, ...]
-    images: tuple[Image, ...] = field(compare=False, repr=False)
-
-    @classmethod
-    def of(cls, prompt: str, images: Sequence[Image]) -> Seen:
-        pixels = tuple(image.convert("RGB") for image in images)
-        return cls(prompt, tuple(hashlib.sha256(repr(p.size).encode() + p.tobytes()).digest() for p in pixels), pixels)
-
-
 def chat(prompt: str, images: int = 0) -> str:
     """A prompt and its numbered images in the chat of the released model."""
     seen = " ".join(f"<image{i + 1}>{SEEN}" for i in range(images))
@@ -62,7 +46,7 @@ def chat(prompt: str, images: int = 0) -> str:
 
 @dataclass(frozen=True)
 class PromptStates:
-    """A prompt, alone or with images (`Seen`) -> states of the vision-language model.
+    """A prompt, alone or with images (`Shown`) -> states of the vision-language model.
 
     Attributes:
         model: a `Qwen3VLForConditionalGeneration`.
@@ -74,17 +58,17 @@ class PromptStates:
     processor: Any
     length: int
 
-    def __call__(self, prompts: Sequence[str | Seen]) -> Tensor:
+    def __call__(self, prompts: Sequence[str | Shown]) -> Tensor:
         """[B, S, D], padded with zeros behind; S is `length` and the tokens of the images."""
         return torch.stack([self._states(prompt) for prompt in prompts])
 
-    def kinds(self, prompt: str | Seen) -> Tensor:
+    def kinds(self, prompt: str | Shown) -> Tensor:
         """[S] fp32: what each token is, one of PADDING, TEXT and SLOT."""
         inputs, drop = self._inputs(prompt)
         kinds = torch.where(self._slots(inputs), SLOT, TEXT)[0, drop:]
         return self._padded(kinds, int((kinds == SLOT).sum())).float()
 
-    def _states(self, prompt: str | Seen) -> Tensor:
+    def _states(self, prompt: str | Shown) -> Tensor:
         inputs, drop = self._inputs(prompt)
         slots = int(self._slots(inputs).sum())
         on_device = {name: value.to(self.model.device) for name, value in inputs.items()}
@@ -105,9 +89,9 @@ class PromptStates:
         """[L, ...] -> [S, ...]."""
         return nn.functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, self.length + slots - len(rows)))
 
-    def _inputs(self, prompt: str | Seen) -> tuple[dict[str, Tensor], int]:
+    def _inputs(self, prompt: str | Shown) -> tuple[dict[str, Tensor], int]:
         """Inputs of the model for one prompt, without padding, and the number of tokens of the system message."""
-        seen = Seen(prompt, (), ()) if isinstance(prompt, str) else prompt
+        seen = Shown(prompt, (), ()) if isinstance(prompt, str) else prompt
         text, images = chat(seen.prompt, len(seen.images)), list(seen.images)
         # the sides are multiples of a token's: another size would have another number of slots than the network fills
         given: dict[str, Any] = {"images": images, "do_resize": False} if images else {}
@@ -149,6 +133,6 @@ class PromptKinds:
     def model(self) -> Any:
         return self.states.model
 
-    def __call__(self, prompts: Sequence[str | Seen]) -> Tensor:
+    def __call__(self, prompts: Sequence[str | Shown]) -> Tensor:
         """[B, S] fp32."""
         return torch.stack([self.states.kinds(prompt) for prompt in prompts])

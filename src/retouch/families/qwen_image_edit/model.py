@@ -13,9 +13,7 @@ Legend: B samples, C latent channels, h w latent sides.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -27,7 +25,7 @@ from retouch.families.inputs import optional_masks
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
 from retouch.families.qwen.base import NEGATIVE, QwenModel, picture_tensors
-from retouch.families.qwen.text import ChatStates, ImageTextProcessor, chat_encoders
+from retouch.families.qwen.text import ChatStates, ImageTextProcessor, Shown, chat_encoders
 from retouch.families.qwen_image_edit.spec import RELEASED, EditVariant, QwenImageEditModel
 from retouch.families.text import TextEncoders
 from retouch.types import Condition, Example
@@ -123,20 +121,6 @@ class QwenImageEdit(QwenModel):
                 "set model.variant=edit_plus"
             )
         return [example.source, *example.more_images]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A prompt and its images in the text encoder; equal if all are."""
-
-    prompt: str
-    digests: tuple[bytes, ...]
-    images: tuple[Image, ...] = field(compare=False, repr=False)
-
-    @classmethod
-    def of(cls, prompt: str, images: Sequence[Image]) -> Shown:
-        pixels = tuple(image.convert("RGB") for image in images)
-        return cls(prompt, tuple(hashlib.sha256(repr(p.size).encode() + p.tobytes()).digest() for p in pixels), pixels)
 
 
 def _prompt_and_images(shown: Shown) -> tuple[str, Sequence[Image]]:

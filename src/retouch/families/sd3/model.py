@@ -27,6 +27,7 @@ from retouch.core.schedule import FlowSchedule, shift_sigma
 from retouch.families import tiny
 from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import FamilyModel
+from retouch.families.guidance import doubled, guided, halves
 from retouch.families.loading import is_there
 from retouch.families.sd3.spec import Sd3Model
 from retouch.families.text import TextEncoder, TextEncoders
@@ -132,18 +133,8 @@ class Sd3(FamilyModel):
             ValueError: some examples with a source and some without, neither a source nor a size, or a size that the
                 network cannot take.
         """
-        tensors = {
-            **self._text([e.prompt for e in examples]),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
-        }
-        if guidance_scale > 1:
-            empty = self._text([self.spec.empty_prompt])
-            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
         blending, mask, size = blending_inputs(self, examples)
-        return Condition(tensors | blending, mask, size)
-
-    def _text(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        return self.arranged(self.texts().encode(prompts))
+        return Condition(self.guided_texts(examples, guidance_scale) | blending, mask, size)
 
     def arranged(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`text` [B, S, D], tokens of both CLIPs before those of T5, and `pooled` [B, D']."""
@@ -161,22 +152,14 @@ class Sd3(FamilyModel):
         """Velocity [B, C, h, w] at sigma `t` [B], by classifier-free guidance (arXiv 2207.12598) where the condition
         has a `negative_text`; outside the mask the one that leads to the source."""
         c = condition.tensors
-        latents, timestep, text, pooled = x, t * 1000, c["text"], c["pooled"]
-        guided = "negative_text" in c
-        if guided:
-            latents, timestep = torch.cat([x] * 2), torch.cat([timestep] * 2)
-            text, pooled = torch.cat([c["negative_text"], text]), torch.cat([c["negative_pooled"], pooled])
         velocity = network(
-            hidden_states=latents.to(self.dtype),
-            timestep=timestep,  # fp32: the network computes its sinusoids in that
-            encoder_hidden_states=text.to(self.dtype),
-            pooled_projections=pooled.to(self.dtype),
+            hidden_states=doubled(x, c).to(self.dtype),
+            timestep=doubled(t * 1000, c),  # fp32: the network computes its sinusoids in that
+            encoder_hidden_states=halves(c, "text").to(self.dtype),
+            pooled_projections=halves(c, "pooled").to(self.dtype),
             return_dict=False,
         )[0].float()
-        if guided:
-            without, with_text = velocity.chunk(2)
-            velocity = without + c["guidance"].view(-1, 1, 1, 1) * (with_text - without)
-        return blended(velocity, x, t, c)
+        return blended(guided(velocity, c), x, t, c)
 
 
 def _encoders(clip: TextEncoder, clip_2: TextEncoder, t5: TextEncoder | None) -> Mapping[str, TextEncoder]:

@@ -10,7 +10,7 @@ Stable Diffusion 2 inpainting has the same pipeline, and loads as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import CLIPTextModel
 
 from retouch.families import tiny
+from retouch.families.guidance import is_guided
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.text import TextEncoder, TextEncoders
 from retouch.families.unet import tiny as unet_tiny
@@ -61,14 +62,11 @@ class SdInpaint(UnetInpaint):
             requires_safety_checker=False,
         )
 
-    def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        return self.texts().encode(prompts)
-
-    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int], *, guided: bool) -> dict[str, Any] | None:
+    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int]) -> dict[str, Any] | None:
         """Input of diffusers' processors of a style adapter. A missing reference is the vector 0, also in the half
         without text: Tencent's convention, which every program that samples follows."""
         if "reference" not in tensors:
             return None
         vectors = tensors["reference"] * tensors["reference_keep"][:, None]
-        rows = torch.cat([torch.zeros_like(vectors), vectors]) if guided else vectors
+        rows = torch.cat([torch.zeros_like(vectors), vectors]) if is_guided(tensors) else vectors
         return {"image_embeds": [rows[:, None]]}

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from retouch.families import tiny
+from retouch.families.guidance import halves
 from retouch.families.sdxl_inpaint.spec import SdxlInpaintModel
 from retouch.families.text import TextEncoder, TextEncoders
 from retouch.families.unet import tiny as unet_tiny
@@ -91,10 +92,10 @@ class SdxlInpaint(UnetInpaint):
         text = torch.cat([made["clip"], made["clip_2"]], dim=-1)
         return {"text": text * keep.view(-1, 1, 1).to(text), "pooled": made["pooled"] * keep.view(-1, 1).to(text)}
 
-    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int], *, guided: bool) -> dict[str, Any]:
+    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int]) -> dict[str, Any]:
         """Vector of the prompt, and of each sample: size of the image before it was scaled, corner and size of its
         crop, all of which are those of the image."""
-        pooled = torch.cat([tensors["negative_pooled"], tensors["pooled"]]) if guided else tensors["pooled"]
+        pooled = halves(tensors, "pooled")
         sizes = torch.tensor([*size, 0, 0, *size], device=pooled.device, dtype=torch.float32)
         return {"text_embeds": pooled.to(self.dtype), "time_ids": sizes.expand(len(pooled), -1)}
 

@@ -8,7 +8,6 @@ Legend: B samples, C latent channels, h w latent sides, S text tokens, D width.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from retouch.core.schedule import AlphaBarSchedule
 from retouch.families.diffusion import FamilyModel
+from retouch.families.guidance import doubled, guided, halves
 from retouch.families.inputs import inpainting_inputs, reference_inputs
 from retouch.families.loading import ModelFilesError
 from retouch.types import Condition, Example
@@ -57,23 +57,15 @@ class UnetInpaint(FamilyModel):
         size = (images.shape[2], images.shape[3])
         cells = (size[0] // self.spec.downsampling, size[1] // self.spec.downsampling)
         tensors = {
-            **self.text_tensors([e.prompt for e in examples]),
+            **self.guided_texts(examples, guidance_scale),
             "mask_cells": nn.functional.interpolate(mask, size=cells),
             "masked_latents": self.autoencoder.encode_once(images * (mask < 0.5)),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
             **reference_inputs(examples, self.image_encoder, self.device),
         }
-        if guidance_scale > 1:
-            empty = self.text_tensors([self.spec.empty_prompt])
-            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
         return Condition(tensors, mask, size)
 
-    @abstractmethod
-    def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """`text` [B, S, D], and what else of a prompt the U-Net takes."""
-
-    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int], *, guided: bool) -> dict[str, Any] | None:
-        """Further conditions of the U-Net, in the half without text, if `guided`, and behind it in that with text."""
+    def added(self, tensors: Mapping[str, Tensor], size: tuple[int, int]) -> dict[str, Any] | None:
+        """Further conditions of the U-Net, of both halves with guidance."""
         return None
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -81,19 +73,11 @@ class UnetInpaint(FamilyModel):
         has a `negative_text`: noise without text + guidance · (noise with text - noise without text)."""
         c = condition.tensors
         channels = torch.cat([x, c["mask_cells"].to(x), c["masked_latents"].to(x)], dim=1)
-        timestep, text = t.long(), c["text"]
-        guided = "negative_text" in c
-        if guided:
-            channels, timestep = torch.cat([channels] * 2), torch.cat([timestep] * 2)
-            text = torch.cat([c["negative_text"], text])
         output = network(
-            sample=channels.to(self.dtype),
-            timestep=timestep,
-            encoder_hidden_states=text.to(self.dtype),
-            added_cond_kwargs=self.added(c, condition.size, guided=guided),
+            sample=doubled(channels, c).to(self.dtype),
+            timestep=doubled(t.long(), c),
+            encoder_hidden_states=halves(c, "text").to(self.dtype),
+            added_cond_kwargs=self.added(c, condition.size),
             return_dict=False,
         )[0].float()
-        if not guided:
-            return output
-        without, with_text = output.chunk(2)
-        return without + c["guidance"].view(-1, 1, 1, 1) * (with_text - without)
+        return guided(output, c)

@@ -89,16 +89,8 @@ class ZImage(FamilyModel):
                 model that was distilled to sample without.
         """
         self.require_guidance(guidance_scale)
-        text = self.texts()
-        tensors = {
-            **text.encode([e.prompt for e in examples]),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
-        }
-        if guidance_scale > 1:
-            negative = text.encode([self.spec.empty_prompt])
-            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in negative.items()}
         blending, mask, size = blending_inputs(self, examples)
-        return Condition(tensors | blending, mask, size)
+        return Condition(self.guided_texts(examples, guidance_scale) | blending, mask, size)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B], by classifier-free guidance; outside the mask the one that leads to

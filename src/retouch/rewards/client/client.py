@@ -18,15 +18,16 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.rewards.addresses import base_url, usable_token
-from retouch.rewards.client.balance import BREAKER_FAILURES, Balance, Balancer, RetryBudget, Server
+from retouch.rewards.client.balance import BREAKER_FAILURES, Balancer, RetryBudget, Server
 from retouch.rewards.client.cache import ScoreCache, cache_key
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.client.exchange import CONNECT_S, Columns, Exchange, Refusal
 from retouch.rewards.client.revisions import Revisions
 from retouch.rewards.protocol import RewardItem, malformed
@@ -44,27 +45,6 @@ _LEAST_S = 0.2  # less remaining time than this is not divided between servers
 _LATENCIES = 2048  # newest requests that the percentiles cover
 
 
-@dataclass(frozen=True)
-class ClientOptions:
-    """How a client talks to its servers.
-
-    Attributes:
-        timeout_s: deadline of one request, retries included, from when a server is free for it. With several servers an
-            attempt gets half of the remaining time: a server that never answers cannot use all of it.
-            Requests that wait for a server fail as unavailable once no server has answered for this long.
-        batch_size: items per request.
-        balance: see `Balancer`.
-        most: open requests per server.
-        hedge_s: send the request to a second server after this many seconds without an answer; None never does.
-    """
-
-    timeout_s: float = 60.0
-    batch_size: int = 16
-    balance: Balance = "least_outstanding"
-    most: int = 4
-    hedge_s: float | None = None
-
-
 @dataclass
 class ClientStatistics:
     """Counts since the client was made, and the latencies of the newest requests in seconds."""
@@ -80,8 +60,12 @@ class ClientStatistics:
 
     def latency(self, share: float) -> float:
         """The latency that this fraction of the newest requests did not exceed; NaN before the first."""
-        ordered = sorted(self.latencies)
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+        return percentile(self.latencies, share) if self.latencies else math.nan
+
+
+def percentile(values: Collection[float], share: float) -> float:
+    """The value that this fraction of them does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 class RewardClient:
@@ -90,7 +74,7 @@ class RewardClient:
     Args:
         urls: base addresses.
         rewards: names at the servers.
-        options: replaces timeout_s and batch_size.
+        options: replace timeout_s and batch_size.
         token: bearer token; never logged, and never in a message.
         cache: keeps scores; None keeps none.
 
@@ -106,14 +90,14 @@ class RewardClient:
         batch_size: int = 16,
         token: str | None = None,
         *,
-        options: ClientOptions | None = None,
+        options: RewardClientConfig | None = None,
         cache: ScoreCache | None = None,
     ) -> None:
         if not urls:
             raise ValueError("a reward client needs at least one server address")
         self.urls = [base_url(url) for url in urls]
         self.rewards = list(rewards)
-        self.options = options or ClientOptions(timeout_s, batch_size)
+        self.options = options or RewardClientConfig(timeout_s=timeout_s, batch_size=batch_size)
         self.statistics = ClientStatistics()
         self._token = None if token is None else usable_token(token)
         self._cache = cache
@@ -171,11 +155,11 @@ class RewardClient:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._exchange = Exchange(self.rewards, self._token, self.revisions.note)
-        self._balancer = Balancer(self.urls, self.options.balance, self.options.most)
+        self._balancer = Balancer(self.urls, self.options.balance, self.options.requests_per_server)
         self._budget = RetryBudget(self.options.timeout_s)
         self._freed = asyncio.Event()
         # every answer wakes all requests that wait for a server: bound their number
-        self._turns = asyncio.Semaphore(2 * self.options.most * len(self.urls))
+        self._turns = asyncio.Semaphore(2 * self.options.requests_per_server * len(self.urls))
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reward-client")
         self._thread.start()
@@ -330,11 +314,11 @@ class RewardClient:
     async def _attempt_or_hedge(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
     ) -> Columns | Refusal:
-        """Ask a server, and after `hedge_s` a second one as well; the first good answer counts."""
+        """Ask a server, and after `hedge_after_s` a second one as well; the first good answer counts."""
         first = self._begin(server, items, request_id, deadline)
-        if self.options.hedge_s is None or len(self.urls) == 1:
+        if self.options.hedge_after_s is None or len(self.urls) == 1:
             return await first
-        await asyncio.wait([first], timeout=self.options.hedge_s)
+        await asyncio.wait([first], timeout=self.options.hedge_after_s)
         other = None if first.done() else self._balancer.choose(time.monotonic(), [server])[0]
         if other is None or other is server or not self._budget.take(time.monotonic()):
             return await first
@@ -371,6 +355,7 @@ class RewardClient:
         """Ask one server once -> outcomes, or why there are none; updates its breaker and latency."""
         started = time.monotonic()
         left = max(0.0, deadline - started)
+        # of several servers, one that never answers cannot use all of the time
         share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
         self.statistics.attempts += 1
         try:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Unit
+from retouch.rewards.client.balance import Balance
 
 COLLECTIVE_S = 7200.0
 """Minimum timeout of a collective; NCCL's default of ten minutes is less than writing a large checkpoint takes."""
@@ -29,7 +30,7 @@ class RewardClientConfig(Section):
     """The same limit over all samples of the run, once there were 200: it catches a low but steady failure rate."""
     batch_size: Count = 16
     """Images per request."""
-    balance: Literal["least_outstanding", "round_robin"] = "least_outstanding"
+    balance: Balance = "least_outstanding"
     """How one of several servers is chosen: the one expected to answer first, by its open requests and its latency; or
     each in turn."""
     requests_per_server: Count = 4

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -175,20 +176,13 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
-class _constraints:
+@contextmanager
+def _constraints(environment: Environment) -> Iterator[str]:
     """A temporary file of an environment's constraints."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._lines = "\n".join(environment.constraints)
-
-    def __enter__(self) -> str:
-        self._folder = tempfile.TemporaryDirectory(prefix="retouch-constraints-")
-        file = Path(self._folder.name) / "constraints.txt"
-        file.write_text(self._lines, encoding="utf-8")
-        return str(file)
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
+    with tempfile.TemporaryDirectory(prefix="retouch-constraints-") as folder:
+        file = Path(folder) / "constraints.txt"
+        file.write_text("\n".join(environment.constraints), encoding="utf-8")
+        yield str(file)
 
 
 def _with_new_pip(folder: Path) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from retouch.config.base import Count, Text
-from retouch.disk import expanded
 from retouch.errors import ConfigError
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.clip import ClipTowers
+from retouch.rewards.scorers.weights import file_digest, named_file, read_weights, tensor_of
 from retouch.types import Outcome, Score
 
 
@@ -51,31 +51,20 @@ class AestheticV1Scorer(PackageScorer[AestheticV1Reward]):
         Raises:
             ConfigError: a missing file, or one of another layer.
         """
-        import hashlib
-
-        import torch
-
-        file = expanded(self.options.head)
-        if not file.is_file():
-            raise ConfigError(f"head: given {self.options.head!r}; no such file")
-        try:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-            weight, bias = tensors["weight"].float(), tensors["bias"].float()
-        except Exception as error:  # what a foreign file raises is not ours to list
-            raise ConfigError(f"head: {file} is no linear layer: {str(error).splitlines()[0]}") from None
+        file = named_file("head", self.options.head)
+        tensors = read_weights(file, "head", mmap=False)
+        weight, bias = (tensor_of(tensors, "head", name) for name in ("weight", "bias"))
         self._towers = ClipTowers(self.options.path, "", device)
         width = self._towers.model.config.projection_dim
         if weight.shape != (1, width) or bias.shape != (1,):
             raise ConfigError(f"head: {file} has a weight {tuple(weight.shape)}; expected (1, {width})")
         self._weight, self._bias = weight.to(device), bias.to(device)
-        head = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        self.set_revision(f"aesthetic_v1 {self._towers.revision} head {head}")
+        self.set_revision(f"aesthetic_v1 {self._towers.revision} head {file_digest(file)}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            batch = [item.image for item in items[start : start + self.options.images_per_forward]]
+        for batch in in_batches(items, self.options.images_per_forward):
             assert self._towers is not None
-            embedded = self._towers.of_images(batch).float()
+            embedded = self._towers.of_images([item.image for item in batch]).float()
             outcomes += [Score(value) for value in (embedded @ self._weight.T + self._bias)[:, 0].tolist()]
         return outcomes

@@ -8,7 +8,6 @@ recogniser is ModelScope's DuGuangOCR; with another one the numbers are not the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -75,10 +74,7 @@ class AnyTextScorer(ReadingScorer[AnyTextReward]):
     def __init__(self, options: AnyTextReward) -> None:
         super().__init__(options, f"anytext table={options.table}")
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Outcome:
+    def _one(self, item: RewardItem) -> Outcome:
         asked = lines_to_read(item)
         if isinstance(asked, Failure):
             return asked

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from retouch.config.base import Count
 from retouch.errors import ConfigError
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.weights import loading, train_extra
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -66,21 +67,16 @@ class ClipTowers:
         Raises:
             ConfigError: transformers is missing, or there is no such model.
         """
-        try:
+        with train_extra():
             import torch
             from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
-        except ImportError as error:
-            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         self.torch = torch
         self.device = device
-        for name, given in {option: path, "processor": processor}.items():
-            require_hub(name, given)
-        try:
+        require_hub("processor", processor)
+        with loading(option, path):
             self.model: Any = CLIPModel.from_pretrained(path).eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
             self.pixels: Any = AutoImageProcessor.from_pretrained(processor or path)
             self.tokens: Any = AutoTokenizer.from_pretrained(processor or path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{option}: given {path!r}: {str(error).splitlines()[0]}") from None
         self.revision = f"{path} {getattr(self.model.config, '_commit_hash', None) or 'local'}"
 
     def of_images(self, images: Sequence[Pixels]) -> Tensor:
@@ -159,10 +155,8 @@ class ClipScorer(PackageScorer[ClipReward]):
         self.set_revision(f"{o.scorer} {self._towers.revision}" + (f" as {o.processor}" if o.processor else ""))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
-        return outcomes
+        batches = in_batches(items, self.options.images_per_forward)
+        return [Score(value) for batch in batches for value in self._batch(batch)]
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. They differ

@@ -7,7 +7,6 @@ that judge, against malformed texts that score high.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,15 +54,12 @@ class CompletionQualityReward(RewardEntry):
 
 
 class ThinkFormatScorer(PackageScorer[ThinkFormatReward]):
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        texts = [item.metadata.get("completion") for item in items]
-        return [Score(think_format(text)) if isinstance(text, str) else MISSING for text in texts]
+    def _one(self, item: RewardItem) -> Outcome:
+        text = item.metadata.get("completion")
+        return Score(think_format(text)) if isinstance(text, str) else MISSING
 
 
 class CompletionQualityScorer(PackageScorer[CompletionQualityReward]):
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
-
     def _one(self, item: RewardItem) -> Outcome:
         text = item.metadata.get("completion")
         if not isinstance(text, str):

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Count, NonNegative, Text, Unit
@@ -29,6 +28,7 @@ from retouch.rewards.scorers.judged import (
     read_integers,
     read_object,
     schema_of,
+    whole,
 )
 from retouch.types import Failure, Outcome, Score
 
@@ -87,6 +87,7 @@ class ComplexEditReward(JudgeEntry):
     `openai_judge`."""
 
     images = frozenset({"source"})
+    scores_edits = True
 
     scorer: Literal["complex_edit"] = "complex_edit"
     preset: Literal["balanced", "brief"] = "balanced"
@@ -126,9 +127,6 @@ class ComplexEditReward(JudgeEntry):
             )
         return self
 
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
-
     def make(self) -> ComplexEditScorer:
         weights = (self.alignment_weight, self.quality_weight)
         published = read_published(self.prompts or "") if self.wording == "published" else None
@@ -150,15 +148,10 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
 
     published: Published | None = None
 
-    def load(self, device: str) -> None:
-        """Ask a first pair of questions.
+    first_prompt = "change nothing"
 
-        Raises:
-            ConfigError: no such model, a wrong key, or a schema that is ignored.
-        """
-        grey = np.full((64, 64, 3), 127, np.uint8)
-        item = RewardItem(0, "change nothing", grey, source=grey)
-        self._first_question(lambda: self._sample(item, 0, again=False))
+    def _first_question(self, item: RewardItem) -> object:
+        return self._sample(item, 0, again=False)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         count = self.options.samples
@@ -167,10 +160,9 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
 
     def _outcome(self, answers: Sequence[dict[str, Any] | Failure]) -> Outcome:
         """The mean of one item's samples."""
-        for answer in answers:
-            if isinstance(answer, Failure):
-                return answer
-        given = [answer for answer in answers if not isinstance(answer, Failure)]
+        given = whole(answers)
+        if isinstance(given, Failure):
+            return given
         o = self.options
         parts = {name: sum(a[name] for a in given) / len(given) / _MOST for name in (*_ALIGNMENT, *_QUALITY)}
         return Score(combine(parts, o.preset, o.alignment_weight, o.quality_weight), parts)
@@ -273,7 +265,7 @@ def _read_as_text(text: str, names: Sequence[str], also: Sequence[str]) -> dict[
     found = read_object(text, [*names, *also])
     for name in names:
         value = found[name]
-        if not isinstance(value, str) or value not in {str(number) for number in range(_MOST + 1)}:
+        if value not in map(str, range(_MOST + 1)):
             raise ValueError(f'{name} must be a text from "0" to "{_MOST}"; given {shown(value)}')
         found[name] = int(value)
     return found

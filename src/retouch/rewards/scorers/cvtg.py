@@ -47,13 +47,7 @@ class CvtgReward(ReadingEntry):
 class CvtgScorer(ReadingScorer[CvtgReward]):
     """Finds the words of each image."""
 
-    def __init__(self, options: CvtgReward) -> None:
-        super().__init__(options, "cvtg")
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Outcome:
+    def _one(self, item: RewardItem) -> Outcome:
         asked = lines_to_read(item)
         if isinstance(asked, Failure):
             return asked

@@ -15,15 +15,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-import numpy as np
-
 from retouch import plain_json
 from retouch.config.base import Count, NonNegative
 from retouch.errors import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part, is_openai
-from retouch.rewards.scorers.judged import AnswerError, JudgeEntry, JudgeScorer
+from retouch.rewards.scorers.judged import AnswerError, JudgeEntry, JudgeScorer, whole
 from retouch.types import Failure, Outcome, Score
 
 RANGE = 25
@@ -41,6 +39,7 @@ class EditScoreReward(JudgeEntry):
 
     value_range = (0.0, 10.0)
     images = frozenset({"source"})
+    scores_edits = True
     licence = "Apache-2.0"
 
     scorer: Literal["editscore"] = "editscore"
@@ -49,9 +48,6 @@ class EditScoreReward(JudgeEntry):
     fails, the item fails."""
     temperature: NonNegative = 0.7
     """Sampling temperature of the answers, as published; at 0 further passes repeat the first."""
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
     def make(self) -> EditScoreScorer:
         return EditScoreScorer(
@@ -62,15 +58,10 @@ class EditScoreReward(JudgeEntry):
 class EditScoreScorer(JudgeScorer[EditScoreReward]):
     """Mean overall score of the passes; the means of its parts, in [0, 10] too, are its detail."""
 
-    def load(self, device: str) -> None:
-        """Ask a first pair of questions.
+    first_prompt = "Change nothing."
 
-        Raises:
-            ConfigError: no such model, a wrong key, or a model that does not answer in the format of EditScore.
-        """
-        grey = np.full((64, 64, 3), 127, np.uint8)
-        item = RewardItem(0, "Change nothing.", grey, source=grey)
-        self._first_question(lambda: self._pass(item, 0))
+    def _first_question(self, item: RewardItem) -> object:
+        return self._pass(item, 0)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         count = self.options.passes
@@ -141,13 +132,10 @@ def overall(scores: Sequence[float], most: float = RANGE) -> float:
 
 
 def outcome_of(passes: Sequence[Sequence[float] | Failure]) -> Outcome:
-    """The mean of the passes of one item; a failure if one of them failed, whose mean with others would be another
-    reward than that of the items beside it."""
-    scored: list[Sequence[float]] = []
-    for one in passes:
-        if isinstance(one, Failure):
-            return one
-        scored.append(one)
+    """The mean of the passes of one item; a failure if one of them failed."""
+    scored = whole(passes)
+    if isinstance(scored, Failure):
+        return scored
     columns = {
         "prompt_following": [one[0] for one in scored],
         "consistency": [one[1] for one in scored],

@@ -41,13 +41,7 @@ class FlowGrpoOcrReward(ReadingEntry):
 class FlowGrpoOcrScorer(ReadingScorer[FlowGrpoOcrReward]):
     """Reads each whole image."""
 
-    def __init__(self, options: FlowGrpoOcrReward) -> None:
-        super().__init__(options, "flow_grpo_ocr")
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Outcome:
+    def _one(self, item: RewardItem) -> Outcome:
         target = text_to_read(item)
         if isinstance(target, Failure):
             return target

@@ -117,9 +117,6 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
         self._networks = Networks(o.detector, o.color_model, device)
         self.set_revision(f"{o.value} {self._networks.revision}")
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
-
     def _one(self, item: RewardItem) -> Outcome:
         try:
             include, exclude = read_clauses(item.metadata)

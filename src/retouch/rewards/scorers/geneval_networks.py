@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 
 from retouch.errors import ConfigError
-from retouch.hub import require_hub
 from retouch.rewards.scorers.clip import ClipTowers
 from retouch.rewards.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
+from retouch.rewards.scorers.weights import loading, train_extra
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,19 +48,14 @@ class Networks:
     """
 
     def __init__(self, detector: str, color_model: str, device: str) -> None:
-        try:
+        with train_extra():
             import torch
             from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
-        except ImportError as error:
-            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         self._torch, self._device = torch, device
-        require_hub("detector", detector)
-        try:
+        with loading("detector", detector):
             self._detector: Any = Mask2FormerForUniversalSegmentation.from_pretrained(detector).eval()
             self._detector.to(device)
             self._pixels: Any = Mask2FormerImageProcessorPil.from_pretrained(detector)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"detector: given {detector!r}: {str(error).splitlines()[0]}") from None
         _check_classes(detector, self._detector.config.id2label)
         self._clip = ClipTowers(color_model, "", device, "color_model")
         self._of_colors: dict[str, Tensor] = {}

@@ -6,9 +6,7 @@ where the recogniser found it or in an equal slice of the line. Use it beside th
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,12 +15,13 @@ from pydantic import Field, model_validator
 from retouch.config.base import Unit
 from retouch.glyphs import ink_box
 from retouch.imaging import Box, normalize_text
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.character_boxes import aligned, read_characters
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 from retouch.rewards.scorers.reading import crop_box, crop_for, unreadable
+from retouch.rewards.scorers.weights import file_digest
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class GlyphStructureReward(RewardEntry):
         return frozenset({"ocr"} if self.boxes == "recognised" else ())
 
 
-class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
+class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
     """1 - P(broken) over the letters A-Z, a-z and 0-9 of the target text; other characters are not judged.
 
     A letter without a box, in a line with others, counts as broken. An image without any box is a failure.
@@ -88,19 +87,14 @@ class GlyphStructureScorer(PackageScorer[GlyphStructureReward]):
         from retouch.glyph_structure import FOLDER, WEIGHTS, packaged
 
         packaged()  # read before the first item
-        digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()[:12]
-        self.set_revision(f"{digest} {self.spec.revision}")
+        self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
         if self._reader is not None:
             self._reader.load(device)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]  # one by one: a score must not depend on its batch
-
-    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
-        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. The boxes are
-        found on the image rounded to uint8 and have no gradient."""
-        judged = (self._judged(image, with_image(item, image)) for image, item in zip(images, items, strict=True))
-        return [one if isinstance(one, Failure) else one[0].to(images.dtype) for one in judged]
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        """The boxes are found on the image rounded to uint8 and have no gradient."""
+        judged = self._judged(image, with_image(item, image))
+        return judged if isinstance(judged, Failure) else judged[0].to(image.dtype)
 
     def _one(self, item: RewardItem) -> Outcome:
         import torch

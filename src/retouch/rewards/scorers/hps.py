@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
-from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import read_weights, require_all, weights_file
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, weights_file
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -92,19 +91,14 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         Raises:
             ConfigError: transformers is missing, or there are no such weights.
         """
-        try:
+        with train_extra():
             import torch
             from transformers import AutoTokenizer, CLIPModel
-        except ImportError as error:
-            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         o = self.options
         file, version = weights_file(o.path, _FILES, o.revision)
         weights = clip_weights(read_weights(file))
-        require_hub("processor", o.processor)
-        try:
+        with loading("processor", o.processor):
             self._tokens: Any = AutoTokenizer.from_pretrained(o.processor)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"processor: given {o.processor!r}: {str(error).splitlines()[0]}") from None
         with torch.device("meta"):
             model: Any = CLIPModel(clip_config(weights, self._tokens.eos_token_id))
         found = model.load_state_dict(weights, strict=False, assign=True)
@@ -116,10 +110,8 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         self.set_revision(f"hpsv2 {o.path} {version} as {o.processor}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += [Score(value) for value in self._batch(items[start : start + self.options.images_per_forward])]
-        return outcomes
+        batches = in_batches(items, self.options.images_per_forward)
+        return [Score(value) for batch in batches for value in self._batch(batch)]
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Count, Text
-from retouch.errors import ConfigError
-from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.weights import loading, train_extra
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -54,9 +53,8 @@ class ImageSimilarityScorer(PackageScorer[ImageSimilarityReward]):
         self.set_revision(f"{self._encoder.revision} {self.options.against}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        size, outcomes = self.options.images_per_forward, list[Outcome]()
-        for start in range(0, len(items), size):
-            batch = items[start : start + size]
+        outcomes: list[Outcome] = []
+        for batch in in_batches(items, self.options.images_per_forward):
             assert self._encoder is not None
             samples = self._encoder([item.image for item in batch])
             others = self._encoder([getattr(item, self.options.against) for item in batch])
@@ -73,19 +71,14 @@ class Encoder:
     """
 
     def __init__(self, path: str, device: str) -> None:
-        try:
+        with train_extra("an image encoder"):
             import torch
             from transformers import AutoConfig, AutoImageProcessor, AutoModel
-        except ImportError as error:
-            raise ConfigError(f'an image encoder needs {error.name}: pip install "retouch[train]"') from None
-        require_hub("path", path)
-        try:
+        with loading("path", path):
             config: Any = AutoConfig.from_pretrained(path)
             self._is_clip = config.model_type == "clip"
             self._model: Any = AutoModel.from_pretrained(path).eval().to(device)
             self._pixels: Any = AutoImageProcessor.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"path: given {path!r}: {str(error).splitlines()[0]}") from None
         self._torch, self._device = torch, device
         self.revision = f"{path} {getattr(config, '_commit_hash', None) or 'local'}"
 

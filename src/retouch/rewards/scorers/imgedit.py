@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
-import numpy as np
 from pydantic import model_validator
 
 from retouch import plain_json
@@ -42,6 +42,7 @@ class ImgEditReward(JudgeEntry):
     benchmark) and a judge as of `openai_judge`. Published numbers are `imgedit.mean`, from 1 to 5."""
 
     images = frozenset({"source"})
+    scores_edits = True
 
     scorer: Literal["imgedit"] = "imgedit"
     prompts: Text | None = None
@@ -60,9 +61,6 @@ class ImgEditReward(JudgeEntry):
             raise ValueError(f"prompts: not set; set it to your copy of {_WHERE}")
         return self
 
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
-
     def make(self) -> ImgEditScorer:
         return ImgEditScorer(self)
 
@@ -74,18 +72,10 @@ class ImgEditScorer(JudgeScorer[ImgEditReward]):
         self.questions = read_questions(options.prompts or "")
         super().__init__(options, self.questions, options.encoding, options.temperature, options.max_tokens)
 
-    def load(self, device: str) -> None:
-        """Ask a first question.
+    first_prompt = "change nothing"
 
-        Raises:
-            ConfigError: no such model, or a wrong key.
-        """
-        grey = np.full((64, 64, 3), 127, np.uint8)
-        item = RewardItem(0, "change nothing", grey, source=grey, metadata={"edit_type": next(iter(self.questions))})
-        self._first_question(lambda: self._ask(item))
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return self._answers(self._one, items)
+    def _first_question(self, item: RewardItem) -> object:
+        return self._ask(replace(item, metadata={"edit_type": next(iter(self.questions))}))
 
     def _one(self, item: RewardItem) -> Outcome:
         kind = item.metadata.get("edit_type")

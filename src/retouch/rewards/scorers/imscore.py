@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from retouch.config.base import Count
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, first_line
 from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.reading import importlib_version
 from retouch.types import Failure, Outcome, Score
@@ -117,10 +117,9 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
                     "%s: tensors of %s that the model does not have are ignored: %s", self.options.scorer, path, text
                 )
                 return kind.from_pretrained(path)
-            reason = next(iter(text.strip().splitlines()), type(error).__name__)
             missing = "; weights are missing from its file" * ("Missing key" in text)
             raise ConfigError(
-                f"path: given {path!r}, which cannot be loaded ({reason.rstrip('. :')}{missing}); it needs that "
+                f"path: given {path!r}, which cannot be loaded ({first_line(error)}{missing}); it needs that "
                 f"model and {self.options.beside} from the hub or its cache, and transformers>=4.53,<5"
             ) from None
 
@@ -130,8 +129,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
         for i, item in enumerate(items):
             shapes.setdefault(item.image.shape, []).append(i)
         for members in shapes.values():
-            for start in range(0, len(members), self.options.images_per_forward):
-                chunk = members[start : start + self.options.images_per_forward]
+            for chunk in in_batches(members, self.options.images_per_forward):
                 outcomes.update(zip(chunk, self._batch([items[i] for i in chunk]), strict=True))
         return [outcomes[i] for i in range(len(items))]
 

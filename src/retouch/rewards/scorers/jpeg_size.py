@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from PIL import Image
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
-from retouch.types import Outcome, Score
+from retouch.types import Score
 
 _MOST = 256.0  # one pixel is a file of some 630 bytes, most of them headers: 210 times its 24 bits
 
@@ -40,13 +39,10 @@ class JpegSizeScorer(PackageScorer[JpegSizeReward]):
         revision = f"1 quality={options.quality} incompressible={options.incompressible}"
         self.spec = ScorerSpec("jpeg_size", span, frozenset(), revision, options.licence)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item.image) for item in items]
-
-    def _one(self, image: Pixels) -> Score:
-        count = jpeg_bytes(image, self.options.quality)
+    def _one(self, item: RewardItem) -> Score:
+        count = jpeg_bytes(item.image, self.options.quality)
         sign = 1.0 if self.options.incompressible else -1.0
-        return Score(sign * 8 * count / (24 * (image.shape[0] * image.shape[1])), {"bytes": count})
+        return Score(sign * 8 * count / (24 * (item.image.shape[0] * item.image.shape[1])), {"bytes": count})
 
 
 def jpeg_bytes(image: Pixels, quality: int) -> int:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 from pydantic import model_validator
 
 from retouch import plain_json
 from retouch.config.base import Count, NonNegative, Positive
 from retouch.errors import ConfigError, shown
 from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import (
     KEY_VARIABLE,
     Budget,
@@ -24,7 +27,7 @@ from retouch.rewards.scorers.judge_client import (
     has_key,
     is_openai,
 )
-from retouch.types import Failure
+from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,9 @@ class JudgeScorer(PackageScorer[Judged]):
         ConfigError: no key for OpenAI, or an unusable address. Nothing is sent.
     """
 
+    first_prompt: ClassVar[str] = "a grey square"
+    """Prompt of the first question."""
+
     def __init__(self, options: Judged, *depends_on: Any, protocol: str | None = None) -> None:
         o = self.options = options
         self._protocol = protocol or o.scorer
@@ -117,18 +123,29 @@ class JudgeScorer(PackageScorer[Judged]):
         served = self.judge.served or self.judge.model
         self.set_revision(f"{self._protocol} {self.judge.model} served as {served} {self._digest}")
 
-    def _first_question(self, ask: Callable[[], Answer]) -> Answer:
-        """Call `ask` when the scorer loads: missing abilities of the endpoint are reported before the run starts.
+    def load(self, device: str) -> None:
+        """Ask a first question: missing abilities of the endpoint are reported before the run starts.
 
         Raises:
-            ConfigError: no such model, a wrong key, or a schema that the endpoint ignores.
+            ConfigError: no such model, a wrong key, or answers that are not of the protocol.
         """
+        grey = np.full((64, 64, 3), 127, np.uint8)
         try:
-            answer = ask()
+            self._first_question(RewardItem(0, self.first_prompt, grey, source=grey))
         except (JudgeError, BudgetSpent) as error:
             raise ConfigError(f"reward {self.options.scorer!r}: {error}") from None
         self._name_judge()
-        return answer
+
+    @abstractmethod
+    def _first_question(self, item: RewardItem) -> object:
+        """Ask about a grey square, which is its own source.
+
+        Raises:
+            JudgeError, BudgetSpent: no usable answer.
+        """
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return self._answers(self._one, items)
 
     def _answers(self, ask: Callable[[Task], Answer], tasks: Sequence[Task]) -> list[Answer | Failure]:
         """`ask` of every task, in order, `concurrency` at once; a failure for each task that the judge does not
@@ -191,6 +208,13 @@ class JudgeScorer(PackageScorer[Judged]):
             return read(answer)
         except ValueError as error:
             raise AnswerError(f"the answer does not keep to the schema, twice: {error}") from None
+
+
+def whole(answers: Sequence[Answer | Failure]) -> list[Answer] | Failure:
+    """The answers about one item; the first failure if there is one, because a mean without it would be another
+    reward."""
+    failure = next((one for one in answers if isinstance(one, Failure)), None)
+    return failure or [one for one in answers if not isinstance(one, Failure)]
 
 
 def schema_of(name: str, properties: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

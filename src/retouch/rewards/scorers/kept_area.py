@@ -7,7 +7,6 @@ usual one and its PSNR 4.77 dB lower; an MSE below 1e-10 counts as 1000 dB.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -39,9 +38,6 @@ class KeptAreaReward(RewardEntry):
 
 class KeptAreaScorer(PackageScorer[KeptAreaReward]):
     """PSNR; detail: `psnr`, `mse`, and as BrushBench computes them `brushbench_psnr`, `brushbench_mse`."""
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
 
     def _one(self, item: RewardItem) -> Outcome:
         difference = unmasked_difference(item)

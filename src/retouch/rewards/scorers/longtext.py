@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from pydantic import field_validator
 
 from retouch.rewards.protocol import RewardItem, lines_to_read
@@ -82,30 +81,18 @@ class LongTextReward(JudgeEntry):
 class LongTextScorer(JudgeScorer[LongTextReward]):
     """Asks the reader for the text of each image."""
 
-    def load(self, device: str) -> None:
-        """Ask a first question.
+    def _first_question(self, item: RewardItem) -> object:
+        return self._read(item)
 
-        Raises:
-            ConfigError: no such model, or a wrong key.
-        """
-        item = RewardItem(0, "", np.full((64, 64, 3), 127, np.uint8))
-        self._first_question(lambda: self._read(item))
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        asked = [lines_to_read(item) for item in items]
-        known = [i for i, lines in enumerate(asked) if not isinstance(lines, Failure)]
-        answers = dict(zip(known, self._answers(self._read, [items[i] for i in known]) if known else [], strict=True))
-        return [
-            lines if isinstance(lines, Failure) else self._outcome([line.text for line in lines], answers[i])
-            for i, lines in enumerate(asked)
-        ]
-
-    def _outcome(self, asked: Sequence[str], answer: str | Failure) -> Outcome:
-        if isinstance(answer, Failure):
-            return answer
-        found = recall(asked, answer, self.options.language)
+    def _one(self, item: RewardItem) -> Outcome:
+        asked = lines_to_read(item)
+        if isinstance(asked, Failure):
+            return asked
+        answer = self._read(item)
+        found = recall([line.text for line in asked], answer, self.options.language)
         if not found.asked:
-            return Failure("bad_item", f"nothing is left of {' '.join(asked)!r} once it is cleaned; check language")
+            text = " ".join(line.text for line in asked)
+            return Failure("bad_item", f"nothing is left of {text!r} once it is cleaned; check language")
         return Score(found.matched / found.asked, {"text": answer, "matched": found.matched, "asked": found.asked})
 
     def _read(self, item: RewardItem) -> str:

@@ -6,17 +6,14 @@ weighted by a 1 x 1 head, averaged over places and summed. Values of other backb
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
-from retouch.disk import expanded
-from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.weights import file_digest, named_file, read_weights, tensor_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -55,7 +52,7 @@ class LpipsReward(RewardEntry):
         return LpipsScorer(self)
 
 
-class LpipsScorer(PackageScorer[LpipsReward]):
+class LpipsScorer(PixelScorer[LpipsReward]):
     """One image at a time: sizes may differ."""
 
     def __init__(self, options: LpipsReward) -> None:
@@ -70,18 +67,16 @@ class LpipsScorer(PackageScorer[LpipsReward]):
         Raises:
             ConfigError: a missing file, or one without the tensors.
         """
-        backbone, heads = (_tensors(name, getattr(self.options, name)) for name in ("backbone", "heads"))
+        files = {name: named_file(name, getattr(self.options, name)) for name in ("backbone", "heads")}
+        backbone, heads = (read_weights(file, name, mmap=False) for name, file in files.items())
         self._device = device
         for number in (number for block in _BLOCKS for number in block):
-            weight, bias = (_one(backbone, "backbone", f"features.{number}.{part}") for part in ("weight", "bias"))
+            weight, bias = (tensor_of(backbone, "backbone", f"features.{number}.{part}") for part in ("weight", "bias"))
             self._convolutions[number] = (weight.to(device), bias.to(device))
         names = [f"lin{i}.model.1.weight" for i in range(len(_BLOCKS))]
-        self._heads = [_one(heads, "heads", name).flatten().to(device) for name in names]
-        digests = [_digest(file) for file in (self.options.backbone, self.options.heads)]
-        self.set_revision(f"vgg16 {self.options.region} {' '.join(digests)}")
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
+        self._heads = [tensor_of(heads, "heads", name).flatten().to(device) for name in names]
+        digests = " ".join(map(file_digest, files.values()))
+        self.set_revision(f"vgg16 {self.options.region} {digests}")
 
     def _one(self, item: RewardItem) -> Outcome:
         import torch
@@ -92,10 +87,9 @@ class LpipsScorer(PackageScorer[LpipsReward]):
             return distance
         return Score(-float(distance), {"lpips": float(distance)})
 
-    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
-        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
-        distances = (self._distance(image, item) for image, item in zip(images, items, strict=True))
-        return [distance if isinstance(distance, Failure) else -distance for distance in distances]
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        distance = self._distance(image, item)
+        return distance if isinstance(distance, Failure) else -distance
 
     def _distance(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
         """LPIPS between an image [3, H, W] in [0, 1] and the source of an item, on the scorer's device."""
@@ -132,32 +126,3 @@ class LpipsScorer(PackageScorer[LpipsReward]):
             squared = (unit[0] - unit[1]).square()
             total = total + (squared * head[:, None, None].to(x.dtype)).sum(0).mean()
         return total
-
-
-def _tensors(option: str, given: str) -> Mapping[str, Tensor]:
-    """Raises:
-    ConfigError: no such file, or not of tensors.
-    """
-    file = expanded(given)
-    if not file.is_file():
-        raise ConfigError(f"{option}: given {given!r}; no such file")
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        import torch
-
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a foreign file raises is not ours to list
-        raise ConfigError(f"{option}: {file} is no file of tensors: {str(error).splitlines()[0]}") from None
-
-
-def _one(tensors: Mapping[str, Tensor], option: str, name: str) -> Tensor:
-    if name not in tensors:
-        raise ConfigError(f"{option}: the file has no tensor {name}")
-    return tensors[name].float()
-
-
-def _digest(file: str) -> str:
-    return hashlib.sha256(expanded(file).read_bytes()).hexdigest()[:12]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Text
@@ -137,14 +136,13 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
             )
         if self.options.readability is not None:
             self._regions = find_function(self.options.readability, "reward 'mmmg': readability")
-        graph = read_graph({"elements": ["a square", "a circle"], "dependencies": ["Contains(a square, a circle)"]})
-        probe = RewardItem(0, "a square", np.full((64, 64, 3), 127, np.uint8))
-        self._first_question(lambda: self._ask(probe, graph, again=False))
+        super().load(device)
         source = "" if self._regions is None else source_digest(self._regions)
         self._depend_on(*self._parts(self.options, source))
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return self._answers(self._one, items)
+    def _first_question(self, item: RewardItem) -> object:
+        graph = read_graph({"elements": ["a square", "a circle"], "dependencies": ["Contains(a square, a circle)"]})
+        return self._ask(item, graph, again=False)
 
     def _one(self, item: RewardItem) -> Outcome:
         try:

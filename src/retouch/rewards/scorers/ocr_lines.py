@@ -72,10 +72,7 @@ class OcrLinesScorer(ReadingScorer[OcrLinesReward]):
         settings = (o.order, o.line_weight, f"places={o.places} case={o.case_sensitive} punctuation={o.punctuation}")
         super().__init__(o, " ".join(("lines", *settings, f"margin={o.crop_margin}")))
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Outcome:
+    def _one(self, item: RewardItem) -> Outcome:
         asked = lines_to_read(item)
         if isinstance(asked, Failure):
             return asked

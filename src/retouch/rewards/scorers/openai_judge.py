@@ -10,13 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Unit
-from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.judge_client import image_part
+from retouch.rewards.scorers.judge_client import JudgeError, image_part
 from retouch.rewards.scorers.judged import (
     AnswerError,
     JudgeEntry,
@@ -65,27 +63,17 @@ class OpenAIJudgeReward(JudgeEntry):
 class OpenAIJudgeScorer(JudgeScorer[OpenAIJudgeReward]):
     """The judge's score divided by its maximum."""
 
-    def load(self, device: str) -> None:
-        """Ask a first question.
-
-        Raises:
-            ConfigError: no such model, a wrong key, no log-probabilities, or a schema that is ignored.
-        """
-        item = RewardItem(0, "a grey square", np.full((64, 64, 3), 127, np.uint8))
-
-        def ask() -> Outcome:
-            try:
-                return self._ask(item, 0.0, again=False)
-            except AnswerError as error:
-                return Failure("scorer_error", str(error))
-
-        outcome = self._first_question(ask)
+    def _first_question(self, item: RewardItem) -> object:
+        try:
+            outcome = self._ask(item, 0.0, again=False)
+        except AnswerError as error:
+            outcome = Failure("scorer_error", str(error))
         if isinstance(outcome, Failure):
-            mode = self.options.mode
-            raise ConfigError(f"reward 'openai_judge': mode {mode!r} does not work there: {outcome.message}")
+            raise JudgeError(f"mode {self.options.mode!r} does not work there: {outcome.message}")
+        return outcome
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return self._answers(lambda item: self._ask(item, self.options.min_mass), items)
+    def _one(self, item: RewardItem) -> Outcome:
+        return self._ask(item, self.options.min_mass)
 
     def _ask(self, item: RewardItem, min_mass: float, again: bool = True) -> Outcome:
         return self._by_logprobs(item, min_mass) if self.options.mode == "logprobs" else self._by_rubric(item, again)

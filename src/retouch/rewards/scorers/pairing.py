@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from retouch.config.base import Count
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, whole
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class PairScorer(JudgeScorer[Paired]):
             return []
         both = [ordered for a, b in pairs for ordered in ((a, b), (b, a))]
         answers = self._answers(lambda pair: self.ask_pair(*pair), both)
-        return [_joined(*answers[i : i + 2]) for i in range(0, len(answers), 2)]
+        return [_joined(answers[i : i + 2]) for i in range(0, len(answers), 2)]
 
     def score_pairs(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Each image's mean probability to be better than its opponents. Items with the same `group` are a group."""
@@ -196,9 +196,6 @@ def _opponent(item: RewardItem) -> RewardItem:
     return replace(item, image=item.reference)
 
 
-def _joined(forward: float | Failure, backward: float | Failure) -> Preference | Failure:
-    for answer in (forward, backward):
-        if isinstance(answer, Failure):
-            return answer
-    assert not isinstance(forward, Failure) and not isinstance(backward, Failure)
-    return Preference(forward, backward)
+def _joined(answers: Sequence[float | Failure]) -> Preference | Failure:
+    both = whole(answers)
+    return both if isinstance(both, Failure) else Preference(*both)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Unit
-from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
 from retouch.rewards.scorers.judged import AnswerError
@@ -92,18 +92,12 @@ class PairwiseReward(PairEntry):
 class PairwiseScorer(PairScorer[PairwiseReward]):
     """The probability of "1", both orders averaged."""
 
-    def load(self, device: str) -> None:
-        """Ask about two grey squares.
-
-        Raises:
-            ConfigError: no such model, a wrong key, or no log-probabilities.
-        """
-        grey, white = (np.full((64, 64, 3), level, np.uint8) for level in (127, 255))
-        pair = (RewardItem(0, "a grey square", grey, source=grey), RewardItem(1, "a grey square", white, source=grey))
+    def _first_question(self, item: RewardItem) -> object:
+        other = replace(item, id=1, image=np.full_like(item.image, 255))
         try:
-            self._first_question(lambda: self._probability(*pair, min_mass=0.0))
-        except ConfigError as error:
-            raise ConfigError(f"{error}; mode is {self.options.mode!r}") from None
+            return self._probability(item, other, min_mass=0.0)
+        except JudgeError as error:
+            raise JudgeError(f"{error}; mode is {self.options.mode!r}") from None
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return self.score_pairs(items)

@@ -18,11 +18,10 @@ from PIL import Image
 
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError
-from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.weights import read_weights, require_all, weights_file
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, weights_file
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -84,6 +83,7 @@ class EditRewardReward(HeadReward):
     files = ("model.safetensors", "model.pth")
     rubrics = ("editreward_following", "editreward_quality")
     images = frozenset({"source"})
+    scores_edits = True
 
     scorer: Literal["editreward"] = "editreward"
     path: Text
@@ -91,9 +91,6 @@ class EditRewardReward(HeadReward):
     TIGER-Lab/editreward on MiMo-VL or Qwen2.5-VL. Those on Qwen3-VL are not supported."""
     base: Text = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
     """Hub id or folder of the VLM that was fine-tuned: its config, tokenizer and image processor, not its weights."""
-
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
 
 
 class HeadScorer(PackageScorer[HeadReward]):
@@ -109,22 +106,17 @@ class HeadScorer(PackageScorer[HeadReward]):
         Raises:
             ConfigError: transformers is missing, or there are no such weights or no such base.
         """
-        try:
+        with train_extra():
             import torch
             import transformers
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-        except ImportError as error:
-            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         o = self.options
         file, version = weights_file(o.path, o.files, o.revision)
         network, heads = split_weights(read_weights(file))
-        require_hub("base", o.base)
-        try:
+        with loading("base", o.base):
             config: Any = transformers.AutoConfig.from_pretrained(o.base)
             self._tokens: Any = transformers.AutoTokenizer.from_pretrained(o.base)
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(o.base)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"base: given {o.base!r}: {str(error).splitlines()[0]}") from None
         self._tokens.add_tokens([_REWARD], special_tokens=True)
         self._reward_token: int = self._tokens.convert_tokens_to_ids(_REWARD)
         self._processor.size = {"shortest_edge": _PIXELS, "longest_edge": _PIXELS}
@@ -148,10 +140,7 @@ class HeadScorer(PackageScorer[HeadReward]):
         self._describe(version)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += self._batch(items[start : start + self.options.images_per_forward])
-        return outcomes
+        return [one for batch in in_batches(items, self.options.images_per_forward) for one in self._batch(batch)]
 
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
         names = [name.rpartition("_")[2] for name in self.options.rubrics]

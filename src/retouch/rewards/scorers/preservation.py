@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
+from retouch.rewards.base import NO_NETWORK, PixelScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score
 
@@ -41,11 +40,8 @@ class PreservationReward(RewardEntry):
         return PreservationScorer(self)
 
 
-class PreservationScorer(PackageScorer[PreservationReward]):
+class PreservationScorer(PixelScorer[PreservationReward]):
     """1 - mean |image - source| / 255 over the unmasked pixels."""
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
 
     def _one(self, item: RewardItem) -> Outcome:
         difference = unmasked_difference(item)
@@ -54,21 +50,16 @@ class PreservationScorer(PackageScorer[PreservationReward]):
         drift = float(np.abs(difference).mean() / 255)
         return Score(1.0 - drift, {"outside_l1": drift})
 
-    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
-        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
         import torch
 
-        found: list[Tensor | Failure] = []
-        for image, item in zip(images, items, strict=True):
-            kept = kept_pixels(item, (*image.shape[1:], 3))
-            if isinstance(kept, Failure):
-                found.append(kept)
-                continue
-            assert item.source is not None
-            source = torch.from_numpy(item.source[kept]).to(image.device, image.dtype) / 255
-            pixels = image.permute(1, 2, 0)[torch.from_numpy(kept).to(image.device)]
-            found.append(1 - (pixels - source).abs().mean())
-        return found
+        kept = kept_pixels(item, (*image.shape[1:], 3))
+        if isinstance(kept, Failure):
+            return kept
+        assert item.source is not None
+        source = torch.from_numpy(item.source[kept]).to(image.device, image.dtype) / 255
+        pixels = image.permute(1, 2, 0)[torch.from_numpy(kept).to(image.device)]
+        return 1 - (pixels - source).abs().mean()
 
 
 def unmasked_difference(item: RewardItem) -> NDArray[np.float32] | Failure:

@@ -87,8 +87,8 @@ Reads = TypeVar("Reads", bound=ReadingEntry)
 class ReadingScorer(PackageScorer[Reads]):
     """Base of the scorers that read text."""
 
-    def __init__(self, options: Reads, settings: str) -> None:
-        super().__init__(options, f"{options.reader()} {settings}")
+    def __init__(self, options: Reads, settings: str = "") -> None:
+        super().__init__(options, f"{options.reader()} {settings or options.scorer}")
         self._engine: Any = None
         self._paddle: paddle.PaddleReader | None = None
 

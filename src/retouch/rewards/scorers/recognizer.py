@@ -6,17 +6,16 @@ direction. A run that trains on it can exploit the network: keep `ocr` as gold.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Unit
 from retouch.glyphs import ink_box
 from retouch.imaging import Box, normalize_text, text_similarity
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.reading import crop_box, unreadable
+from retouch.rewards.scorers.weights import file_digest
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class RecognizerReward(RewardEntry):
         return True
 
 
-class RecognizerScorer(PackageScorer[RecognizerReward]):
+class RecognizerScorer(PixelScorer[RecognizerReward]):
     """CTC log-likelihood of the target text in the mask box, divided by the number of its characters."""
 
     def __init__(self, options: RecognizerReward) -> None:
@@ -65,19 +64,11 @@ class RecognizerScorer(PackageScorer[RecognizerReward]):
         from retouch.text_recognizer import FOLDER, WEIGHTS, packaged
 
         packaged()  # read before the first item
-        digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()[:12]
-        self.set_revision(f"{digest} {self.spec.revision}")
+        self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]  # one by one: a score must not depend on its batch
-
-    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
-        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read."""
-        found: list[Tensor | Failure] = []
-        for image, item in zip(images, items, strict=True):
-            read = self._read(image, with_image(item, image))
-            found.append(read if isinstance(read, Failure) else self._value(read[0]))
-        return found
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        read = self._read(image, with_image(item, image))
+        return read if isinstance(read, Failure) else self._of_mean(read[0])
 
     def _one(self, item: RewardItem) -> Outcome:
         import torch
@@ -87,9 +78,9 @@ class RecognizerScorer(PackageScorer[RecognizerReward]):
         if isinstance(read, Failure):
             return read
         mean, detail = read
-        return Score(float(self._value(mean)), {**detail, "log_probability": float(mean)})
+        return Score(float(self._of_mean(mean)), {**detail, "log_probability": float(mean)})
 
-    def _value(self, mean: Tensor) -> Tensor:
+    def _of_mean(self, mean: Tensor) -> Tensor:
         return mean.exp() if self.options.value == "probability" else LOWEST * (mean / LOWEST).tanh()
 
     def _read(self, image: Tensor, item: RewardItem) -> tuple[Tensor, dict[str, Any]] | Failure:

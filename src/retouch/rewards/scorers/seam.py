@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
+from retouch.rewards.base import NO_NETWORK, PixelScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Failure, Outcome, Score
 
@@ -39,11 +38,8 @@ class SeamReward(RewardEntry):
         return SeamScorer(self)
 
 
-class SeamScorer(PackageScorer[SeamReward]):
+class SeamScorer(PixelScorer[SeamReward]):
     """-|mean Sobel magnitude just inside the mask's edge - just outside it|; 0 where both are equal."""
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._one(item) for item in items]
 
     def _one(self, item: RewardItem) -> Outcome:
         bands = usable_bands(item, item.image.shape[:2])
@@ -54,21 +50,16 @@ class SeamScorer(PackageScorer[SeamReward]):
         within, without = float(magnitude[inside].mean()), float(magnitude[outside].mean())
         return Score(-abs(within - without), {"inside": within, "outside": without})
 
-    def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
-        """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. They differ
-        from `score` by less than .002, because that rounds the luminance to 256 levels."""
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        """It differs from `score` by less than .002, because that rounds the luminance to 256 levels."""
         import torch
 
-        found: list[Tensor | Failure] = []
-        for image, item in zip(images, items, strict=True):
-            bands = usable_bands(item, tuple(image.shape[1:]))
-            if isinstance(bands, Failure):
-                found.append(bands)
-                continue
-            magnitude = sobel_of(image)
-            within, without = (magnitude[torch.from_numpy(band).to(image.device)].mean() for band in bands)
-            found.append(-(within - without).abs())
-        return found
+        bands = usable_bands(item, tuple(image.shape[1:]))
+        if isinstance(bands, Failure):
+            return bands
+        magnitude = sobel_of(image)
+        within, without = (magnitude[torch.from_numpy(band).to(image.device)].mean() for band in bands)
+        return -(within - without).abs()
 
 
 Band = NDArray[np.bool_]

@@ -166,13 +166,7 @@ class TextEditReward(ReadingEntry):
 class TextEditScorer(ReadingScorer[TextEditReward]):
     """Reads the source and the output of each item."""
 
-    def __init__(self, options: TextEditReward) -> None:
-        super().__init__(options, "textedit")
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Outcome:
+    def _one(self, item: RewardItem) -> Outcome:
         target, before = text_to_read(item), item.metadata.get("source_text")
         if isinstance(target, Failure):
             return target

@@ -18,7 +18,6 @@ The published parser differs on these replies; this one does not share the behav
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -72,27 +71,14 @@ class TextPeckerReward(JudgeEntry):
 class TextPeckerScorer(JudgeScorer[TextPeckerReward]):
     """Weighted mean of quality and semantic score; its detail: transcript, both scores, number of marks."""
 
-    def load(self, device: str) -> None:
-        """Ask a first question.
+    def _first_question(self, item: RewardItem) -> object:
+        return self._transcript(item)
 
-        Raises:
-            ConfigError: no such model, a wrong key, or a reply that is not of the protocol.
-        """
-        grey = RewardItem(0, "", np.full((64, 64, 3), 127, np.uint8))
-        self._first_question(lambda: self._transcript(grey))
-
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        asked = [text_to_read(item) for item in items]
-        tasks = [i for i, text in enumerate(asked) if isinstance(text, str)]
-        answers: dict[int, str | Failure] = {}
-        if tasks:
-            answers = dict(zip(tasks, self._answers(self._transcript, [items[i] for i in tasks]), strict=True))
-        return [text if isinstance(text, Failure) else self._outcome(answers[i], text) for i, text in enumerate(asked)]
-
-    def _outcome(self, answer: str | Failure, asked: str) -> Outcome:
-        if isinstance(answer, Failure):
-            return answer
-        o = self.options
+    def _one(self, item: RewardItem) -> Outcome:
+        asked = text_to_read(item)
+        if isinstance(asked, Failure):
+            return asked
+        answer, o = self._transcript(item), self.options
         parts = {"quality": quality(answer, asked, o.amplification), "semantic": semantic(answer, asked)}
         value = (1 - o.semantic_weight) * parts["quality"] + o.semantic_weight * parts["semantic"]
         return Score(value, {"text": answer, "marks": marks(answer, asked), **parts})

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import model_validator
 
 from retouch.rewards.protocol import RewardItem
@@ -63,17 +62,8 @@ class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
         span = (0.0, 1.0) if self.options.form == "pair" else (_LOWEST, _HIGHEST)
         self.spec = replace(self.spec, range=span)
 
-    def load(self, device: str) -> None:
-        """Ask a first question.
-
-        Raises:
-            ConfigError: no such model, a wrong key, or a model that does not answer in the format of UnifiedReward.
-        """
-        item = RewardItem(0, "a grey square", np.full((64, 64, 3), 127, np.uint8))
-        if self.options.form == "pair":
-            self._first_question(lambda: self.ask_pair(item, item))
-        else:
-            self._first_question(lambda: self._point(item))
+    def _first_question(self, item: RewardItem) -> object:
+        return self.ask_pair(item, item) if self.options.form == "pair" else self._point(item)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         if self.options.form == "pair":

@@ -24,7 +24,7 @@ from retouch import plain_json
 from retouch.config.base import Count, NonNegative
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, whole
 from retouch.types import Failure, Outcome, Score
 
 MOST = 10
@@ -40,6 +40,8 @@ class VieScoreReward(JudgeEntry):
     quality; sqrt(SC PQ) / 10, where each is the lowest of its integers. Needs a source image with task=edit, and a
     judge as of `openai_judge`. Published numbers, as of GEdit-Bench, are `viescore.overall`, from 0 to 10."""
 
+    scores_edits = True
+
     scorer: Literal["viescore"] = "viescore"
     task: Literal["edit", "text_to_image"] = "edit"
     """Question about semantic consistency: an edit of the source, or an image of the prompt."""
@@ -54,9 +56,6 @@ class VieScoreReward(JudgeEntry):
     def required_images(self) -> frozenset[str]:
         return frozenset({"source"} if self.task == "edit" else ())
 
-    def example_images(self) -> frozenset[str]:
-        return self.required_images()
-
     def make(self) -> VieScoreScorer:
         return VieScoreScorer(
             self, questions(), self.task, self.encoding, self.temperature, self.max_tokens, protocol="viescore"
@@ -66,27 +65,19 @@ class VieScoreReward(JudgeEntry):
 class VieScoreScorer(JudgeScorer[VieScoreReward]):
     """O / 10; its detail has SC, PQ and O from 0 to 10 and the integers."""
 
-    def load(self, device: str) -> None:
-        """Ask a first pair of questions.
-
-        Raises:
-            ConfigError: no such model, or a wrong key.
-        """
-        grey = np.full((64, 64, 3), 127, np.uint8)
-        item = RewardItem(0, "a grey square", grey, source=grey)
-        for semantic in (True, False):
-            self._first_question(lambda part=semantic: self._ask(item, part))
+    def _first_question(self, item: RewardItem) -> object:
+        return self._ask(item, True), self._ask(item, False)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         tasks = [(item, semantic) for item in items for semantic in (True, False)]
         answers = self._answers(lambda task: self._ask(*task), tasks)
-        return [self._outcome(*answers[i : i + 2]) for i in range(0, len(answers), 2)]
+        return [self._outcome(answers[i : i + 2]) for i in range(0, len(answers), 2)]
 
-    def _outcome(self, semantic: list[int] | Failure, quality: list[int] | Failure) -> Outcome:
-        if isinstance(semantic, Failure):
-            return semantic
-        if isinstance(quality, Failure):
-            return quality
+    def _outcome(self, answers: Sequence[list[int] | Failure]) -> Outcome:
+        both = whole(answers)
+        if isinstance(both, Failure):
+            return both
+        semantic, quality = both
         sc, pq, overall = viescore(semantic, quality)
         parts = dict(zip((*_SEMANTIC[self.options.task], *_QUALITY), (*semantic, *quality), strict=True))
         return Score(

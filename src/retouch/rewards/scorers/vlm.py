@@ -17,9 +17,9 @@ from pydantic import model_validator
 
 from retouch.config.base import Count, Text, Unit
 from retouch.errors import ConfigError
-from retouch.hub import require_hub
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.weights import loading, train_extra
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -86,22 +86,17 @@ class VlmScorer(PackageScorer[VlmReward]):
         Raises:
             ConfigError: transformers is missing, there is no such model, or its tokenizer has no token of a score.
         """
-        try:
+        with train_extra():
             import torch
             from transformers import AutoModelForImageTextToText, AutoTokenizer
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-        except ImportError as error:
-            raise ConfigError(f'this reward needs {error.name}: pip install "retouch[train]"') from None
         self._torch, self._device = torch, device
-        require_hub("path", self.options.path)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.options.dtype]
-        try:
+        with loading("path", self.options.path):
             model: Any = AutoModelForImageTextToText.from_pretrained(self.options.path, dtype=dtype)
             self._tokens: Any = AutoTokenizer.from_pretrained(self.options.path)
             # the one that needs no torchvision
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(self.options.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"path: given {self.options.path!r}: {str(error).splitlines()[0]}") from None
         self._model = model.eval().to(device)
         self._processor.size = {**dict(self._processor.size), "longest_edge": self.options.max_pixels}
         if self._tokens.convert_tokens_to_ids(_IMAGE) != model.config.image_token_id:
@@ -112,10 +107,7 @@ class VlmScorer(PackageScorer[VlmReward]):
         self._describe(getattr(model.config, "_commit_hash", None) or "local")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), self.options.images_per_forward):
-            outcomes += self._batch(items[start : start + self.options.images_per_forward])
-        return outcomes
+        return [one for batch in in_batches(items, self.options.images_per_forward) for one in self._batch(batch)]
 
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
         torch, values = self._torch, _VALUES[self.options.mode]

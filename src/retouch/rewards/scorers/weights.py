@@ -1,17 +1,56 @@
-"""Weights of a published reward: from a file, a folder, or a repository of the hub at one revision. No torch."""
+"""Models of published rewards: those of transformers, and files of weights. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.disk import expanded
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, first_line
 from retouch.hub import is_hub_id, require_hub
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@contextmanager
+def train_extra(what: str = "this reward") -> Iterator[None]:
+    """Inside, a library that is not installed is a ConfigError with the command that installs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[train]"') from None
+
+
+@contextmanager
+def loading(option: str, path: str) -> Iterator[None]:
+    """Inside, transformers loads what an option names: a hub id that is not to be had, or a folder that it cannot read,
+    is a ConfigError of the option."""
+    require_hub(option, path)
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}: given {path!r}: {first_line(error)}") from None
+
+
+def named_file(option: str, given: str) -> Path:
+    """The file that an option names.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    file = expanded(given)
+    if not file.is_file():
+        raise ConfigError(f"{option}: given {given!r}; no such file")
+    return file
+
+
+def file_digest(file: Path) -> str:
+    """Start of the SHA-256 of a file, for revisions."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tuple[Path, str]:
@@ -44,14 +83,17 @@ def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tup
         try:
             file = Path(hf_hub_download(path, name, revision=revision))
         except (EntryNotFoundError, OSError, HfHubHTTPError) as error:  # LocalEntryNotFoundError is one of both
-            problem = str(error).strip().splitlines()[0]
+            problem = first_line(error)
             continue
         return file, file.parent.name
     raise ConfigError(f"path: given {path!r} at revision {revision!r}, where {listed} cannot be loaded ({problem})")
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
+def read_weights(file: Path, option: str = "path", *, mmap: bool = True) -> dict[str, Tensor]:
     """The tensors of a safetensors file, or of a torch file without pickled code, on the CPU.
+
+    Args:
+        mmap: read tensors as they are used; torch files of before 2020 cannot.
 
     Raises:
         ConfigError: another format.
@@ -63,13 +105,24 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         import torch
 
-        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # each library has errors of its own for a broken file
-        raise ConfigError(f"path: {file} is no file of weights: {str(error).strip().splitlines()[0]}") from None
+        raise ConfigError(f"{option}: {file} is no file of weights: {first_line(error)}") from None
     for key in ("state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     return dict(found)
+
+
+def tensor_of(tensors: Mapping[str, Tensor], option: str, name: str) -> Tensor:
+    """A tensor by name, in fp32.
+
+    Raises:
+        ConfigError: the file of the option has none of this name.
+    """
+    if name not in tensors:
+        raise ConfigError(f"{option}: the file has no tensor {name}")
+    return tensors[name].float()
 
 
 def require_all(file: Path | str, missing: Sequence[str], unknown: Sequence[str]) -> None:

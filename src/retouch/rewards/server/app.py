@@ -1,8 +1,8 @@
 """The reward server: `POST /score` over the scorers of a worker. No torch, no pickle.
 
 Requests are read, decoded and answered here; decoded items go to the batcher, off the event loop, and from there to the
-worker: a process of its own under `retouch reward serve`, a thread if an app is made of scorers. /livez always answers;
-/readyz is 200 only while every scorer is loaded; /metrics is for Prometheus.
+worker, a process of its own. /livez always answers; /readyz is 200 only while every scorer is loaded; /metrics is for
+Prometheus.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from retouch.rewards.messages import (
     WireScore,
     WireScorer,
 )
-from retouch.rewards.protocol import PICTURES, RewardItem, Scorer, ScorerSpec
+from retouch.rewards.protocol import PICTURES, RewardItem, ScorerSpec
 from retouch.rewards.server.admission import (
     Admission,
     Authorize,
@@ -44,7 +44,7 @@ from retouch.rewards.server.admission import (
 )
 from retouch.rewards.server.batcher import Batcher
 from retouch.rewards.server.telemetry import Telemetry
-from retouch.rewards.server.worker import ThreadWorker, Worker
+from retouch.rewards.server.worker import Worker
 from retouch.rewards.wire import NoRoom, Room, Share, decode_items, parse_multipart, problem_of
 from retouch.types import Failure, Outcome, Score
 
@@ -93,24 +93,13 @@ class Replies:
             del self._under_way[key]
 
 
-def create_app(
-    scorers: Mapping[str, Scorer], device: str = "cpu", token: str | None = None, limits: Limits | None = None
-) -> FastAPI:
-    """The ASGI app over scorers in a thread of this process.
-
-    Args:
-        scorers: name -> scorer, not loaded yet.
-        token: when given, every request but /livez needs `Authorization: Bearer <token>`.
-    """
-    return app_of(ThreadWorker(scorers, device), device, token, limits)
-
-
 def app_of(
     worker: Worker, device: str, token: str | None = None, limits: Limits | None = None, *, local: bool = False
 ) -> FastAPI:
     """The ASGI app over a worker that is not started yet.
 
     Args:
+        token: when given, every request but /livez needs `Authorization: Bearer <token>`.
         local: serve this machine alone, and no web page that a browser shows on it.
     """
     front = _Front(worker, device, limits or Limits())

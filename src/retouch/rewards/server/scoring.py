@@ -1,4 +1,4 @@
-"""Scoring one batch by every reward: what the thread and the process of a worker share."""
+"""Loading the scorers of a worker, and scoring one batch by every reward."""
 
 from __future__ import annotations
 

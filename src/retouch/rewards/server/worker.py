@@ -1,4 +1,4 @@
-"""The front's side of the scorers: a thread of this process, or a separate process whose crash does not end the front.
+"""The front's side of the scorers: a separate process, whose crash does not end the front.
 
 The process (`process.py`) exchanges `frames` over an inherited socket: it receives its scorers, reports their specs,
 loads them, and answers one batch at a time; before an answer it reports specs that changed. It ends with the socket.
@@ -20,12 +20,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
+from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
     NO_BATCH,
@@ -37,7 +36,7 @@ from retouch.rewards.server.frames import (
     read_message,
     unpack_outcome,
 )
-from retouch.rewards.server.scoring import Scored, Work, load_all, score_rewards
+from retouch.rewards.server.scoring import Scored, Work
 
 logger = logging.getLogger(__name__)
 
@@ -95,48 +94,6 @@ class Worker(Protocol):
             WorkerLost: it ended meanwhile.
         """
         ...
-
-
-class ThreadWorker:
-    """Scorers in one thread of this process."""
-
-    def __init__(self, scorers: Mapping[str, Scorer], device: str) -> None:
-        self.scorers = {name: CheckedScorer(scorer) for name, scorer in scorers.items()}
-        self.device = device
-        self.ready = False
-        self.problem: str | None = None
-        self.specs: Mapping[str, ScorerSpec] = {name: scorer.spec for name, scorer in scorers.items()}
-        self.restarts = 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
-
-    @property
-    def pid(self) -> int:
-        return os.getpid()
-
-    async def start(self) -> None:
-        self._thread.submit(self._load)
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-
-    async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
-        loop = asyncio.get_running_loop()
-        scored = await loop.run_in_executor(self._thread, score_rewards, self.scorers, names, items, deadlines)
-        self._describe()
-        return scored
-
-    def _load(self) -> None:
-        try:
-            load_all({name: checked.scorer for name, checked in self.scorers.items()}, self.device)
-        except Exception as error:  # shown by /readyz and in the log
-            logger.exception("loading the scorers failed")
-            self.problem = f"{type(error).__name__}: {error}"
-        else:
-            self._describe()
-            self.ready = True
-
-    def _describe(self) -> None:
-        self.specs = {name: checked.scorer.spec for name, checked in self.scorers.items()}
 
 
 class ProcessWorker:
