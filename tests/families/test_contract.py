@@ -77,12 +77,15 @@ def _without_gradient() -> Iterator[None]:
 
 @case
 def test_a_row_does_not_depend_on_its_batch(family: str, masked: bool) -> None:
+    """Up to rounding, which differs between processors: u + g (c - u) multiplies that of the forwards c and u by up to
+    2 g - 1."""
     model, examples = tiny(family), examples_of(masked)
     x, t, guidance = start(model), times_of(model), model.spec.guidance_scale
+    atol = 2e-6 * (2 * guidance - 1 if model.spec.doubles_for_guidance else 1)
     together = model.predict(model.network, x, t, model.encode(examples, guidance))
     for i in range(3):
         alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], guidance))
-        torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(together[i : i + 1], alone, atol=atol, rtol=1e-5)
     assert together.dtype == torch.float32 and together.shape == x.shape
 
 

@@ -211,19 +211,6 @@ def test_the_negative_text_is_that_of_the_empty_prompt(model: SdInpaint) -> None
     assert torch.equal(negative, model.encode(examples, 2.0).select([1, 0]).tensors["negative_text"])
 
 
-# --- the contract of a family ---
-
-
-def test_rows_do_not_see_each_other(model: SdInpaint) -> None:
-    examples = [random_example(i, 32, 64) for i in range(3)]
-    x = torch.randn(3, 4, 8, 16)
-    t = torch.tensor([951.0, 501.0, 1.0])
-    together = model.predict(model.network, x, t, model.encode(examples, 7.5))
-    for i in range(3):
-        alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], 7.5))
-        torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
-
-
 def test_condition_depends_on_its_example_alone(model: SdInpaint, pipeline: Any) -> None:
     examples = [random_example(i, 32, 64) for i in range(3)]
     whole = model.encode(examples, 7.5)

@@ -115,15 +115,6 @@ def test_text_is_the_pipelines(pipeline: Any, model: SdxlInpaint) -> None:
     assert not dropped["text"].any() and not dropped["pooled"].any()
 
 
-def test_rows_do_not_see_each_other(model: SdxlInpaint) -> None:
-    examples = two(32, 64)
-    x, t = torch.randn(2, 4, 8, 16), torch.tensor([951.0, 1.0])
-    together = model.predict(model.network, x, t, model.encode(examples, 7.5))
-    for i in range(2):
-        alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], 7.5))
-        torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
-
-
 def test_errors_say_what_to_do(pipeline: Any, model: SdxlInpaint) -> None:
     example = random_example(0, 32, 64)
     with pytest.raises(ValueError, match="multiples of 4"):

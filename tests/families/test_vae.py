@@ -124,8 +124,8 @@ def test_a_frame_without_frames_before_it_is_the_same_picture(frames: int) -> No
     stock, ours = video_autoencoder(), video_autoencoder()
     frame_by_frame(ours)
     expected, found = (vae.encode(pixels).latent_dist.mode() for vae in (stock, ours))
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(ours.decode(expected).sample, stock.decode(expected).sample, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(ours.decode(expected).sample, stock.decode(expected).sample, atol=5e-6, rtol=1e-5)
     assert ours.state_dict().keys() == stock.state_dict().keys()
 
 
