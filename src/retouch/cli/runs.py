@@ -134,7 +134,7 @@ def init(
     from retouch.use.starting import start
 
     with writing(out.parent, "--out"):
-        typer.echo("\n".join(start(folder, out, family, algorithm, model).lines))
+        typer.echo("\n".join(start(folder, out, family, algorithm, model)))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from retouch.data.dataset import read_item
 from retouch.data.identity import digest
 from retouch.errors import DataError, RewardOutage
 from retouch.imaging import ImageProblem, open_image, to_rgb
+from retouch.lru import LruCache
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.devices import own_device
 from retouch.rewards.protocol import RewardItem
@@ -170,7 +171,7 @@ def _score_with(
     pending: deque[tuple[list[Found], PendingScores | None, dict[int, Failure]]] = deque()
     failed: list[tuple[Found, Failure]] = []
     names = list(table.entries)
-    native = _Native(section)
+    read: LruCache[int, Example] = LruCache(1)  # the images of an item follow each other
 
     def settle() -> None:
         batch, scores, unreadable = pending.popleft()
@@ -196,7 +197,7 @@ def _score_with(
         unreadable: dict[int, Failure] = {}
         for i, one in enumerate(batch):
             try:
-                items.append(_item(benchmark, one, native, i))
+                items.append(_item(benchmark, one, section, read, i))
             except (ImageProblem, DataError) as problem:
                 unreadable[i] = Failure("bad_item", str(problem))
         pending.append((batch, table.submit(items, training=False) if items else None, unreadable))
@@ -207,26 +208,15 @@ def _score_with(
     return failed
 
 
-def _item(benchmark: Benchmark, one: Found, native: _Native, number: int) -> RewardItem:
+def _item(
+    benchmark: Benchmark, one: Found, section: DataSection, read: LruCache[int, Example], number: int
+) -> RewardItem:
     """Raises:
     ImageProblem, DataError: an image that cannot be read.
     """
-    example = native(one.output.item)
+    example = read.get(one.output.position, lambda: native_example(one.output.item, section))
     image = benchmark.prepared(to_rgb(open_image(one.path)), example.source, example.mask)
     return item_of(example, np.asarray(image), number, example.id)
-
-
-class _Native:
-    """Reads items at the size of their own files, the newest one kept."""
-
-    def __init__(self, section: DataSection) -> None:
-        self._section = section
-        self._newest: tuple[ItemFiles, Example] | None = None
-
-    def __call__(self, item: ItemFiles) -> Example:
-        if self._newest is None or self._newest[0] is not item:
-            self._newest = item, native_example(item, self._section)
-        return self._newest[1]
 
 
 def native_example(item: ItemFiles, section: DataSection) -> Example:
