@@ -40,6 +40,13 @@ def file_in(path: str, name: str) -> Path:
     return found / name if found.is_dir() else found
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once: a reader, or a start after a kill, never finds a part of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def is_file(path: Path) -> bool:
     """Whether a path from a list or an option is a file; a name that is too long for one is not."""
     try:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVision
 from transformers.utils.hub import cached_file
 
 from retouch.config.errors import ConfigError
+from retouch.errors import first_line
 from retouch.hub import require_hub
 from retouch.lru import LruCache
 
@@ -97,8 +98,7 @@ class ImageEncoder:
         except (OSError, ValueError, RuntimeError, json.JSONDecodeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ConfigError(f"{where}, which cannot be loaded: {reason.rstrip('. ')}") from None
+            raise ConfigError(f"{where}, which cannot be loaded: {first_line(error)}") from None
         if info["missing_keys"]:  # transformers initializes them at random without an error
             raise ConfigError(f"{where}: {len(info['missing_keys'])} weights are missing; copy it anew")
         mean, std = (options.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.config.needs import needed_pictures
 from retouch.data.base import chosen
 from retouch.data.formats.complex_edit import ComplexEditData, complexities

@@ -12,7 +12,7 @@ import typer
 
 from retouch.cli.options import Json, Overrides, RunFile, start_logging
 from retouch.config import load_run, numbers
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
 from retouch.errors import ConfigError, NotReproduced

@@ -10,6 +10,7 @@ from retouch.config.errors import ConfigError
 from retouch.doctor.line import Line
 from retouch.doctor.model import STEMS, Damaged, weights_of
 from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, meta_encoder
+from retouch.errors import first_line
 from retouch.families.base import Model, TrainLora
 
 
@@ -54,8 +55,7 @@ def _encoder_line(name: str) -> Line:
         encoder, width = meta_encoder(folder)
         _complete(folder, set(encoder.state_dict()))
     except (ConfigError, Damaged, OSError, ValueError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Line("fix", what, f"model.train.image_encoder: {reason}; copy it anew, or set another")
+        return Line("fix", what, f"model.train.image_encoder: {first_line(error)}; copy it anew, or set another")
     return Line("ok", what, f"{folder}: a {type(encoder).__name__}, its files complete, vectors of width {width}")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import Found, loaded
+from retouch.errors import first_line
 from retouch.families.base import Model, TrainIpAdapter
 from retouch.hub import hub_problem
 
@@ -192,7 +193,7 @@ def _fetched(hub_id: str, file: str, known: bool) -> Path | None:
     except (OSError, ValueError) as error:
         if known:
             return None
-        reason = absent or (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+        reason = absent or first_line(error)
         raise ConfigError(
             f"{hub_id}: its {file} cannot be had: {reason}; check the id and the network (gated ones need HF_TOKEN), "
             "or give a folder"

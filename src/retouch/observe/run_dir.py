@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch import plain_json
 from retouch.config import ConfigError, RunConfig, dump_run
+from retouch.disk import write_whole
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log_file import LogFile
 from retouch.observe.run_lock import RunLock
@@ -244,9 +245,7 @@ def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:
         if (record["step"], record["kind"]) == (step, "eval") and repeated:
             kept = kept[:place]
             break
-    temporary = metrics.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    temporary.replace(metrics)
+    write_whole(metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _put_aside(run: Path) -> Path:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
-from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, load_network
+from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels
+from retouch.saved_tensors import load_frozen
 from retouch.tiny.broken_letters import (
     STRUCTURAL,
     TEST_FONTS,
@@ -86,7 +87,7 @@ def build_structure(
     out.mkdir(parents=True, exist_ok=True)
     halves = {name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}
     save_file(halves, out / WEIGHTS)
-    network = load_network(out / WEIGHTS)
+    network = load_frozen(GlyphNetwork(), out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
     card = {
         "command": f"retouch tiny build glyph_structure --out FOLDER --seed {seed}",

@@ -24,6 +24,7 @@ from torch.nn import functional
 from retouch.data.sampler import derive_seed
 from retouch.imaging import edit_distance, mask_box
 from retouch.model_files import tiny_path
+from retouch.saved_tensors import load_frozen
 from retouch.text_recognizer import (
     COLUMN,
     HEIGHT,
@@ -31,7 +32,6 @@ from retouch.text_recognizer import (
     RecognizerNetwork,
     classes_of,
     line_pixels,
-    load_network,
     read_greedily,
 )
 from retouch.tiny.signs import draw_sign, draw_words
@@ -94,7 +94,7 @@ def build_recognizer(
     out.mkdir(parents=True, exist_ok=True)
     halves = {name: tensor.half().contiguous() for name, tensor in network.state_dict().items()}
     save_file(halves, out / WEIGHTS)
-    network = load_network(out / WEIGHTS)
+    network = load_frozen(RecognizerNetwork(), out / WEIGHTS)
     signs = sign_crops(training.test_lines, seed)
     redrawn = [(_redrawn(crop, 0.0, torch.Generator()), word) for crop, word in signs]
     per_font = {

@@ -24,6 +24,7 @@ from retouch.benchmarks.result import Column, result_of
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.data.dataset import Dataset, load_dataset
+from retouch.disk import write_whole
 from retouch.imaging import ImageProblem, open_image, to_rgb
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
@@ -77,14 +78,12 @@ def run_benchmark(
     weights = _weights(runs)
     if clash := external.keys() & weights.keys():
         raise ConfigError(f"--images: given a folder named {min(clash)!r}, as weights of the run are; rename it")
-    from retouch.use.benchmark_scores import scorers_of
+    from retouch.use import benchmark_scores
 
-    with scorers_of(benchmark) as scorers:
+    with benchmark_scores.scorers_of(benchmark) as scorers:
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
         places = {**external, **{name: out / "images" / name for name in weights}}
-        from retouch.use import benchmark_scores
-
         columns: dict[str, Column] = {}
         waiting = 0
         for name, folder in places.items():
@@ -113,7 +112,7 @@ def run_benchmark(
         from retouch.use.benchmark_distances import distances_of
 
         result["distances"] = distances_of(benchmark, outputs, places)
-    _write(result, out / "result.json")
+    write_whole(out / "result.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     _grid(outputs, places, columns).save(out / "grid.png")
     return result
 
@@ -231,12 +230,6 @@ def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, P
             )
         named[name] = folder
     return named
-
-
-def _write(result: Mapping[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mapping[str, Column]) -> Image.Image:

@@ -13,7 +13,7 @@ import numpy as np
 from retouch.benchmarks.base import Benchmark, DistanceEntry
 from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
 from retouch.data.identity import digest
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, first_line
 from retouch.imaging import ImageProblem, PackedImage, Pixels, open_image, to_rgb
 from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
 from retouch.rewards.devices import own_device
@@ -101,7 +101,7 @@ def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], F
     try:
         module: Any = torch.jit.load(str(file), map_location=device).eval()
     except RuntimeError as error:
-        raise ConfigError(f"{where}.path: {file} is no TorchScript file: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{where}.path: {file} is no TorchScript file: {first_line(error)}") from None
     options = {"return_features": True} if "return_features" in str(module.forward.schema) else {}
 
     @torch.inference_mode()

@@ -32,7 +32,7 @@ from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run
 from retouch.algorithms.vlm_grpo.scoring import ScoredCompletion, noise_seeds, reward_means, scored_grid
 from retouch.algorithms.vlm_grpo.trainer import RunTrainer, adapter_config, trl_arguments
 from retouch.config import RunConfig
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import read_state, verify_once
