@@ -67,11 +67,7 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as mappings within mappings.
-
-    Raises:
-        ConfigError: one key given twice, or as a value and as a section.
-    """
+    """Dotted keys as mappings within mappings."""
     nested: dict[str, Any] = {}
     for path, value in _leaves(changes, ()):
         if not _put(nested, path, value):
@@ -221,11 +217,7 @@ def _is_reward(key: tuple[str, ...]) -> bool:
 
 def _without_null(rewards: Mapping[str, Any]) -> None:
     """Reject null for a reward in a table that replaces all rewards: with `extends` it would remove the reward, and in
-    a run file it would mean the reward with its defaults.
-
-    Raises:
-        ConfigError: naming the reward.
-    """
+    a run file it would mean the reward with its defaults."""
     for name, entry in rewards.items():
         if entry is None:
             raise ConfigError(
@@ -235,11 +227,7 @@ def _without_null(rewards: Mapping[str, Any]) -> None:
 
 
 def _take_away(rewards: dict[str, Any], name: str) -> None:
-    """Remove a reward that was given as null.
-
-    Raises:
-        ConfigError: there is none; without this error, null would mean the reward with its defaults.
-    """
+    """Remove a reward that was given as null. Without one, null would mean the reward with its defaults."""
     if name not in rewards:
         raise ConfigError(
             f"rewards.{name}: given null, which takes a reward away, but there is none of that name "
@@ -250,11 +238,7 @@ def _take_away(rewards: dict[str, Any], name: str) -> None:
 
 def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
     """Reject a guidance scale that another family would inherit: outside `model`, it is the only key that is valid for
-    both but has another meaning.
-
-    Raises:
-        ConfigError: naming the scale and both families.
-    """
+    both but has another meaning."""
     model, new_rollout = _section(below, "model"), _section(above, "rollout")
     old = model.get("family", DEFAULT_FAMILY)
     new, scale = _section(above, "model").get("family", old), _section(below, "rollout").get("guidance_scale")
@@ -287,11 +271,7 @@ def parse_run(
 
 
 def _take_in_plugins(modules: object, source: str) -> None:
-    """Import the modules under `plugins`, which register components; the schema reports a malformed list.
-
-    Raises:
-        ConfigError: a module that is missing, or fails.
-    """
+    """Import the modules under `plugins`, which register components; the schema reports a malformed list."""
     named = cast("list[object]", modules) if isinstance(modules, list) else []
     try:
         import_plugins(name for name in named if isinstance(name, str))

@@ -60,11 +60,7 @@ def _encoder_line(name: str) -> Line:
 
 
 def _complete(folder: Path, names: set[str]) -> None:
-    """Check that every weight is in the files; in those of a whole SigLIP or CLIP, names begin with the vision part's.
-
-    Raises:
-        Damaged: a weight is missing.
-    """
+    """Check that every weight is in the files; in those of a whole SigLIP or CLIP, names have a prefix."""
     shapes = weights_of(folder, *STEMS)
     there = {name.removeprefix("vision_model.") for name in shapes}
     lacking = sorted(name for name in names if name.removeprefix("vision_model.") not in there)

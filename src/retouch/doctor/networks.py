@@ -155,11 +155,7 @@ def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
 
 
 def _fetch(model: Model, *, embedded: bool) -> Path | None:
-    """The configs of a hub id; None where they cannot be had, but its trained network is known.
-
-    Raises:
-        ConfigError: the download fails.
-    """
+    """The configs of a hub id; None where they cannot be had, but its trained network is known."""
     known, top = model.path in model.spec.hub_ids, None
     if model.spec.optional and (top := _fetched(model.path, "model_index.json", known)) is None:
         return None
@@ -171,11 +167,7 @@ def _fetch(model: Model, *, embedded: bool) -> Path | None:
 
 
 def _fetch_transformer(model: Model) -> Path | None:
-    """The config of a hub id of `model.transformer`; None without one.
-
-    Raises:
-        ConfigError: it cannot be had.
-    """
+    """The config of a hub id of `model.transformer`; None without one."""
     other = model.transformer
     if other is None:
         return None

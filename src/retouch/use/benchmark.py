@@ -135,11 +135,7 @@ def launcher_shard() -> Shard | None:
 
 
 def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
-    """The usable items, read as the benchmark reads them.
-
-    Raises:
-        ConfigError: a model that cannot sample them.
-    """
+    """The usable items, read as the benchmark reads them, if every model can sample them."""
     section = benchmark.data()
     needs = {name for entry in benchmark.rewards.values() for name in entry.example_images()}
     sections = [as_trained(section, benchmark, config) for config in configs]
@@ -202,11 +198,7 @@ def _sample(
 
 
 def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, Path]:
-    """Folders of images by their name.
-
-    Raises:
-        ConfigError: no folder, none of the outputs in it, or two of one name.
-    """
+    """Folders of images by their name; each has some of the outputs."""
     named: dict[str, Path] = {}
     for folder in folders:
         if not folder.is_dir():

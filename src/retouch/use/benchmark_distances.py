@@ -75,11 +75,7 @@ def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images
 
 
 def _extractor(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
-    """A function from images to features [N, D], and its name with its revision.
-
-    Raises:
-        ConfigError: no such file or encoder.
-    """
+    """A function from images to features [N, D], and its name with its revision."""
     if entry.extractor == "torchscript":
         return _torchscript(entry, where)
     from retouch.rewards.scorers.image_similarity import Encoder

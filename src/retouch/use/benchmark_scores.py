@@ -176,13 +176,11 @@ def _score_with(
     def settle() -> None:
         batch, scores, unreadable = pending.popleft()
         columns = {} if scores is None else scores.result().outcomes
+        scored = zip(*(columns[name] for name in names), strict=True) if columns else iter(())
         outcomes: list[tuple[Asked, dict[str, Outcome]]] = []
-        place = 0
         for i, one in enumerate(batch):
-            if i in unreadable:
-                given: dict[str, Outcome] = dict.fromkeys(names, unreadable[i])
-            else:
-                given, place = {name: columns[name][place] for name in names}, place + 1
+            found: Sequence[Outcome] = [unreadable[i]] * len(names) if i in unreadable else next(scored)
+            given: dict[str, Outcome] = dict(zip(names, found, strict=True))
             outcomes.append((one.asked, given))
             failures = [outcome for outcome in given.values() if isinstance(outcome, Failure)]
             failed.extend((one, failure) for failure in failures[:1])
@@ -211,9 +209,6 @@ def _score_with(
 def _item(
     benchmark: Benchmark, one: Found, section: DataSection, read: LruCache[int, Example], number: int
 ) -> RewardItem:
-    """Raises:
-    ImageProblem, DataError: an image that cannot be read.
-    """
     example = read.get(one.output.position, lambda: native_example(one.output.item, section))
     image = benchmark.prepared(to_rgb(open_image(one.path)), example.source, example.mask)
     return item_of(example, np.asarray(image), number, example.id)

@@ -132,12 +132,7 @@ class MmmgData(ProtocolData):
 
     def _hub_tables(self) -> list[Table]:
         """The selected configurations that exist (of the 60 pairs the benchmark has 59); without a hub, those that were
-        downloaded.
-
-        Raises:
-            ConfigError: no configuration of the data set was downloaded, and there is no hub.
-            DataError: none of the selected configurations exists, or one cannot be loaded.
-        """
+        downloaded."""
         path, cells = self.path, self.cells
         asked = ["_".join(cell) for cell in product(LEVELS, DISCIPLINES) if cell in cells]
         existing = hub_configurations(path)
