@@ -12,6 +12,7 @@ from retouch.doctor.model import STEMS, Damaged, weights_of
 from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, meta_encoder
 from retouch.errors import first_line
 from retouch.families.base import Model, TrainLora
+from retouch.hub import looks_local
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
@@ -39,7 +40,7 @@ def distillation_lines(model: Model) -> Iterator[Line]:
     file = path / lora.weight_name if lora.weight_name and path.is_dir() else path
     if file.exists():
         yield Line("ok", what, str(file))
-    elif lora.path.startswith((".", "/", "~")) or lora.path.count("/") != 1 or path.is_dir():
+    elif looks_local(lora.path) or path.is_dir():
         yield Line("fix", what, f"model.distillation_lora: {file}: no such file; give a hub id, folder or file")
     else:
         yield Line("warning", what, f"{lora.path} is a hub id; the run downloads {lora.weight_name or 'its only file'}")
