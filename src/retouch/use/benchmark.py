@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,19 +162,15 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
 
 def _weights(runs: Mapping[str, Trained]) -> dict[str, Sampled]:
     """The weights to sample with, by the name of their folder; the base first."""
-    from retouch.use.comparison import one_base
+    from retouch.use.comparison import as_file_name, one_base
 
     if not runs:
         return {}
     first = next(iter(runs))
     base = {BASE: Sampled(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
     if len(runs) > 1:
-        return base | {_as_folder(name): Sampled(name, trained.newest) for name, trained in runs.items()}
-    return base | {_as_folder(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
-
-
-def _as_folder(name: str) -> str:
-    return name.replace(" ", "-").replace("/", "-")
+        return base | {as_file_name(name): Sampled(name, trained.newest) for name, trained in runs.items()}
+    return base | {as_file_name(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
 
 
 def _sample(
@@ -229,8 +226,7 @@ def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mappin
     rows: list[list[tuple[Any, str]]] = []
     for output in [output for output in outputs if output.index == 0][:_GRID_ROWS]:
         item = output.item
-        files = [None if item.source_path is None else item.source_path]
-        files += [find_file(folder, output.file) for folder in places.values()]
+        files = [item.source_path, *(find_file(folder, output.file) for folder in places.values())]
         labels = [str(item.metadata.get("text") or item.prompt), *("" for _ in places)]
         rows.append([(_shown(file), label) for file, label in zip(files, labels, strict=True)])
     return grid(rows, ["input", *columns])
@@ -238,7 +234,7 @@ def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mappin
 
 def _shown(file: Any) -> Image.Image:
     """An image; white where there is none, or where it cannot be read."""
-    try:
-        return Image.new("RGB", (96, 96), "white") if file is None else to_rgb(open_image(file))
-    except ImageProblem:
-        return Image.new("RGB", (96, 96), "white")
+    with suppress(ImageProblem):
+        if file is not None:
+            return to_rgb(open_image(file))
+    return Image.new("RGB", (96, 96), "white")

@@ -260,10 +260,15 @@ def _write(results: Mapping[str, Evaluation], examples: list[Example], out: Path
 
     for name, result in results.items():
         lines = "".join(json.dumps(row) + "\n" for row in result.rows)
-        (out / f"{name.replace(' ', '-').replace('/', '-')}.jsonl").write_text(lines, encoding="utf-8")
+        (out / f"{as_file_name(name)}.jsonl").write_text(lines, encoding="utf-8")
     image = evaluation_grid(examples, dict(results), config.evaluation.grid_examples or 8)
     image.save(out / "grid.png")
     return image
+
+
+def as_file_name(weights: str) -> str:
+    """Name of the files of some weights."""
+    return weights.replace(" ", "-").replace("/", "-")
 
 
 def _result(

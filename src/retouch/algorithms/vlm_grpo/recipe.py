@@ -37,7 +37,7 @@ from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import read_state, verify_once
 from retouch.engine.saved import require_sound
-from retouch.observe.header import header
+from retouch.observe.log import header
 from retouch.observe.run_dir import read_metrics
 from retouch.training.resume import has_finished, resume_folder, same_kind
 from retouch.training.scoring import (
