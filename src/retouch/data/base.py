@@ -324,8 +324,8 @@ class ProtocolData(DataSection):
             if isinstance(data, ProtocolData) and data.path == self.path and self.overlaps(data):
                 self._is_held_out_of(name, data)
 
-    def some(self, items: list[ItemFiles | ItemError]) -> list[ItemFiles | ItemError]:
-        """The items.
+    def require_items(self, items: list[ItemFiles | ItemError]) -> list[ItemFiles | ItemError]:
+        """The items of the section, at least one.
 
         Raises:
             DataError: none, which names the options that chose them.

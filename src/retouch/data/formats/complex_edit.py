@@ -64,7 +64,7 @@ class ComplexEditData(ProtocolData):
             rows = ((table, position, row) for table in self._tables(image_type) for position, row in enumerate(table))
             for number, (table, position, row) in enumerate(rows):
                 items += self._items(table, position, row, image_type, number)
-        return self.some(items)
+        return self.require_items(items)
 
     def _tables(self, image_type: str) -> list[Table]:
         if self.hub_id is not None:

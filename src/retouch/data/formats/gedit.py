@@ -59,7 +59,7 @@ class GEditData(ProtocolData):
         """The items of the chosen languages and tasks, in the order of the files."""
         tables = tables_of(self.path) if self.hub_id is None else [hub_table(self.path, "train")]
         rows = ((table, position, row) for table in tables for position, row in enumerate(table))
-        return self.some([item for number, row in enumerate(rows) for item in self._items(number, *row)])
+        return self.require_items([item for number, row in enumerate(rows) for item in self._items(number, *row)])
 
     def _items(
         self, number: int, table: Table, position: int, row: Mapping[str, Any]

@@ -105,7 +105,7 @@ class MmmgData(ProtocolData):
             prompt = item.prompt if isinstance(item, ItemFiles) else where
             if in_part(content_digest(" ".join(prompt.split())), self.part, self.held_out_share):
                 items.append(item)
-        return self.some(items)
+        return self.require_items(items)
 
     def _benchmark_rows(self) -> Iterator[Row]:
         if self.hub_id is None and Path(self.path).suffix == ".json":
