@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from retouch.errors import ConfigError, ImageProblem, ModelFilesError
 from retouch.families.loading import tiny_path
 from retouch.imaging import open_image
-from retouch.observe.run_lock import RunLock
+from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.training.stopping import ENDING
 from tests.command_line import Outcome, retouch

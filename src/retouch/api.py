@@ -219,7 +219,7 @@ class Run:
             self._found = Trained.find(self.path, None, self._checkpoint, self._raw)
         return self._found
 
-    def _model(self, config: RunConfig, embedded: bool) -> Loaded:
+    def _model(self, config: RunConfig, *, embedded: bool) -> Loaded:
         """The model, loaded once; again with T5 if it was loaded without and is needed now."""
         from retouch.use.loaded import Loaded, free_memory
 

@@ -34,6 +34,19 @@ def expanded(path: str | Path) -> Path:
     return found
 
 
+def file_in(path: str, name: str) -> Path:
+    """The file `name` of a folder; a path that is no folder itself. Raises as `expanded`."""
+    found = expanded(path)
+    return found / name if found.is_dir() else found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once: a reader, or a start after a kill, never finds a part of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def is_file(path: Path) -> bool:
     """Whether a path from a list or an option is a file; a name that is too long for one is not."""
     try:

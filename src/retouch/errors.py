@@ -39,50 +39,42 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". :")
 
 
-class ConfigError(RetouchError, ValueError):
+class InputError(RetouchError, ValueError):
+    """Base class of options and files that cannot be used."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
     """A run file, an option or a combination that cannot work."""
 
-    exit_code = 2
 
-
-class DataError(RetouchError, ValueError):
+class DataError(InputError):
     """A dataset that cannot be used."""
 
-    exit_code = 2
 
-
-class ImageProblem(RetouchError, ValueError):
+class ImageProblem(InputError):
     """An image or mask that cannot be used."""
 
-    exit_code = 2
 
-
-class ModelFilesError(RetouchError, ValueError):
+class ModelFilesError(InputError):
     """Model files that are missing or differ from what the run file names."""
 
-    exit_code = 2
 
-
-class AdapterFileError(RetouchError, ValueError):
+class AdapterFileError(InputError):
     """A file that is no adapter, or an incomplete one."""
 
-    exit_code = 2
 
-
-class DamagedFile(RetouchError, ValueError):
+class DamagedFile(InputError):
     """A file that `torch.load` cannot read."""
-
-    exit_code = 2
 
 
 class RefusedFile(DamagedFile):
     """A pickle of more than tensors and plain values: it could run any program."""
 
 
-class CheckpointError(RetouchError, ValueError):
+class CheckpointError(InputError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
-
-    exit_code = 2
 
 
 class FontsMissing(RetouchError, RuntimeError):
@@ -91,10 +83,8 @@ class FontsMissing(RetouchError, RuntimeError):
     exit_code = 2
 
 
-class ResponseTooLong(RetouchError, ValueError):
+class ResponseTooLong(InputError):
     """A completion with more tokens than the diffusion transformer takes."""
-
-    exit_code = 2
 
 
 class RewardOutage(RetouchError, RuntimeError):

@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from retouch.imaging import Box
+from retouch.saved_tensors import load_frozen
 
 FOLDER = Path(__file__).parent / "tiny" / "bases" / "glyph_structure"
 """The network that comes with the package, and the card of its training."""
@@ -120,18 +120,7 @@ def index_of(letter: str) -> int | None:
 @lru_cache(maxsize=4)
 def packaged(device: str = "cpu", dtype: torch.dtype = torch.float32) -> GlyphNetwork:
     """The network of the package, frozen."""
-    return load_network(FOLDER / WEIGHTS).to(device, dtype)
-
-
-def load_network(file: Path) -> GlyphNetwork:
-    """A network from its weights, in fp32, frozen.
-
-    Raises:
-        RuntimeError: keys or shapes of another network.
-    """
-    network = GlyphNetwork()
-    network.load_state_dict({name: tensor.float() for name, tensor in load_file(file).items()})
-    return network.eval().requires_grad_(False)
+    return load_frozen(GlyphNetwork(), FOLDER / WEIGHTS).to(device, dtype)
 
 
 def _cut(images: Tensor, image: int, box: Box) -> Tensor:

@@ -100,12 +100,6 @@ def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) 
     return {name: _correlation(ink, _spaced(text, name, box)) for name in FONTS}
 
 
-def font_of(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> str | None:
-    """The font with the highest `font_likeness`; None if there is no ink."""
-    likeness = font_likeness(image, mask, text)
-    return max(likeness, key=lambda name: likeness[name]) if any(likeness.values()) else None
-
-
 @lru_cache(maxsize=4096)
 def _spaced(text: str, name: str, box: Box) -> Ink:
     """Ink of `text` across a box, at its place in the image: elsewhere letters round to other pixels."""

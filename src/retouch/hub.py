@@ -36,6 +36,11 @@ def is_hub_id(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
 
 
+def looks_local(path: str) -> bool:
+    """Whether a path can be no id of the hub: it names a place, or has not the form owner/name."""
+    return path.startswith((".", "/", "~")) or path.count("/") != 1
+
+
 def require_hub(key: str, path: str, kind: Kind = "models") -> None:
     """Refuse an id of the hub that is not on this machine where the hub cannot be reached; other paths pass.
 

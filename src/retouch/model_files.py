@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from retouch import plain_json
 from retouch.errors import ModelFilesError
+from retouch.hub import looks_local
 
 if TYPE_CHECKING:
     from retouch.families.base import OtherTransformer
@@ -23,7 +24,6 @@ def component_path(path: str, family: str) -> str:
         if not tiny_path(family).is_dir():
             raise ModelFilesError(f"model.path: given 'tiny', but no tiny base of {family} comes with the package")
         return str(tiny_path(family))
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():
@@ -31,7 +31,7 @@ def component_path(path: str, family: str) -> str:
                 f"model.path: {folder} has no model_index.json; give the top folder of a diffusers model"
             )
         return str(folder)
-    if looks_local:
+    if looks_local(path):
         raise ModelFilesError(f"model.path: {path}: no such folder; give a folder in the diffusers layout or a hub id")
     return path
 
@@ -50,7 +50,7 @@ def transformer_path(other: OtherTransformer) -> tuple[str, str | None]:
                 "network in the diffusers layout as model.transformer.path, or set model.transformer.subfolder"
             )
         return str(folder), other.subfolder
-    if other.path.startswith((".", "/", "~")) or other.path.count("/") != 1:
+    if looks_local(other.path):
         raise ModelFilesError(f"model.transformer.path: {other.path}: no such folder; give a folder or a hub id")
     return other.path, other.subfolder
 

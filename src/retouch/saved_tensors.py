@@ -9,10 +9,15 @@ from __future__ import annotations
 import pickle
 import zipfile
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from retouch.errors import DamagedFile, RefusedFile
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_saved(path: Path, *, mmap: bool = False) -> object:
@@ -34,6 +39,16 @@ def load_saved(path: Path, *, mmap: bool = False) -> object:
         raise RefusedFile(_first_line(error)) from None
     except Exception as error:
         raise DamagedFile(_first_line(error)) from None
+
+
+def load_frozen(network: Network, file: Path) -> Network:
+    """A network with the weights of a safetensors file, in fp32, frozen.
+
+    Raises:
+        RuntimeError: keys or shapes of another network.
+    """
+    network.load_state_dict({name: tensor.float() for name, tensor in load_file(file).items()})
+    return network.eval().requires_grad_(False)
 
 
 def _refuse_compressed(path: Path, *, zipped: bool) -> None:

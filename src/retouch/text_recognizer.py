@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+
+from retouch.saved_tensors import load_frozen
 
 FOLDER = Path(__file__).parent / "tiny" / "bases" / "text_recognizer"
 """The network that comes with the package, and the card of its training."""
@@ -131,15 +132,4 @@ def read_greedily(log_probabilities: Tensor) -> tuple[str, float]:
 @lru_cache(maxsize=4)
 def packaged(device: str = "cpu", dtype: torch.dtype = torch.float32) -> RecognizerNetwork:
     """The network of the package, frozen."""
-    return load_network(FOLDER / WEIGHTS).to(device, dtype)
-
-
-def load_network(file: Path) -> RecognizerNetwork:
-    """A network from its weights, in fp32, frozen.
-
-    Raises:
-        RuntimeError: keys or shapes of another network.
-    """
-    network = RecognizerNetwork()
-    network.load_state_dict({name: tensor.float() for name, tensor in load_file(file).items()})
-    return network.eval().requires_grad_(False)
+    return load_frozen(RecognizerNetwork(), FOLDER / WEIGHTS).to(device, dtype)

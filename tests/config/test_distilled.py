@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import RunConfig, load_run
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.config.derived import derive
 from tests.config.conftest import REPOSITORY
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError, RunConfig, parse_run
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.config.needs import needed_pictures
+from retouch.data.base import chosen
 from retouch.data.formats.complex_edit import ComplexEditData, complexities
-from retouch.data.formats.mmmg import DISCIPLINES, LEVELS, MmmgData, chosen
+from retouch.data.formats.mmmg import DISCIPLINES, LEVELS, MmmgData
 
 EDIT: dict[str, Any] = {"format": "complex_edit", "path": "owner/edits", "resolution": 64}
 MMMG: dict[str, Any] = {"format": "mmmg", "path": "owner/mmmg", "resolution": 64}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from retouch.config import RunConfig, derive
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 
 Problems = Callable[..., list[str]]
 RunWith = Callable[..., RunConfig]

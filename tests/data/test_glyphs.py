@@ -13,7 +13,6 @@ from retouch.glyphs import (
     fit_font,
     font,
     font_likeness,
-    font_of,
     glyph_correlation,
     ink_colour,
     ink_of,
@@ -165,14 +164,19 @@ def test_font_and_ink_of_true_signs() -> None:
     """What the style benchmark measures with: every font is told, inks exactly."""
     signs = [draw_sign(word, (32, 64), 3) for word in draw_words(40, "held_out", 3)]
     images = [(np.asarray(s.picture), np.asarray(s.mask)) for s in signs]
-    assert all(font_of(*image, s.word) == s.face for image, s in zip(images, signs, strict=True))
+
+    def font_of(image: tuple[np.ndarray, np.ndarray], word: str) -> str:
+        likeness = font_likeness(*image, word)
+        return max(likeness, key=likeness.__getitem__)
+
+    assert all(font_of(image, s.word) == s.face for image, s in zip(images, signs, strict=True))
     likeness = font_likeness(*images[0], signs[0].word)
     assert likeness[signs[0].face] > 0.95 and max(v for f, v in likeness.items() if f != signs[0].face) < 0.9
     blurred = [
         (np.asarray(s.picture.filter(ImageFilter.GaussianBlur(0.7))), m)
         for s, (_, m) in zip(signs, images, strict=True)
     ]
-    assert sum(font_of(*image, s.word) == s.face for image, s in zip(blurred, signs, strict=True)) >= 38
+    assert sum(font_of(image, s.word) == s.face for image, s in zip(blurred, signs, strict=True)) >= 38
     for image, sign in zip(images, signs, strict=True):
         assert np.abs(np.subtract(ink_colour(*image), sign.ink)).max() <= 1
-    assert font_of(np.full((32, 64, 3), 200, np.uint8), images[0][1], "MOON") is None
+    assert not any(font_likeness(np.full((32, 64, 3), 200, np.uint8), images[0][1], "MOON").values())

@@ -11,9 +11,7 @@ import yaml
 
 from retouch.adapters.formats import NAME
 from retouch.algorithms.nft.config import NftConfig
-from retouch.cli import EXTRAS
 from retouch.config import RunConfig, derive, load_run
-from retouch.doctor.machine import EXTRAS as LOOKED_AT
 from tests.config.leaves import leaves
 from tests.configs.test_guide import GUIDE, OF
 
@@ -212,7 +210,3 @@ def test_guidance_1_halves_the_forwards_of_sd15(monkeypatch: pytest.MonkeyPatch)
     path = REPOSITORY / "configs/sd_inpaint_grpo.yaml"
     guided, free = (derive(load_run(path, more)) for more in ([], ["rollout.guidance_scale=1"]))
     assert guided.forwards_per_image == 2 * free.forwards_per_image
-
-
-def test_the_doctor_looks_at_every_extra_that_something_imports() -> None:
-    assert {*LOOKED_AT} == {*EXTRAS}

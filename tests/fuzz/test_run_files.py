@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.config import RunConfig, load_run, numbers, parse_run
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.config.presets import preset_lines
 from retouch.errors import RetouchError
 from tests.fuzz.inputs import attempt, changed, fuzzed, kept, scalars, texts

@@ -16,14 +16,14 @@ import yaml
 
 from retouch.config import ConfigError, parse_run
 from retouch.observe import RunDir
-from retouch.observe.run_lock import RunLock
+from retouch.observe.run_dir import RunLock
 from tests.command_line import retouch
 from tests.conftest import small_run
 
 HOLD = """
 import sys
 from pathlib import Path
-from retouch.observe.run_lock import RunLock
+from retouch.observe.run_dir import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from retouch.cli.options import start_logging
-from retouch.observe import step_log
-from retouch.observe.step_log import StepLog, means_text
+from retouch.observe import log as run_log
+from retouch.observe.log import StepLog, means_text
 
 
 def record(step: int, seconds: float, **values: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def test_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     """Of the first step at once; seconds are the mean over the steps since the line before."""
     caplog.set_level(logging.INFO)
     now = [1000.0]
-    monkeypatch.setattr(step_log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: now[0])
     log = StepLog(90)
     for step in range(1, 7):
         log.see({"step": step, "kind": "rollout", "combined_score": step / 10})

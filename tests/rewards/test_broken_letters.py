@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from retouch.errors import FontsMissing
-from retouch.glyph_structure import FOLDER, LETTERS, WEIGHTS, load_network, packaged
+from retouch.glyph_structure import FOLDER, LETTERS, WEIGHTS, GlyphNetwork, packaged
+from retouch.saved_tensors import load_frozen
 from retouch.tiny import broken_letters as drawing
 from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
 from retouch.tiny.glyph_structure import (
@@ -116,7 +117,7 @@ def test_the_recipe_writes_the_same_network_again(tmp_path: Path) -> None:
     assert (tmp_path / "a" / CARD).read_text() == (tmp_path / "b" / CARD).read_text()
     built, ours = (load_file(folder / WEIGHTS) for folder in (tmp_path / "a", FOLDER))
     assert {k: v.shape for k, v in built.items()} == {k: v.shape for k, v in ours.items()}
-    load_network(tmp_path / "a" / WEIGHTS)
+    load_frozen(GlyphNetwork(), tmp_path / "a" / WEIGHTS)
 
 
 def test_the_packaged_network_tells_broken_letters_of_unseen_fonts() -> None:

@@ -31,7 +31,6 @@ from retouch.text_recognizer import (
     classes_of,
     columns_needed,
     line_pixels,
-    load_network,
     log_likelihood,
     packaged,
     read_greedily,
@@ -81,7 +80,7 @@ def test_the_card_is_of_the_weights_and_its_fonts_are_disjoint() -> None:
     assert not families[0] & families[1]
     assert {*FONTS} - {"CaladeaBold"} <= {*UNSEEN_FONTS} and {family.match(f)[0] for f in FONTS} <= families[1]  # pyright: ignore[reportOptionalSubscript]
     assert (FOLDER / WEIGHTS).stat().st_size < 2e6
-    assert sum(p.numel() for p in load_network(FOLDER / WEIGHTS).parameters()) <= 1e6
+    assert sum(p.numel() for p in packaged().parameters()) <= 1e6
 
 
 def test_the_likelihood_is_the_sum_over_all_alignments() -> None:

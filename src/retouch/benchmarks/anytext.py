@@ -138,10 +138,7 @@ class TextFlux(Benchmark):
             ("TextFlux-beta", 51.5, 72.9),
         )
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"anytext": {"table": "zh"}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"anytext": {"table": "zh"}}
 
     def data(self) -> DataSection:
         return self.sized(TextFluxData(path=self.path, part=self.part, fit="stretch"))

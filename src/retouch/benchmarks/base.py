@@ -132,6 +132,8 @@ class Benchmark(Section):
     source: ClassVar[str]
     """Paper and place of the data."""
     official: ClassVar[Official] = Official()
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """The benchmark's own rewards by name, each as under `rewards` of a run file."""
     composites: ClassVar[bool] = True
     """Whether samples are composited into their sources inside the mask before they are saved; the official protocol
     decides."""
@@ -140,13 +142,9 @@ class Benchmark(Section):
     """Reasons why the measures never compare with published ones, whatever the settings."""
 
     @classmethod
-    @abstractmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        """The benchmark's own rewards by name, each as under `rewards` of a run file.
-
-        Args:
-            options: the keys that were given, not validated yet.
-        """
+        """`own_rewards`, or those that depend on the given keys, which are not validated yet."""
+        return cls.own_rewards
 
     @abstractmethod
     def data(self) -> DataSection:

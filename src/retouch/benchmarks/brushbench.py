@@ -68,10 +68,7 @@ class BrushBench(Benchmark):
             _PAPER,
         ),
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"kept_area": {}, "clip": {}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"kept_area": {}, "clip": {}}
 
     def data(self) -> DataSection:
         return self.sized(BrushBenchData(path=self.path, region=self.region, fit="stretch"))

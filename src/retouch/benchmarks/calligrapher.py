@@ -25,11 +25,10 @@ class Calligrapher(Benchmark):
         settings={"steps": 50, "adapter scale": 1.0, "seeds": "random", "prompt": "The text is '{text}'."},
     )
     caveats: ClassVar[Sequence[str]] = ("no evaluator and no table are published",)
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        style = {"scorer": "style", "image_encoder": "openai/clip-vit-large-patch14", "gate": 0.0}
-        return {"ocr": {}, "style": style}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "ocr": {},
+        "style": {"scorer": "style", "image_encoder": "openai/clip-vit-large-patch14", "gate": 0.0},
+    }
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Means over images: NED, exact match, and the cosine to the style reference."""

@@ -31,10 +31,9 @@ class ComplexEditBenchmark(Benchmark):
     official: ClassVar[Official] = Official(
         settings={"judge": "gpt-4o-2024-11-20", "answers": 20, "temperature": 1.0},
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"complex_edit": {**judge("gpt-4o-2024-11-20"), "samples": 20, "temperature": 1.0}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "complex_edit": {**judge("gpt-4o-2024-11-20"), "samples": 20, "temperature": 1.0}
+    }
 
     def data(self) -> DataSection:
         section = ComplexEditData(

@@ -34,10 +34,7 @@ class Cvtg(Benchmark):
             ("Ovis-Image", 0.920),
         )
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"cvtg": {}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cvtg": {}}
 
     def data(self) -> DataSection:
         return self.sized(CvtgData(path=self.path, part=self.part))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from retouch.benchmarks.base import Official, PublishedRow
+from retouch.benchmarks.base import PublishedRow
 from retouch.benchmarks.brushbench import BrushBench
 
 
@@ -21,10 +21,6 @@ class EditBench(BrushBench):
 
     title: ClassVar[str] = "EditBench"
     source: ClassVar[str] = "arXiv 2212.06909; github.com/TencentARC/BrushNet, data/EditBench"
-    official: ClassVar[Official] = Official(
-        resolution=(512, 512),
-        settings={"steps": 50, "solver": "UniPC", "seed": 1234, "masked source": "black", "files": "JPEG quality 75"},
-    )
     published: ClassVar[Sequence[PublishedRow]] = ()
     published_blended: ClassVar[Sequence[PublishedRow]] = ()
     caveats: ClassVar[Sequence[str]] = ("the paper's own measure is human judgement of attributes",)

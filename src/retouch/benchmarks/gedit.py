@@ -56,10 +56,9 @@ class GEdit(Benchmark):
         PublishedRow("Qwen-Image-Edit-2509", {"en_O": 7.48, "cn_O": 7.47}, _REPORT),
         PublishedRow("Qwen-Image-Edit-2511", {"en_O": 7.88, "cn_O": 7.82}, _REPORT),
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"viescore": {**judge("gpt-4.1"), "encoding": "jpeg", "temperature": 1.0}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "viescore": {**judge("gpt-4.1"), "encoding": "jpeg", "temperature": 1.0}
+    }
 
     def data(self) -> DataSection:
         return self.sized(GEditData(path=self.path, language=self.language))

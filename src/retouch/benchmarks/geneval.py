@@ -37,10 +37,7 @@ class GenEval(Benchmark):
         PublishedRow("SD3.5-M", {"overall": 0.63}, "arXiv 2505.05470"),
         PublishedRow("SD3.5-M, Flow-GRPO", {"overall": 0.95}, "arXiv 2505.05470"),
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"geneval": {}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"geneval": {}}
 
     def data(self) -> DataSection:
         return self.sized(GenEvalData(path=self.path))

@@ -46,7 +46,7 @@ def load_benchmark(given: str, path: Path | None) -> Benchmark:
     kind = BENCHMARKS[name]
     rewards = keys.pop("rewards", {})  # their variables are filled in with the benchmark's own rewards
     try:
-        benchmark = kind.model_validate({**with_variables(keys, ""), "rewards": rewards})
+        benchmark = kind.model_validate({**with_variables(keys), "rewards": rewards})
         benchmark.data()  # its format checks the keys that choose a part of the data
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, kind))) from None

@@ -32,10 +32,7 @@ class MmmgBenchmark(Benchmark):
         PublishedRow("GPT-4o", {"mmmg": 50.20}, "arXiv 2506.10963"),
         PublishedRow("FLUX-Reason", {"mmmg": 34.45}, "arXiv 2506.10963"),
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"mmmg": {**judge("o3"), "ged": "networkx"}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"mmmg": {**judge("o3"), "ged": "networkx"}}
 
     def data(self) -> DataSection:
         return self.sized(MmmgData(path=self.path, levels=self.levels, disciplines=self.disciplines))

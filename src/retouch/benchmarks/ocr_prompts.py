@@ -25,10 +25,7 @@ class OcrPrompts(Benchmark):
         PublishedRow("SD3.5-M", {"ocr_accuracy": 0.59}, "arXiv 2505.05470, table 1"),
         PublishedRow("SD3.5-M + Flow-GRPO", {"ocr_accuracy": 0.92}, "arXiv 2505.05470, table 1"),
     )
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"flow_grpo_ocr": {}, "ocr": {}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"flow_grpo_ocr": {}, "ocr": {}}
 
     def data(self) -> DataSection:
         return self.sized(PromptsData(path=self.path))

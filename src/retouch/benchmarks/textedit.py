@@ -48,10 +48,7 @@ class TextEdit(Benchmark):
             ("InternVL-U", 0.77, 0.71, 0.72, 0.79, 0.75, 0.77),
         )
     )  # fmt: skip
-
-    @classmethod
-    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"textedit": {}}
+    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"textedit": {}}
 
     def data(self) -> DataSection:
         return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))

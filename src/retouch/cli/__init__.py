@@ -110,25 +110,13 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-EXTRAS = {
-    "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
-    "serve": ("fastapi", "uvicorn", "starlette"),
-    "ocr": ("rapidocr", "onnxruntime"),
-    "vlm": ("trl", "datasets"),
-    "deepspeed": ("deepspeed",),
-    "quantize": ("bitsandbytes",),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
-    "ui": ("gradio",),
-}
-"""Extra of the package -> modules that it installs."""
-
-
 def _outcome(error: Exception) -> tuple[int, str] | None:
     """Exit code and message of an error; None for one that needs a traceback."""
     if isinstance(error, RetouchError):
         return error.exit_code, str(error)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("retouch"):
+        from retouch.doctor.machine import EXTRAS
+
         module = error.name.partition(".")[0]
         extra = next((extra for extra, modules in EXTRAS.items() if module in modules), "train")
         return 2, f'{module} is not installed: pip install "retouch[{extra}]"'

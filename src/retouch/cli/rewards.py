@@ -9,22 +9,21 @@ from typing import Annotated
 
 import typer
 
-from retouch.cli.options import (
-    Device,
-    ScoredImage,
-    ScoredMask,
-    ScoredPrompt,
-    ScoredReference,
-    ScoredSource,
-    Scorer,
-    ScorerOptions,
-    Url,
-    Wait,
-    start_logging,
-)
+from retouch.cli.options import start_logging
 from retouch.disk import writing
 
 app = typer.Typer(no_args_is_help=True, help="Serve reward models, or score one image.")
+
+Scorer = Annotated[str, typer.Option(help="Scorer name.")]
+ScorerOptions = Annotated[str, typer.Option(help='Options by scorer, as JSON: {"ocr": {"score": "confidence"}}.')]
+ScoredImage = Annotated[Path, typer.Option(help="Image to score.")]
+ScoredPrompt = Annotated[str, typer.Option(help="Prompt of the image; the target text stands in quotes.")]
+ScoredMask = Annotated[Path | None, typer.Option(help="Mask, white = repainted.")]
+ScoredSource = Annotated[Path | None, typer.Option(help="Source image before repainting.")]
+ScoredReference = Annotated[Path | None, typer.Option(help="Style reference.")]
+Url = Annotated[str | None, typer.Option(help="URL of a server, or endpoints file; default: score in this process.")]
+Wait = Annotated[float, typer.Option(min=0, help="Maximum wait for the server to be ready, in seconds.")]
+Device = Annotated[str, typer.Option(help="Device of a scorer in this process: cpu, or cuda:0.")]
 
 
 @app.command()

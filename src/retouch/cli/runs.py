@@ -12,7 +12,7 @@ import typer
 
 from retouch.cli.options import Json, Overrides, RunFile, start_logging
 from retouch.config import load_run, numbers
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
 from retouch.errors import ConfigError, NotReproduced
@@ -134,7 +134,7 @@ def init(
     from retouch.use.starting import start
 
     with writing(out.parent, "--out"):
-        typer.echo("\n".join(start(folder, out, family, algorithm, model).lines))
+        typer.echo("\n".join(start(folder, out, family, algorithm, model)))
 
 
 @app.command()

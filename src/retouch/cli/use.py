@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retouch.cli.options import (
-    Config,
-    Json,
-    Open,
-    Raw,
-    RunDir,
-    Weights,
-    find_trained,
-    parse_box,
-    parse_images,
-    parse_size,
-    start_logging,
-)
+from retouch.cli.options import Json, parse_size, start_logging
+from retouch.config import load_run
 from retouch.config.needs import DATA_SECTIONS
 from retouch.disk import writing
 from retouch.errors import ConfigError
 
+if TYPE_CHECKING:
+    from retouch.use.trained import Trained
+
 app = typer.Typer()
+
+Open = Annotated[bool, typer.Option("--open", help="Open the file in a browser.")]
+RunDir = Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")]
+Config = Annotated[Path | None, typer.Option(help="Run file, instead of --run.")]
+Weights = Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; default with --config: the base.")]
+Raw = Annotated[
+    bool | None, typer.Option("--raw/--ema", help="Raw or EMA weights; default: the run's evaluation.weights.")
+]
 
 
 @app.command()
@@ -187,6 +188,10 @@ def evaluate(
     start_logging()
     runs = run or []
     count, folders = parse_images(images or [])
+    if len(runs) > 1 and (config or weights):
+        raise ConfigError(
+            "--run: given several times, which compares the newest weights; leave --config and --weights out"
+        )
     if benchmark is not None:
         unused = {"--data": data, "--reference": reference}
         if given := [option for option, value in unused.items() if value is not None]:
@@ -204,10 +209,6 @@ def evaluate(
             f"--images: given {folders[0]}; expected a number of images, or a folder with --benchmark NAME"
         )
     unread = DATA_SECTIONS if data else ("data", "warmup_data")
-    if len(runs) > 1 and (config or weights):
-        raise ConfigError(
-            "--run: given several times, which compares the newest weights; leave --config and --weights out"
-        )
     found = [find_trained(one, config, weights, raw, unread) for one in runs or [None]]
     from retouch.observe.comparison import run_names
     from retouch.use.comparison import compare, compare_runs, comparison_table
@@ -243,8 +244,6 @@ def _benchmark(
         chosen = chosen.model_copy(update={"images_per_item": count})
     share = launcher_shard() if shard is None else Shard.parse(shard)
     trained = {}
-    if len(runs) > 1 and (config or weights):
-        raise ConfigError("--run: given several times; leave --config and --weights out")
     if runs or config:
         from retouch.observe.comparison import run_names
 
@@ -308,3 +307,56 @@ def compare(
     typer.echo(str(found.path))
     if open_it:
         typer.launch(str(found.path))
+
+
+def find_trained(
+    run: Path | None, config: Path | None, weights: Path | None, raw: bool | None, unread: Collection[str]
+) -> Trained:
+    """The weights that --run, --config and --weights name. No torch: a mistake is reported within a second.
+
+    Args:
+        unread: sections of the run file that the command does not need.
+
+    Raises:
+        ConfigError, ModelFilesError, CheckpointError: missing files.
+    """
+    if (run is None) == (config is None):
+        raise ConfigError("give either --run RUN_DIR or --config RUN.yaml")
+    for option, path in {"--run": run, "--config": config, "--weights": weights}.items():
+        if path is not None and not path.exists():
+            raise ConfigError(f"{option}: given {path}; no such file or folder")
+    file = run / "config.yaml" if run is not None else config
+    if file is not None and file.is_file():
+        from retouch.training.files import require_model
+
+        require_model(load_run(file, unread=unread))
+    from retouch.use.trained import Trained
+
+    return Trained.find(run, config, weights, raw, unread)
+
+
+def parse_box(text: str) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of "100,100,700,400".
+
+    Raises:
+        ConfigError: not four integers.
+    """
+    try:
+        left, top, right, bottom = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--box: given {text!r}; write LEFT,TOP,RIGHT,BOTTOM in pixels, like 100,100,700,400"
+        ) from None
+    return left, top, right, bottom
+
+
+def parse_images(given: Sequence[str]) -> tuple[int | None, list[Path]]:
+    """The values of `--images`: at most one number of images, and folders.
+
+    Raises:
+        ConfigError: two numbers, or 0.
+    """
+    numbers = [text for text in given if text.lstrip("-").isdecimal()]
+    if len(numbers) > 1 or any(int(number) < 1 for number in numbers):
+        raise ConfigError(f"--images: given {' and '.join(numbers)}; expected one number of 1 or more, or folders")
+    return (int(numbers[0]) if numbers else None), [Path(text) for text in given if text not in numbers]

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of
+from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
 from retouch.disk import is_file
 from retouch.families import DEFAULT_FAMILY
@@ -67,28 +68,16 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as mappings within mappings.
-
-    Raises:
-        ConfigError: one key given twice, or as a value and as a section.
-    """
+    """Dotted keys as mappings within mappings."""
     nested: dict[str, Any] = {}
     for path, value in _leaves(changes, ()):
-        if not _put(nested, path, value):
+        node: Any = nested
+        for key in path[:-1]:
+            node = cast("dict[str, Any]", node).setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or path[-1] in node:
             raise ConfigError(f"override {'.'.join(path)}: given more than once; give it once")
+        node[path[-1]] = value
     return nested
-
-
-def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> bool:
-    """Set one value; False where the key, or one above it, has a value already."""
-    key, below = path[0], node.get(path[0], {})
-    if len(path) == 1 and key not in node:
-        node[key] = value
-        return True
-    if len(path) == 1 or not isinstance(below, dict):
-        return False
-    node[key] = below
-    return _put(cast("dict[str, Any]", below), path[1:], value)
 
 
 def _leaves(changes: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -221,11 +210,7 @@ def _is_reward(key: tuple[str, ...]) -> bool:
 
 def _without_null(rewards: Mapping[str, Any]) -> None:
     """Reject null for a reward in a table that replaces all rewards: with `extends` it would remove the reward, and in
-    a run file it would mean the reward with its defaults.
-
-    Raises:
-        ConfigError: naming the reward.
-    """
+    a run file it would mean the reward with its defaults."""
     for name, entry in rewards.items():
         if entry is None:
             raise ConfigError(
@@ -235,11 +220,7 @@ def _without_null(rewards: Mapping[str, Any]) -> None:
 
 
 def _take_away(rewards: dict[str, Any], name: str) -> None:
-    """Remove a reward that was given as null.
-
-    Raises:
-        ConfigError: there is none; without this error, null would mean the reward with its defaults.
-    """
+    """Remove a reward that was given as null. Without one, null would mean the reward with its defaults."""
     if name not in rewards:
         raise ConfigError(
             f"rewards.{name}: given null, which takes a reward away, but there is none of that name "
@@ -250,25 +231,15 @@ def _take_away(rewards: dict[str, Any], name: str) -> None:
 
 def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
     """Reject a guidance scale that another family would inherit: outside `model`, it is the only key that is valid for
-    both but has another meaning.
-
-    Raises:
-        ConfigError: naming the scale and both families.
-    """
-    model, new_rollout = _section(below, "model"), _section(above, "rollout")
+    both but has another meaning."""
+    model, new_rollout = section_of(below, "model"), section_of(above, "rollout")
     old = model.get("family", DEFAULT_FAMILY)
-    new, scale = _section(above, "model").get("family", old), _section(below, "rollout").get("guidance_scale")
+    new, scale = section_of(above, "model").get("family", old), section_of(below, "rollout").get("guidance_scale")
     if model and new != old and scale is not None and "guidance_scale" not in new_rollout:
         raise ConfigError(
             f"model.family: given {new!r} over {old!r}, for which rollout.guidance_scale {scale} was set; set "
             "guidance_scale anew (null takes the model's own)"
         )
-
-
-def _section(run: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section as it is written; empty if it is missing or not a mapping."""
-    found = run.get(name)
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def parse_run(
@@ -278,7 +249,7 @@ def parse_run(
     merged = with_new_names(deepcopy(dict(data)))
     for override in overrides:
         _apply(merged, override)
-    expanded = _expand(merged, "", unread)
+    expanded = with_variables(merged, unread=unread)
     _take_in_plugins(expanded.get("plugins"), source)
     try:
         return RunConfig.model_validate(expanded)
@@ -287,11 +258,7 @@ def parse_run(
 
 
 def _take_in_plugins(modules: object, source: str) -> None:
-    """Import the modules under `plugins`, which register components; the schema reports a malformed list.
-
-    Raises:
-        ConfigError: a module that is missing, or fails.
-    """
+    """Import the modules under `plugins`, which register components; the schema reports a malformed list."""
     named = cast("list[object]", modules) if isinstance(modules, list) else []
     try:
         import_plugins(name for name in named if isinstance(name, str))
@@ -345,25 +312,21 @@ def _new_path(path: list[str]) -> list[str]:
     return renamed
 
 
-def with_variables(node: Any, key: str) -> Any:
-    """A part of a YAML file with `${VAR}` and `${VAR:-default}` filled in.
+def with_variables(node: Any, key: str = "", unread: Collection[str] = ()) -> Any:
+    """A part of a YAML file with `${VAR}` and `${VAR:-default}` filled in from the environment.
 
     Args:
         key: where it stands in the file, for messages.
+        unread: as of `load_run`.
 
     Raises:
         ConfigError: a variable that is not set and has no default.
     """
-    return _expand(node, key, ())
-
-
-def _expand(node: Any, key: str, unread: Collection[str]) -> Any:
-    """`${VAR}` in every string, from the environment."""
     if isinstance(node, dict):
         items = cast("dict[str, Any]", node).items()
-        return {name: _expand(value, f"{key}.{name}" if key else str(name), unread) for name, value in items}
+        return {name: with_variables(value, f"{key}.{name}" if key else str(name), unread) for name, value in items}
     if isinstance(node, list):
-        return [_expand(value, key, unread) for value in cast("list[Any]", node)]
+        return [with_variables(value, key, unread) for value in cast("list[Any]", node)]
     if not isinstance(node, str):
         return node
 

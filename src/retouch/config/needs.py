@@ -30,12 +30,8 @@ def takes_references(run: RunConfig, *, scored: bool) -> bool:
     are scored, a style reward."""
     judged = scored and any("reference" in entry.example_images() for entry in run.rewards.values())
     by_model = run.model.train.kind == "ip_adapter" or run.model.takes_reference_images
-    return by_model or reference_strip(run) is not None or judged
-
-
-def reference_strip(run: RunConfig) -> int | None:
-    """Height in pixels of the strip of in-context references; the same in all sections."""
-    return run.data.image_options.reference_strip
+    in_strip = run.data.image_options.reference_strip is not None  # in all sections, then
+    return by_model or in_strip or judged
 
 
 def data_sections(run: RunConfig) -> dict[str, DataSection]:

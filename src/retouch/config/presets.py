@@ -32,13 +32,13 @@ PresetKeys = dict[str, Section]
 
 def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
     """The run file with the keys that its preset and its algorithm add. The schema reports anything malformed."""
-    name = _section(run, "algorithm").get("name")
+    name = section_of(run, "algorithm").get("name")
     if not isinstance(name, str) or name not in ALGORITHMS:
         return dict(run)
     kind = cast("type[AlgorithmSection]", ALGORITHMS[name])
     completed = kind.completed(run)
-    rollout, algorithm = _section(completed, "rollout"), kind.renamed(_section(completed, "algorithm"))
-    family = _section(completed, "model").get("family", DEFAULT_FAMILY)
+    rollout, algorithm = section_of(completed, "rollout"), kind.renamed(section_of(completed, "algorithm"))
+    family = section_of(completed, "model").get("family", DEFAULT_FAMILY)
     preset: Any = rollout.get("preset")
     if preset not in get_args(Preset) or not kind.presets or family not in FAMILIES:
         return completed
@@ -78,8 +78,8 @@ def preset_lines(run: RunConfig) -> list[str]:
     ]
 
 
-def _section(run: Mapping[str, Any], name: str) -> Section:
-    """A section as it is written; empty where there is none, or something that is none."""
+def section_of(run: Mapping[str, Any], name: str) -> Section:
+    """A section as it is written; empty where there is none, or something else."""
     found = run.get(name)
     if isinstance(found, BaseModel):
         return found.model_dump(exclude_unset=True)

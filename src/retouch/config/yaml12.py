@@ -109,11 +109,7 @@ def parse(text: str) -> Any:
 
 
 def _size(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int:
-    """Values below a node, aliases counted wherever they stand.
-
-    Raises:
-        yaml.YAMLError: too many, too deep, or a node inside itself.
-    """
+    """Values below a node, aliases counted wherever they stand."""
     if id(node) in above:
         raise _problem(node, "an anchor that holds itself")
     if len(above) > MAX_DEPTH:
@@ -133,11 +129,8 @@ def _size(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int
 
 
 def _characters(node: yaml.ScalarNode) -> str:
-    """The text of a scalar. Two escapes of a surrogate pair are one character, as in JSON, of which YAML is a superset.
-
-    Raises:
-        yaml.YAMLError: a null character, or half of a pair.
-    """
+    """The text of a scalar. Two escapes of a surrogate pair are one character, as in JSON, of which YAML is a superset;
+    a null character and half of a pair are none."""
     if "\0" in node.value:
         raise _problem(node, "a null character")
     if node.value.isascii():

@@ -6,12 +6,19 @@ A format is one file with one section class: its options, `list_items`, and its 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from retouch.config.base import Count, Section
 from retouch.errors import DataError
@@ -90,6 +97,33 @@ Side = Annotated[int, Field(ge=1, le=16384)]
 """Pixels."""
 
 
+def _has_text(template: str) -> str:
+    if "{text}" not in template:
+        raise ValueError(f"given {template!r}; it must contain {{text}}, the place of the text to write")
+    return template
+
+
+Template = Annotated[str, AfterValidator(_has_text)]
+"""A prompt with a place for the text to write."""
+
+
+def chosen(value: str, names: Sequence[str], unknown_is: str = "none") -> tuple[str, ...]:
+    """ "all" or comma-separated names, in any case, in the order of `names`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if value.strip().casefold() == "all":
+        return tuple(names)
+    by_key = {name.casefold(): name for name in names}
+    asked = [piece.strip() for piece in value.split(",")]
+    unknown = [piece for piece in asked if piece.casefold() not in by_key]
+    if unknown:
+        raise ValueError(f"given {value!r}: {unknown[0]!r} is {unknown_is}; write all, or some of {', '.join(names)}")
+    picked = {by_key[piece.casefold()] for piece in asked}
+    return tuple(name for name in names if name in picked)
+
+
 class DataSection(Section):
     """Options of every format."""
 
@@ -164,8 +198,9 @@ class DataSection(Section):
 
     @property
     def image_options(self) -> ImageOptions:
-        """How images are read."""
-        return ImageOptions()
+        """How images are read: the options of that name which the format has."""
+        names = [option.name for option in fields(ImageOptions)]
+        return ImageOptions(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
     @property
     def hub_id(self) -> str | None:
@@ -213,11 +248,6 @@ class ImageSection(DataSection):
                 "holds a reference of 16:9 at 512), or leave reference_strip_fit out"
             )
         return value
-
-    @property
-    def image_options(self) -> ImageOptions:
-        strip = self.reference_strip, self.reference_strip_fit
-        return ImageOptions(self.fit, self.invert_mask, self.reference, *strip)
 
     def check(self, run: RunConfig, key: str = "") -> None:
         from retouch.config.needs import takes_references
@@ -267,6 +297,9 @@ class ProtocolData(DataSection):
     curriculum: Count = 1
     """Number of stages n of the rollouts; stage s uses the easiest s/n of the examples. 1 uses all from the start."""
 
+    choices: ClassVar[tuple[str, ...]]
+    """Options that choose items beside `part`."""
+
     @abstractmethod
     def overlaps(self, other: DataSection) -> bool:
         """Whether another section of the same format and path chooses some of the same images or prompts, before
@@ -290,6 +323,20 @@ class ProtocolData(DataSection):
         for name, data in (("data", run.data), ("warmup_data", run.warmup_data)) if key == "evaluation.data" else ():
             if isinstance(data, ProtocolData) and data.path == self.path and self.overlaps(data):
                 self._is_held_out_of(name, data)
+
+    def require_items(self, items: list[ItemFiles | ItemError]) -> list[ItemFiles | ItemError]:
+        """The items of the section, at least one.
+
+        Raises:
+            DataError: none, which names the options that chose them.
+        """
+        if items:
+            return items
+        options = ", ".join(f"{name} {getattr(self, name)}" for name in self.choices)
+        raise DataError(
+            f"data.path: {self.path} has nothing with {options} and part {self.part} "
+            f"(held_out_share {self.held_out_share:g}); choose others, or add data"
+        )
 
     def _is_held_out_of(self, name: str, data: ProtocolData) -> None:
         if (data.part, self.part) != ("train", "held_out"):

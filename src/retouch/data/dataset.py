@@ -282,11 +282,7 @@ def _fitted(
     item: ItemFiles,
     reading: Reading,
 ) -> tuple[dict[str, Image.Image], Image.Image | None, Reading]:
-    """Images and mask of `size` (width, height) at the size of the data set, and how they were read.
-
-    Raises:
-        ImageProblem: the masked area vanishes, is cut off, or covers everything.
-    """
+    """Images and mask of `size` (width, height) at the size of the data set, and how they were read."""
     height, width = config.size
     box = mask_box(mask) if mask is not None else None
     keep = _lines_box(item, size) if box is None else box
@@ -326,11 +322,7 @@ def _fitted(
 
 
 def _lines_of(item: ItemFiles) -> tuple[TextLine, ...]:
-    """The lines of an item, in pixels of its source.
-
-    Raises:
-        DataError: the format listed unusable lines.
-    """
+    """The lines of an item, in pixels of its source."""
     try:
         return parse_lines(item.metadata["lines"]) if "lines" in item.metadata else ()
     except ValueError as error:
@@ -348,11 +340,7 @@ def _lines_box(item: ItemFiles, size: tuple[int, int]) -> Box | None:
 
 
 def _lines_shown(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> tuple[TextLine, ...]:
-    """The lines of an item, in pixels of its example.
-
-    Raises:
-        ImageProblem: a line lies outside the example.
-    """
+    """The lines of an item, in pixels of its example, which must hold them."""
     lines = placed(_lines_of(item), reading.scale, reading.offset)
     for line in lines:
         inside = share_inside(line, size)
@@ -372,11 +360,7 @@ def _unscaled(window: Box, scaled: tuple[int, int], size: tuple[int, int]) -> Bo
 
 
 def _half(shown: Image.Image, mask: Image.Image, *, second: bool, name: str) -> tuple[Image.Image, Image.Image]:
-    """One half of the mask's box as the reference, and the mask with the other half alone.
-
-    Raises:
-        ImageProblem: a mask that has no two halves.
-    """
+    """One half of the mask's box as the reference, and the mask with the other half alone."""
     seen, written = halves(mask_box(mask))[:: -1 if second else 1]
     rest = Image.new("L", mask.size, 0)
     rest.paste(mask.crop(written), written[:2])

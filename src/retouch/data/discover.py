@@ -11,7 +11,7 @@ from typing import cast
 
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.formats import FORMATS
-from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.manifest import ManifestData, manifest_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
@@ -143,7 +143,7 @@ def _pairs(path: Path) -> Found:
         prompt = " ".join(read_text(files["prompt"]).split())
         paths = {role: str(file.resolve()) for role, file in files.items() if role != "prompt"}
         entries.append({"prompt": prompt, **paths})
-    items = [_item(number, entry) for number, entry in enumerate(entries)]
+    items = [manifest_item(entry, number, Path()) for number, entry in enumerate(entries)]
     return Found("images and captions by name", items, "manifest", entries=entries, left_out=left_out)
 
 
@@ -168,18 +168,3 @@ def _place(file: Path) -> tuple[Path, str, str]:
         stem = ending[1]
         role = role if role == "prompt" else _ROLE_OF[ending[2].lower()]
     return folder, stem, role
-
-
-def _item(number: int, entry: dict[str, str]) -> ItemFiles:
-    def path(key: str) -> Path | None:
-        return Path(entry[key]) if key in entry else None
-
-    return ItemFiles(
-        id=number,
-        prompt=entry["prompt"],
-        source_path=path("image_path"),
-        mask_path=path("mask_path"),
-        reference_path=path("reference_path"),
-        target_path=path("target_path"),
-        target="file" if "target_path" in entry else "none",
-    )

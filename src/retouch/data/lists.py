@@ -108,6 +108,18 @@ def csv_rows(path: Path) -> list[list[str]]:
     return rows
 
 
+def listed_in(path: Path) -> list[Any]:
+    """The entries of a JSON object with `data_list`.
+
+    Raises:
+        DataError: not JSON, or without the list.
+    """
+    content = parsed(read_text(path), str(path))
+    if not isinstance(content, dict) or not isinstance(content.get("data_list"), list):
+        raise DataError(f"{path}: holds no object with data_list")
+    return cast("list[Any]", content["data_list"])
+
+
 def fields_of(entry: Any) -> Mapping[str, Any]:
     """The fields of an entry.
 
@@ -117,6 +129,17 @@ def fields_of(entry: Any) -> Mapping[str, Any]:
     if not isinstance(entry, dict):
         raise DataError(f"{entry!r} is not an object")
     return cast("dict[str, Any]", entry)
+
+
+def require_texts(entry: Mapping[str, Any], *names: str, remedy: str = "") -> None:
+    """Check that an entry has a text under every key.
+
+    Raises:
+        DataError: one is missing or empty.
+    """
+    missing = sorted(name for name in names if not isinstance(entry.get(name), str) or not entry[name].strip())
+    if missing:
+        raise DataError(f"{', '.join(missing)} missing or empty{remedy}")
 
 
 def id_of(entry: Mapping[str, Any], position: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from typing import TypeVar
@@ -134,6 +134,5 @@ def other_examples(size: int, taken: Collection[int], count: int, seed: int, epo
 def rank_slots(examples: list[int], group_size: int, rank: int, world_size: int) -> list[Slot]:
     """This rank's consecutive slice of the G · K slots, padded to the same number on all ranks."""
     slots = [Slot(example, index) for example in examples for index in range(group_size)]
-    per_rank = -(-len(slots) // world_size)
-    slots += [Slot(slots[-1].example, slots[-1].index, padding=True)] * (per_rank * world_size - len(slots))
-    return slots[rank * per_rank : (rank + 1) * per_rank]
+    own, padding = own_share(slots, rank, world_size)
+    return own + [replace(slots[-1], padding=True)] * padding

@@ -87,11 +87,7 @@ def _keys(item: ItemFiles, by: str) -> list[str]:
 
 
 def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
-    """The list file, its header, its lines (for JSON, an entry each) and their items.
-
-    Raises:
-        DataError: a format without a list file, broken items, or missing images.
-    """
+    """The list file, its header, its lines (for JSON, an entry each) and their items."""
     section = data_at(path, (512, 512))
     listing = section.listing()
     if listing is None:

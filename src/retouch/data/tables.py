@@ -16,6 +16,7 @@ from typing import Any, cast
 from retouch.data.base import DataError
 from retouch.data.lists import entries_of, fields_of
 from retouch.disk import expanded, is_file
+from retouch.errors import first_line
 from retouch.hub import hub_problem, require_hub
 from retouch.imaging import PackedImage
 
@@ -101,8 +102,7 @@ def _of_the_hub(read: Callable[[], Any], problem: str) -> Any:
     try:
         return read()
     except Exception as error:  # of many libraries: no network, no such data set, a gate
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"data.path: {problem} from the hub: {first}") from None
+        raise DataError(f"data.path: {problem} from the hub: {first_line(error)}") from None
 
 
 def image_of(table: Table, position: int, row: Mapping[str, Any], column: str = "image") -> Path | PackedImage:

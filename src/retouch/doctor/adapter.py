@@ -10,7 +10,9 @@ from retouch.config.errors import ConfigError
 from retouch.doctor.line import Line
 from retouch.doctor.model import STEMS, Damaged, weights_of
 from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, meta_encoder
+from retouch.errors import first_line
 from retouch.families.base import Model, TrainLora
+from retouch.hub import looks_local
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
@@ -38,7 +40,7 @@ def distillation_lines(model: Model) -> Iterator[Line]:
     file = path / lora.weight_name if lora.weight_name and path.is_dir() else path
     if file.exists():
         yield Line("ok", what, str(file))
-    elif lora.path.startswith((".", "/", "~")) or lora.path.count("/") != 1 or path.is_dir():
+    elif looks_local(lora.path) or path.is_dir():
         yield Line("fix", what, f"model.distillation_lora: {file}: no such file; give a hub id, folder or file")
     else:
         yield Line("warning", what, f"{lora.path} is a hub id; the run downloads {lora.weight_name or 'its only file'}")
@@ -54,17 +56,12 @@ def _encoder_line(name: str) -> Line:
         encoder, width = meta_encoder(folder)
         _complete(folder, set(encoder.state_dict()))
     except (ConfigError, Damaged, OSError, ValueError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Line("fix", what, f"model.train.image_encoder: {reason}; copy it anew, or set another")
+        return Line("fix", what, f"model.train.image_encoder: {first_line(error)}; copy it anew, or set another")
     return Line("ok", what, f"{folder}: a {type(encoder).__name__}, its files complete, vectors of width {width}")
 
 
 def _complete(folder: Path, names: set[str]) -> None:
-    """Check that every weight is in the files; in those of a whole SigLIP or CLIP, names begin with the vision part's.
-
-    Raises:
-        Damaged: a weight is missing.
-    """
+    """Check that every weight is in the files; in those of a whole SigLIP or CLIP, names have a prefix."""
     shapes = weights_of(folder, *STEMS)
     there = {name.removeprefix("vision_model.") for name in shapes}
     lacking = sorted(name for name in names if name.removeprefix("vision_model.") not in there)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from retouch.config import ConfigError, RunConfig, derive
@@ -34,9 +35,11 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
     if run.evaluation.data is None:
         yield Line("warning", "evaluation.data", "none: the run evaluates on training examples; set evaluation.data")
     if "data" in read:
-        yield from _enough(run, world_size, read["data"], read.get("warmup_data", read["data"]))
+        warmup = read.get("warmup_data", read["data"])
+        yield from _checked("examples", partial(_enough, run, world_size, read["data"], warmup))
     if "data" in read and "evaluation.data" in read:
-        yield from _held_out(run, read)
+        training = [data for name, data in read.items() if name != "evaluation.data"]
+        yield from _checked("evaluation.data", partial(_held_out, run, read["evaluation.data"], *training))
 
 
 def needs_no_t5(run: RunConfig) -> bool:
@@ -83,65 +86,59 @@ def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
         )
 
 
-def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> Iterator[Line]:
-    """Check for targets of supervised steps, and for enough examples of an epoch."""
+def _checked(what: str, check: Callable[[], str | None]) -> Iterator[Line]:
+    """The result of a check in a line: a ConfigError must be fixed; None needs no line, as a package that is missing,
+    which the line of its extra reports."""
     try:
-        from retouch.training.build import (
-            enough_groups,
-            needs_targets,
-        )
-    except ImportError:  # no torch: reported in the line of the extra
-        return
-    if run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
-        return
-    try:
-        needs_targets(run, warmup)
-        enough_groups(run, derive(run, world_size), data)
-    except ConfigError as error:
-        yield Line("fix", "examples", str(error))
-
-
-def _held_out(run: RunConfig, read: dict[str, Dataset]) -> Iterator[Line]:
-    try:
-        from retouch.training.build import is_held_out
+        found = check()
     except ImportError:
         return
-    try:
-        is_held_out(run, read["evaluation.data"], *(data for name, data in read.items() if name != "evaluation.data"))
     except ConfigError as error:
-        yield Line("fix", "evaluation.data", str(error))
+        yield Line("fix", what, str(error))
+    else:
+        if found is not None:
+            yield Line("ok", what, found)
+
+
+def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> None:
+    """Check for targets of supervised steps, and for enough examples of an epoch."""
+    from retouch.training.build import enough_groups, needs_targets
+
+    if not run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
+        needs_targets(run, warmup)
+        enough_groups(run, derive(run, world_size), data)
+
+
+def _held_out(run: RunConfig, held_out: Dataset, *training: Dataset) -> None:
+    from retouch.training.build import is_held_out
+
+    is_held_out(run, held_out, *training)
 
 
 def start_lines(run: RunConfig) -> Iterator[Line]:
     """Check that the run directory is new, or can be continued."""
-    try:
+
+    def check() -> str:
         from retouch.observe import RunDir
         from retouch.training.build import can_begin
-    except ImportError:
-        return
-    directory = RunDir(run)
-    try:
+
+        directory = RunDir(run)
         can_begin(run, directory)
-    except ConfigError as error:
-        yield Line("fix", "run directory", str(error))
-    else:
-        yield Line("ok", "run directory", f"{directory.path}: {_beginning(run, directory)}")
+        return f"{directory.path}: {_beginning(run, directory)}"
+
+    return _checked("run directory", check)
 
 
 def login_lines(run: RunConfig) -> Iterator[Line]:
     """Check the login of wandb, if it is installed."""
-    if "wandb" not in run.logging.sinks:
-        return
-    try:
+
+    def check() -> str:
         from retouch.observe.sinks import require_login
 
         require_login()
-    except ImportError:
-        return
-    except ConfigError as error:
-        yield Line("fix", "wandb", str(error))
-    else:
-        yield Line("ok", "wandb", "logged in, or offline")
+        return "logged in, or offline"
+
+    return _checked("wandb", check) if "wandb" in run.logging.sinks else iter(())
 
 
 def _beginning(run: RunConfig, directory: RunDir) -> str:

@@ -14,9 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
+from retouch.errors import first_line
 
-EXTRAS = ("train", "serve", "ocr", "vlm", "deepspeed", "quantize", "wandb", "trackio", "ui")
-"""Extras that the package imports from."""
+EXTRAS = {
+    "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
+    "serve": ("fastapi", "uvicorn", "starlette"),
+    "ocr": ("rapidocr", "onnxruntime"),
+    "vlm": ("trl", "datasets"),
+    "deepspeed": ("deepspeed",),
+    "quantize": ("bitsandbytes",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "ui": ("gradio",),
+}
+"""Extra -> modules that the package imports from it."""
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(?:>=([0-9.]+))?[^;]*(?:;.*extra == ['\"](\w+)['\"])?")
 
@@ -109,7 +120,7 @@ def find_gpus() -> Gpus:
     try:
         import torch
     except (ImportError, OSError) as error:  # a library of another version or machine
-        return Gpus([], installed, None, f"torch is installed but cannot be imported: {str(error).splitlines()[0]}")
+        return Gpus([], installed, None, f"torch is installed but cannot be imported: {first_line(error)}")
     usable: list[Gpu] = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(i)

@@ -87,9 +87,9 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
     name = run.model.spec.network_name
     if name not in networks.parts or run.algorithm.trains_text_encoder:
         return None
-    shapes = shapes_of(networks.parts[name])
-    others = {part: number(shapes_of(made)) for part, made in networks.parts.items() if part != name}
-    buffers = number({key: tuple(buffer.shape) for key, buffer in networks.parts[name].named_buffers()})
+    shapes: Shapes = {key: tuple(weight.shape) for key, weight in networks.parts[name].named_parameters()}
+    others = {part: weights_in(made) for part, made in networks.parts.items() if part != name}
+    buffers = sum(buffer.numel() for buffer in networks.parts[name].buffers())
     if buffers:  # of SD3: the table of positions
         others[f"{name}, buffers"] = buffers
     stays = not (run.model.offload_text_encoders or run.model.free_text_encoders)
@@ -97,7 +97,7 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
     waiting |= {"vae"} & others.keys() if run.model.offload_vae else set()
     train = run.model.train
     if networks.encoder is not None:
-        others["image_encoder"] = number(shapes_of(networks.encoder))
+        others["image_encoder"] = weights_in(networks.encoder)
         waiting.add("image_encoder")
     quantized = None if run.model.quantize is None else quantized_bytes(run, networks.parts[name])
     about: Any = {"quantized": quantized, "others": others, "waiting": frozenset(waiting), "whole": networks.whole}
@@ -138,7 +138,7 @@ def quantized_bytes(run: RunConfig, network: Any) -> int:
 
     assert run.model.quantize is not None
     matrices = [tuple(network.get_submodule(name).weight.shape) for name in block_matrices(network)]
-    others = number(shapes_of(network)) - sum(map(math.prod, matrices))
+    others = weights_in(network) - sum(map(math.prod, matrices))
     return BYTES[run.model.dtype] * others + sum(stored_bytes(shape, run.model.quantize) for shape in matrices)
 
 
@@ -159,16 +159,16 @@ def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int
 def network_weights(run: RunConfig, networks: Networks) -> int | None:
     """Number of weights of the network; None if unknown."""
     network = run.model.spec.network_name
-    return number(shapes_of(networks.parts[network])) if network in networks.parts else None
+    return weights_in(networks.parts[network]) if network in networks.parts else None
 
 
-def shapes_of(network: Any) -> Shapes:
-    """Weight name -> shape."""
-    return {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+def weights_in(network: Any) -> int:
+    """Number of weights of a network."""
+    return sum(weight.numel() for weight in network.parameters())
 
 
 def number(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Weights of a network."""
+    """Number of weights of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 

@@ -122,11 +122,7 @@ def _downloaded(hub_id: str) -> Path | None:
 
 
 def _network(folder: Path, expected: str) -> Shapes:
-    """Shapes of a network's weights; empty if they are in files that only torch reads.
-
-    Raises:
-        Damaged: no such folder, a network of another class, or missing weights.
-    """
+    """Shapes of a network's weights; empty if they are in files that only torch reads."""
     config = _json(folder / "config.json")
     found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
     if found != expected:
@@ -163,11 +159,7 @@ def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:
 
 
 def _header(file: Path) -> Shapes:
-    """Shapes in a safetensors file; its length must match its header.
-
-    Raises:
-        Damaged: it is missing or truncated.
-    """
+    """Shapes in a safetensors file; its length must match its header."""
     where = f"{file.parent.name}/{file.name}"
     if not file.is_file():
         raise Damaged(f"no {where}")
@@ -204,7 +196,7 @@ def _processor(folder: Path) -> list[str]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Raises: Damaged: it is not there, or holds no JSON object."""
+    """The object in a JSON file."""
     try:
         value: object = plain_json.loads(file.read_text(encoding="utf-8"))
     except OSError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import Found, loaded
+from retouch.errors import first_line
 from retouch.families.base import Model, TrainIpAdapter
 from retouch.hub import hub_problem
 
@@ -154,11 +155,7 @@ def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
 
 
 def _fetch(model: Model, *, embedded: bool) -> Path | None:
-    """The configs of a hub id; None where they cannot be had, but its trained network is known.
-
-    Raises:
-        ConfigError: the download fails.
-    """
+    """The configs of a hub id; None where they cannot be had, but its trained network is known."""
     known, top = model.path in model.spec.hub_ids, None
     if model.spec.optional and (top := _fetched(model.path, "model_index.json", known)) is None:
         return None
@@ -170,11 +167,7 @@ def _fetch(model: Model, *, embedded: bool) -> Path | None:
 
 
 def _fetch_transformer(model: Model) -> Path | None:
-    """The config of a hub id of `model.transformer`; None without one.
-
-    Raises:
-        ConfigError: it cannot be had.
-    """
+    """The config of a hub id of `model.transformer`; None without one."""
     other = model.transformer
     if other is None:
         return None
@@ -192,7 +185,7 @@ def _fetched(hub_id: str, file: str, known: bool) -> Path | None:
     except (OSError, ValueError) as error:
         if known:
             return None
-        reason = absent or (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+        reason = absent or first_line(error)
         raise ConfigError(
             f"{hub_id}: its {file} cannot be had: {reason}; check the id and the network (gated ones need HF_TOKEN), "
             "or give a folder"

@@ -21,7 +21,7 @@ from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.needs import data_sections
 from retouch.config.run import RunConfig
 from retouch.doctor.launch import Launch
-from retouch.doctor.memory import BYTES, Part
+from retouch.doctor.memory import BYTES, Part, weights_in
 from retouch.families.loading import DTYPES
 from retouch.families.meta import on_meta, to_run_without_data, without_data
 from retouch.families.qwen.text import evaluating
@@ -88,7 +88,7 @@ def report_vlm(
     mode = without_data()
     encoder = make_text_encoder(run, networks["text_encoder"], mode, launch)
     others = {name: network for name, network in networks.items() if name != "text_encoder"}
-    parts = vlm_parts(run, encoder, {name: _weights(network) for name, network in others.items()}, launch, world_size)
+    parts = vlm_parts(run, encoder, {name: weights_in(network) for name, network in others.items()}, launch, world_size)
     phases = vlm_phases(run, encoder, others, mode, dropped, launch, world_size)
     stored = sum(part.bytes for part in parts if not part.waits)
     return {
@@ -124,7 +124,7 @@ def make_text_encoder(run: RunConfig, model: Any, mode: Any, launch: Launch) -> 
     to_run_without_data(model, mode, lambda weight: trained if weight.requires_grad else frozen)
     count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     autocasts = precision != "no" and not launch.stage
-    return TextEncoder(model, count, trained.itemsize, _weights(model) - count, frozen.itemsize, autocasts)
+    return TextEncoder(model, count, trained.itemsize, weights_in(model) - count, frozen.itemsize, autocasts)
 
 
 def vlm_parts(
@@ -192,7 +192,7 @@ def vlm_phases(
     frame_by_frame(vae)
     limit_batch(vae, run.model.vae_batch)
     whole = encoder.bytes if launch.stage == 3 else 0
-    moved = sum(BYTES[run.model.dtype] * _weights(others[name]) for name in _waiting(run))
+    moved = sum(BYTES[run.model.dtype] * weights_in(others[name]) for name in _waiting(run))
     states = completions * limit * others["transformer"].config.joint_attention_dim * encoder.frozen_bytes
     gathered = encoder.trained_bytes * min(LIVE, encoder.trained + encoder.frozen) if launch.stage == 3 else 0
     buffer = encoder.trained_bytes * BUCKET if launch.stage in (1, 2) else 0
@@ -376,7 +376,3 @@ def _waiting(run: RunConfig) -> Sequence[str]:
     if _algorithm(run).offload_diffusion_model:
         return ("transformer", "vae")
     return ("vae",) if run.model.offload_vae else ()
-
-
-def _weights(network: Any) -> int:
-    return sum(weight.numel() for weight in network.parameters())

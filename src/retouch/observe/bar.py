@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from retouch.config import RunConfig
-from retouch.observe.step_log import loss_text
+from retouch.observe.log import loss_text
 from retouch.observe.timing import Stopwatch
 
 _PHASES = {"sft": "SFT", "warmup": "warm-up", "rl": "RL"}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from retouch.config import ConfigError, RunConfig
+from retouch.disk import write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -110,9 +111,7 @@ def _run_id(folder: Path) -> str:
     """The id of the run, created on first use."""
     file = folder / "run_id"
     if not file.exists():
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        temporary.replace(file)  # atomic: an empty id would be shared with other runs
+        write_whole(file, secrets.token_hex(4) + "\n")  # an empty id would be shared with other runs
     return file.read_text(encoding="utf-8").strip()
 
 

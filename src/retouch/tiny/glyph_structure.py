@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
-from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, load_network
+from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels
 from retouch.rewards.pixels import unit_pixels
+from retouch.saved_tensors import load_frozen
 from retouch.tiny.broken_letters import (
     STRUCTURAL,
     TEST_FONTS,
@@ -80,7 +81,7 @@ def build_structure(
     drawn = monotonic()
     network = train(letters, training, seed)
     save_weights(network, out / WEIGHTS)
-    network = load_network(out / WEIGHTS)
+    network = load_frozen(GlyphNetwork(), out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
     card = {
         "command": f"retouch tiny build glyph_structure --out FOLDER --seed {seed}",

@@ -23,6 +23,7 @@ from retouch.data.sampler import derive_seed
 from retouch.imaging import edit_distance, mask_box
 from retouch.model_files import tiny_path
 from retouch.rewards.pixels import unit_pixels
+from retouch.saved_tensors import load_frozen
 from retouch.text_recognizer import (
     COLUMN,
     HEIGHT,
@@ -30,7 +31,6 @@ from retouch.text_recognizer import (
     RecognizerNetwork,
     classes_of,
     line_pixels,
-    load_network,
     read_greedily,
 )
 from retouch.tiny.signs import draw_sign, draw_words
@@ -89,7 +89,7 @@ def build_recognizer(
     drawn = monotonic()
     network = train(pixels, lines, training, seed)
     save_weights(network, out / WEIGHTS)
-    network = load_network(out / WEIGHTS)
+    network = load_frozen(RecognizerNetwork(), out / WEIGHTS)
     signs = sign_crops(training.test_lines, seed)
     redrawn = [(_redrawn(crop, 0.0, torch.Generator()), word) for crop, word in signs]
     lines_of = {font: [line for line in unseen["32 pixels"] if line.font == font] for font in UNSEEN_FONTS}

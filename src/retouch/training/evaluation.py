@@ -35,8 +35,8 @@ from retouch.observe.guards import (
     nearest_distances,
     region_of,
 )
+from retouch.observe.log import means_text
 from retouch.observe.run_dir import read_metrics
-from retouch.observe.step_log import means_text
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (

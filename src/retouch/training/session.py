@@ -28,7 +28,7 @@ from retouch.engine.saved import require_sound
 from retouch.families.embeddings import base_files
 from retouch.machine import return_memory
 from retouch.observe.guards import StepWatch, score_drifts
-from retouch.observe.header import header
+from retouch.observe.log import header
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all

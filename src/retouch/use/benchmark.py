@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from retouch.benchmarks.result import Column, result_of
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.data.dataset import Dataset, load_dataset
+from retouch.disk import write_whole
 from retouch.imaging import ImageProblem, open_image, to_rgb
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
@@ -77,14 +79,12 @@ def run_benchmark(
     weights = _weights(runs)
     if clash := external.keys() & weights.keys():
         raise ConfigError(f"--images: given a folder named {min(clash)!r}, as weights of the run are; rename it")
-    from retouch.use.benchmark_scores import scorers_of
+    from retouch.use import benchmark_scores
 
-    with scorers_of(benchmark) as scorers:
+    with benchmark_scores.scorers_of(benchmark) as scorers:
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
         places = {**external, **{name: out / "images" / name for name in weights}}
-        from retouch.use import benchmark_scores
-
         columns: dict[str, Column] = {}
         waiting = 0
         for name, folder in places.items():
@@ -113,7 +113,7 @@ def run_benchmark(
         from retouch.use.benchmark_distances import distances_of
 
         result["distances"] = distances_of(benchmark, outputs, places)
-    _write(result, out / "result.json")
+    write_whole(out / "result.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     _grid(outputs, places, columns).save(out / "grid.png")
     return result
 
@@ -136,11 +136,7 @@ def launcher_shard() -> Shard | None:
 
 
 def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
-    """The usable items, read as the benchmark reads them.
-
-    Raises:
-        ConfigError: a model that cannot sample them.
-    """
+    """The usable items, read as the benchmark reads them, if every model can sample them."""
     section = benchmark.data()
     needs = {name for entry in benchmark.rewards.values() for name in entry.example_images()}
     sections = [as_trained(section, benchmark, config) for config in configs]
@@ -166,19 +162,15 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
 
 def _weights(runs: Mapping[str, Trained]) -> dict[str, Sampled]:
     """The weights to sample with, by the name of their folder; the base first."""
-    from retouch.use.comparison import one_base
+    from retouch.use.comparison import as_file_name, one_base
 
     if not runs:
         return {}
     first = next(iter(runs))
     base = {BASE: Sampled(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
     if len(runs) > 1:
-        return base | {_as_folder(name): Sampled(name, trained.newest) for name, trained in runs.items()}
-    return base | {_as_folder(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
-
-
-def _as_folder(name: str) -> str:
-    return name.replace(" ", "-").replace("/", "-")
+        return base | {as_file_name(name): Sampled(name, trained.newest) for name, trained in runs.items()}
+    return base | {as_file_name(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
 
 
 def _sample(
@@ -203,11 +195,7 @@ def _sample(
 
 
 def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, Path]:
-    """Folders of images by their name.
-
-    Raises:
-        ConfigError: no folder, none of the outputs in it, or two of one name.
-    """
+    """Folders of images by their name; each has some of the outputs."""
     named: dict[str, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -233,19 +221,12 @@ def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, P
     return named
 
 
-def _write(result: Mapping[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
 def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mapping[str, Column]) -> Image.Image:
     """The first items: the source or the prompt, and the first output of each column."""
     rows: list[list[tuple[Any, str]]] = []
     for output in [output for output in outputs if output.index == 0][:_GRID_ROWS]:
         item = output.item
-        files = [None if item.source_path is None else item.source_path]
-        files += [find_file(folder, output.file) for folder in places.values()]
+        files = [item.source_path, *(find_file(folder, output.file) for folder in places.values())]
         labels = [str(item.metadata.get("text") or item.prompt), *("" for _ in places)]
         rows.append([(_shown(file), label) for file, label in zip(files, labels, strict=True)])
     return grid(rows, ["input", *columns])
@@ -253,7 +234,7 @@ def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mappin
 
 def _shown(file: Any) -> Image.Image:
     """An image; white where there is none, or where it cannot be read."""
-    try:
-        return Image.new("RGB", (96, 96), "white") if file is None else to_rgb(open_image(file))
-    except ImageProblem:
-        return Image.new("RGB", (96, 96), "white")
+    with suppress(ImageProblem):
+        if file is not None:
+            return to_rgb(open_image(file))
+    return Image.new("RGB", (96, 96), "white")

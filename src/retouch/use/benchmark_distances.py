@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 from retouch.benchmarks.base import Benchmark, DistanceEntry
 from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
 from retouch.data.identity import digest
-from retouch.errors import ConfigError
-from retouch.imaging import ImageProblem, PackedImage, open_image, to_rgb
+from retouch.errors import ConfigError, first_line
+from retouch.imaging import ImageProblem, PackedImage, Pixels, open_image, to_rgb
 from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
 from retouch.rewards.devices import own_device
 
@@ -74,11 +75,7 @@ def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images
 
 
 def _extractor(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
-    """A function from images to features [N, D], and its name with its revision.
-
-    Raises:
-        ConfigError: no such file or encoder.
-    """
+    """A function from images to features [N, D], and its name with its revision."""
     if entry.extractor == "torchscript":
         return _torchscript(entry, where)
     from retouch.rewards.scorers.image_similarity import Encoder
@@ -88,14 +85,7 @@ def _extractor(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Fea
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from None
 
-    def extract(images: Images) -> Features:
-        parts: list[Any] = []
-        for start in range(0, len(images), _BATCH):
-            batch = [pixels for image in images[start : start + _BATCH] if (pixels := _read(image)) is not None]
-            parts += [encoder(batch).cpu().numpy().astype(np.float64)] if batch else []
-        return np.concatenate(parts) if parts else np.zeros((0, 1))
-
-    return extract, encoder.revision
+    return partial(_features, encoder, _BATCH), encoder.revision
 
 
 def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
@@ -107,21 +97,27 @@ def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], F
     try:
         module: Any = torch.jit.load(str(file), map_location=device).eval()
     except RuntimeError as error:
-        raise ConfigError(f"{where}.path: {file} is no TorchScript file: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{where}.path: {file} is no TorchScript file: {first_line(error)}") from None
     options = {"return_features": True} if "return_features" in str(module.forward.schema) else {}
 
-    def extract(images: Images) -> Features:
-        parts: list[Any] = []
-        with torch.inference_mode():
-            for pixels in filter(lambda pixels: pixels is not None, map(_read, images)):
-                batch = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)[None].to(device)
-                parts.append(module(batch, **options).flatten(1).cpu().numpy().astype(np.float64))
-        return np.concatenate(parts) if parts else np.zeros((0, 1))
+    @torch.inference_mode()
+    def encode(batch: Sequence[Pixels]) -> Any:
+        pixels = torch.from_numpy(np.array(batch)).permute(0, 3, 1, 2).to(device)
+        return module(pixels, **options).flatten(1)
 
-    return extract, f"{file.name} {digest(file)[:12]}"
+    return partial(_features, encode, 1), f"{file.name} {digest(file)[:12]}"
 
 
-def _read(image: Path | PackedImage) -> np.ndarray[Any, Any] | None:
+def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Images) -> Features:
+    """[N, D] of the images that can be read, `size` at a time."""
+    parts: list[Any] = []
+    for start in range(0, len(images), size):
+        batch = [pixels for image in images[start : start + size] if (pixels := _read(image)) is not None]
+        parts += [encode(batch).cpu().numpy().astype(np.float64)] if batch else []
+    return np.concatenate(parts) if parts else np.zeros((0, 1))
+
+
+def _read(image: Path | PackedImage) -> Pixels | None:
     """[H, W, 3] uint8; None for an image that cannot be read, which scorers report."""
     try:
         return np.asarray(to_rgb(open_image(image)))

@@ -19,6 +19,7 @@ from retouch.data.base import DataSection, ImageSection
 from retouch.data.dataset import Dataset, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
+from retouch.disk import write_whole
 from retouch.imaging import open_image, write_png
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,7 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = record.with_suffix(".tmp")
-    temporary.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(record)
+    write_whole(record, json.dumps(told, indent=2) + "\n")
 
 
 def sample_outputs(

@@ -21,6 +21,7 @@ from retouch.data.dataset import read_item
 from retouch.data.identity import digest
 from retouch.errors import DataError, RewardOutage
 from retouch.imaging import ImageProblem, open_image, to_rgb
+from retouch.lru import LruCache
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.devices import own_device
 from retouch.rewards.protocol import RewardItem
@@ -170,18 +171,16 @@ def _score_with(
     pending: deque[tuple[list[Found], PendingScores | None, dict[int, Failure]]] = deque()
     failed: list[tuple[Found, Failure]] = []
     names = list(table.entries)
-    native = _Native(section)
+    read: LruCache[int, Example] = LruCache(1)  # the images of an item follow each other
 
     def settle() -> None:
         batch, scores, unreadable = pending.popleft()
         columns = {} if scores is None else scores.result().outcomes
+        scored = zip(*(columns[name] for name in names), strict=True) if columns else iter(())
         outcomes: list[tuple[Asked, dict[str, Outcome]]] = []
-        place = 0
         for i, one in enumerate(batch):
-            if i in unreadable:
-                given: dict[str, Outcome] = dict.fromkeys(names, unreadable[i])
-            else:
-                given, place = {name: columns[name][place] for name in names}, place + 1
+            found: Sequence[Outcome] = [unreadable[i]] * len(names) if i in unreadable else next(scored)
+            given: dict[str, Outcome] = dict(zip(names, found, strict=True))
             outcomes.append((one.asked, given))
             failures = [outcome for outcome in given.values() if isinstance(outcome, Failure)]
             failed.extend((one, failure) for failure in failures[:1])
@@ -196,7 +195,7 @@ def _score_with(
         unreadable: dict[int, Failure] = {}
         for i, one in enumerate(batch):
             try:
-                items.append(_item(benchmark, one, native, i))
+                items.append(_item(benchmark, one, section, read, i))
             except (ImageProblem, DataError) as problem:
                 unreadable[i] = Failure("bad_item", str(problem))
         pending.append((batch, table.submit(items, training=False) if items else None, unreadable))
@@ -207,26 +206,12 @@ def _score_with(
     return failed
 
 
-def _item(benchmark: Benchmark, one: Found, native: _Native, number: int) -> RewardItem:
-    """Raises:
-    ImageProblem, DataError: an image that cannot be read.
-    """
-    example = native(one.output.item)
+def _item(
+    benchmark: Benchmark, one: Found, section: DataSection, read: LruCache[int, Example], number: int
+) -> RewardItem:
+    example = read.get(one.output.position, lambda: native_example(one.output.item, section))
     image = benchmark.prepared(to_rgb(open_image(one.path)), example.source, example.mask)
     return item_of(example, np.asarray(image), number, example.id)
-
-
-class _Native:
-    """Reads items at the size of their own files, the newest one kept."""
-
-    def __init__(self, section: DataSection) -> None:
-        self._section = section
-        self._newest: tuple[ItemFiles, Example] | None = None
-
-    def __call__(self, item: ItemFiles) -> Example:
-        if self._newest is None or self._newest[0] is not item:
-            self._newest = item, native_example(item, self._section)
-        return self._newest[1]
 
 
 def native_example(item: ItemFiles, section: DataSection) -> Example:

@@ -120,11 +120,7 @@ def compare_runs(
 
 
 def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None) -> Dataset:
-    """The evaluation examples, from `data` or the run file.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """The evaluation examples, from `data` or the run file."""
     section = like(config, data) if data else config.evaluation.data
     if section is None:
         raise ConfigError("evaluation.data: not set in the run file; give --data")
@@ -172,11 +168,7 @@ def _is_here(section: Any) -> bool:
 
 
 def _common_rewards(runs: Mapping[str, Trained]) -> dict[str, Reward]:
-    """The rewards of all runs.
-
-    Raises:
-        ConfigError: two runs define one of them differently.
-    """
+    """The rewards of all runs; two of one name must be defined the same."""
     found: dict[str, tuple[str, Reward]] = {}
     for run, trained in runs.items():
         for name, entry in trained.config.rewards.items():
@@ -268,10 +260,15 @@ def _write(results: Mapping[str, Evaluation], examples: list[Example], out: Path
 
     for name, result in results.items():
         lines = "".join(json.dumps(row) + "\n" for row in result.rows)
-        (out / f"{name.replace(' ', '-').replace('/', '-')}.jsonl").write_text(lines, encoding="utf-8")
+        (out / f"{as_file_name(name)}.jsonl").write_text(lines, encoding="utf-8")
     image = evaluation_grid(examples, dict(results), config.evaluation.grid_examples or 8)
     image.save(out / "grid.png")
     return image
+
+
+def as_file_name(weights: str) -> str:
+    """Name of the files of some weights."""
+    return weights.replace(" ", "-").replace("/", "-")
 
 
 def _result(

@@ -98,16 +98,14 @@ def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[st
 
 def items_of(result: Evaluated, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
     """Items for a judge by example and index, cropped by the options of its entry."""
+    from retouch.training.scoring import item_of
+
     view = View(crop=entry.crop == "mask_box", margin=entry.box_margin, least=entry.box_min_side)
     by_id = {example.id: example for example in examples}
     found: dict[tuple[int, int], RewardItem] = {}
     for number, (row, image) in enumerate(zip(result.rows, result.images, strict=True)):
         example = by_id[row["example"]]
-        source, mask, reference = (
-            None if one is None else np.asarray(one) for one in (example.source, example.mask, example.reference)
-        )
-        item = RewardItem(number, example.prompt, image, mask, source, reference, example.id, dict(example.metadata))
-        found[row["example"], row["index"]] = viewed(item, view)
+        found[row["example"], row["index"]] = viewed(item_of(example, image, number, example.id), view)
     return found
 
 

@@ -12,7 +12,7 @@ from retouch.config.errors import nearest
 from retouch.config.load import parse_run
 from retouch.disk import file_problem, writing
 from retouch.engine.saved import complete_checkpoints, read_state
-from retouch.errors import CheckpointError, ConfigError
+from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.use.trained import weights_folder
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,7 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, ConfigError) or (isinstance(error, OSError) and file_problem(error)):
             raise
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{checkpoint}: cannot be exported: {reason}") from None
+        raise CheckpointError(f"{checkpoint}: cannot be exported: {first_line(error)}") from None
     logger.info("exported %s", folder)
     return written
 

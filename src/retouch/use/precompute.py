@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import data_sections, needed_pictures
+from retouch.config.needs import DATA_SECTIONS, data_sections, needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
 from retouch.families.diffusion import FamilyModel
@@ -17,7 +15,6 @@ from retouch.families.embeddings import EmbeddingCache
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import load_model
 from retouch.imaging import stack_above
-from retouch.types import Example
 
 
 def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
@@ -41,8 +38,9 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
             if model.image_encoder is not None and example.reference is not None:
                 cache.add_reference(example.reference, model.image_encoder)
             model.encode([example], 1.0)
-            for picture in pictures(example):
-                model.encode_images(image_pixels(stack_above(example.strip, picture))[None])
+            for image in (example.target, example.win, example.lose):  # of supervised steps and given pairs
+                if image is not None:
+                    model.encode_images(image_pixels(stack_above(example.strip, image))[None])
     return cache.added
 
 
@@ -58,16 +56,7 @@ def usable(config: RunConfig) -> None:
         raise ConfigError("algorithm.name: vlm_grpo trains the text encoder; its embeddings cannot be kept")
 
 
-def datasets(config: RunConfig) -> Sequence[Dataset]:
+def datasets(config: RunConfig) -> list[Dataset]:
     """Every data section of a run."""
-    needs = needed_pictures(config, training=False)
-    found = [load_dataset(config.data, "data", needed_pictures(config, training=True))]
-    for name, section in (("warmup_data", config.warmup_data), ("evaluation.data", config.evaluation.data)):
-        if section is not None:
-            found.append(load_dataset(section, name, needs))
-    return found
-
-
-def pictures(example: Example) -> list[Image]:
-    """Images whose latents supervised steps and given pairs use."""
-    return [p for p in (example.target, example.win, example.lose) if p is not None]
+    needs = {name: needed_pictures(config, training=name == "data") for name in DATA_SECTIONS}
+    return [load_dataset(section, name, needs[name]) for name, section in data_sections(config).items()]

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from retouch.algorithms.vlm_grpo.use import sample_trained
-from retouch.config import ConfigError, RunConfig
+from retouch.config import ConfigError
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
@@ -29,28 +29,19 @@ from retouch.use.trained import Trained
 logger = logging.getLogger(__name__)
 
 
-def load_model(config: RunConfig, embedded: bool) -> Loaded:
-    """Load the model of a run.
-
-    Args:
-        embedded: every example has its own text embeddings; T5 is not loaded.
-    """
-    return Loaded(config, embedded=embedded)
-
-
 def sample_to_folder(
     trained: Trained,
     request: SampleRequest,
     chosen: tuple[DataSection, list[ItemFiles]],
     out: Path,
-    load: Callable[[RunConfig, bool], Loaded] = load_model,
+    load: Callable[..., Loaded] = Loaded,
 ) -> list[Path]:
     """Write samples as PNGs with the size and name of their sources -> their paths. Pixels outside the mask stay, and
     no file is overwritten.
 
     Args:
         chosen: `items_to_sample` of the request.
-        load: returns the model of the run; not called for vlm_grpo.
+        load: returns the model of the run, with the arguments of `Loaded`; not called for vlm_grpo.
     """
     section, items = chosen
     make_folder(out)
@@ -58,7 +49,7 @@ def sample_to_folder(
     if trained.config.algorithm.trains_text_encoder:
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
-    loaded = load(trained.config, all_embedded(items))
+    loaded = load(trained.config, embedded=all_embedded(items))
     _require_multiples(section.size, loaded.model.spec)
     loaded.load(trained.newest)
     written: list[Path] = []

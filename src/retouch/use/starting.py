@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retouch.algorithms import ALGORITHMS
-from retouch.config import ConfigError, RunConfig, load_run, numbers
+from retouch.algorithms.base import RlConfig
+from retouch.config import ConfigError, load_run, numbers
 from retouch.config.errors import nearest
 from retouch.data.base import DataError
 from retouch.data.discover import Found, discover
@@ -22,19 +23,6 @@ _ENOUGH = 8
 
 _SHOWN = 5
 """Images left out that are listed one by one."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """The result of `retouch init`.
-
-    Attributes:
-        lines: for the terminal.
-        config: the run file that was written, validated.
-    """
-
-    lines: list[str]
-    config: RunConfig
 
 
 @dataclass(frozen=True)
@@ -60,9 +48,14 @@ class _Run:
     def tiny(self) -> bool:
         return self.model == "tiny"
 
+    @property
+    def trains_on_rewards(self) -> bool:
+        return issubclass(ALGORITHMS[self.algorithm], RlConfig)
 
-def start(folder: Path, out: Path, family: str, algorithm: str, model: str | None) -> Started:
-    """Write a run file for the images of a folder and, if they have no list that a format reads, a manifest beside it.
+
+def start(folder: Path, out: Path, family: str, algorithm: str, model: str | None) -> list[str]:
+    """Write a run file for the images of a folder and, if they have no list that a format reads, a manifest beside it
+    -> lines for the terminal.
 
     Args:
         model: `model.path`; None: $MODEL_PATH, or the released model of the family.
@@ -95,8 +88,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     lines += [f"left out: {len(found.left_out) - _SHOWN} more"] if len(found.left_out) > _SHOWN else []
     lines += [f"{file}: written" for file in (data if found.path is None else None, held_out) if file is not None]
     lines += [f"{out}: {algorithm} on {family}, rewards {', '.join(config.rewards)}"]
-    lines += [f"next: retouch data validate {out}; retouch check {out}; retouch train {out}"]
-    return Started(lines, config)
+    return [*lines, f"next: retouch data validate {out}; retouch check {out}; retouch train {out}"]
 
 
 def _require_masks(found: Found, folder: Path, family: str) -> None:
@@ -161,7 +153,7 @@ def _run_file(run: _Run, out: Path) -> str:
             "rewards:",
             *_rewards(run),
             "optimizer:",
-            f"  lr: {'1.0e-4' if run.algorithm == 'sft' and not tiny else '3.0e-4'}    # for {weights}",
+            f"  lr: {'3.0e-4' if tiny or run.trains_on_rewards else '1.0e-4'}    # for {weights}",
             f"  batch_size_per_device: {8 if tiny else 1}    # more if memory allows",
             f"  gradient_accumulation: {1 if tiny else 8}    # 8 images an optimizer step on each device",
             "training:",
@@ -181,18 +173,19 @@ def _run_file(run: _Run, out: Path) -> str:
 
 
 def _rollout(run: _Run) -> list[str]:
-    tiny, algorithm = run.tiny, run.algorithm
+    tiny, kind = run.tiny, ALGORITHMS[run.algorithm]
     steps = 4 if tiny else 20 if FAMILIES[run.family].spec.prediction == "epsilon" else 10
-    if algorithm == "sft":
-        return ["algorithm: {name: sft}", f"rollout: {{num_steps: {steps}}}    # of evaluations"]
-    groups, group = (min(32, run.examples), 1) if algorithm == "ppo" else (min(8, run.examples), 8)
+    if not run.trains_on_rewards:
+        return [f"algorithm: {{name: {run.algorithm}}}", f"rollout: {{num_steps: {steps}}}    # of evaluations"]
+    compares = getattr(kind.model_fields.get("baseline"), "default", "group") == "group"
+    groups, group = (min(8, run.examples), 8) if compares else (min(32, run.examples), 1)
     guided = FAMILIES[run.family].spec.doubles_for_guidance
     return [
         "algorithm:",
-        f"  name: {algorithm}",
+        f"  name: {run.algorithm}",
         "  sft_steps: 0    # supervised steps before RL; they need targets (warmup_data)",
         "rollout:",
-        *(["  preset: fast    # `retouch check` lists what it sets"] if ALGORITHMS[algorithm].presets else []),
+        *(["  preset: fast    # `retouch check` lists what it sets"] if kind.presets else []),
         f"  group_size: {group}    # samples of each example, compared with each other",
         f"  global_groups_per_batch: {groups}    # different examples of a rollout batch",
         f"  batch_size_per_device: {32 if tiny else 8}    # samples generated at once",
@@ -205,7 +198,7 @@ def _rewards(run: _Run) -> list[str]:
     """OCR if every example has a text; else how well the image fits its prompt, and the edge of the mask."""
     if all(map(has_text, run.found.items)):
         server, where = ("null", "null reads in this process")
-        if run.algorithm != "sft":
+        if run.trains_on_rewards:
             server, where = "auto", "auto starts a server for the run"
         one_line = ", detect: false" if run.tiny else ""  # in images of 32 x 64, text detection finds no line
         return [f"  ocr: {{url: {server}{one_line}}}    # similarity of the text that OCR reads; {where}"]

@@ -32,12 +32,12 @@ from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run
 from retouch.algorithms.vlm_grpo.scoring import ScoredCompletion, noise_seeds, reward_means, scored_grid
 from retouch.algorithms.vlm_grpo.trainer import RunTrainer, adapter_config, trl_arguments
 from retouch.config import RunConfig
-from retouch.config.advice import warnings_of
+from retouch.config.check import warnings_of
 from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import read_state, verify_once
 from retouch.engine.saved import require_sound
-from retouch.observe.header import header
+from retouch.observe.log import header
 from retouch.observe.run_dir import read_metrics
 from retouch.training.resume import has_finished, resume_folder, same_kind
 from retouch.training.scoring import (

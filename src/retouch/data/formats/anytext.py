@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator
-
-from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import line_fields, lines_mask, parsed, read_text
-from retouch.disk import expanded, is_file
+from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
+from retouch.data.lists import line_fields, lines_mask, listed_in
+from retouch.disk import expanded, file_in, is_file
 from retouch.lines import TextLine, parse_lines, placed
 
 SIDE = 512
@@ -31,18 +29,11 @@ _PARTS = {"other": "ReCTS_other.json", "ori": "ReCTS_ori.json", "Japan": "ReCTS_
 class AnnotatedData(ImageSection):
     """Options of both data sets."""
 
-    prompt_template: str = "{caption}, with the text {text}"
+    prompt_template: Template = "{caption}, with the text {text}"
     """Prompt of an item; {caption} stands for its caption, {text} for its lines in double quotes, with commas between.
     The published models take the lines from outside the prompt."""
 
     has_texts: ClassVar[bool] = True
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _has_text(cls, template: str) -> str:
-        if "{text}" not in template:
-            raise ValueError(f"given {template!r}; it must contain {{text}}, the place of the lines to write")
-        return template
 
     @abstractmethod
     def json_file(self) -> Path:
@@ -56,12 +47,9 @@ class AnnotatedData(ImageSection):
         file = self.json_file()
         if not file.is_file():
             raise DataError(f"data.path: {file}: no such file, which names images, captions and lines")
-        content = parsed(read_text(file), str(file))
-        if not isinstance(content, dict) or not isinstance(content.get("data_list"), list):
-            raise DataError(f"{file}: holds no object with data_list; is it of {type(self).__name__}?")
         found = [
             item_or_error(f"{file.name} {number}", self._entry, number, entry, file.parent)
-            for number, entry in enumerate(content["data_list"])
+            for number, entry in enumerate(listed_in(file))
         ]
         return [item for item in found if isinstance(item, ItemError) or item.metadata]
 
@@ -111,8 +99,7 @@ class AnyTextData(AnnotatedData):
         return (path / _LIST).is_file()
 
     def json_file(self) -> Path:
-        path = expanded(self.path)
-        return path / _LIST if path.is_dir() else path
+        return file_in(self.path, _LIST)
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         about = {"key": name.split(".")[0]}
@@ -147,8 +134,7 @@ class TextFluxData(AnnotatedData):
         return any((path / name).is_file() for name in _PARTS.values())
 
     def json_file(self) -> Path:
-        path = expanded(self.path)
-        return path / _PARTS[self.part] if path.is_dir() else path
+        return file_in(self.path, _PARTS[self.part])
 
     def annotated(self, annotations: Sequence[Any]) -> tuple[TextLine, ...]:
         return super().annotated(annotations[:1])

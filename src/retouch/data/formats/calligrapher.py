@@ -10,9 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
-
-from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
+from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
 from retouch.data.lists import lines_of
 from retouch.disk import expanded, is_file
 
@@ -28,17 +26,10 @@ class CalligrapherData(ImageSection):
 
     list_file: str
     """File of the folder that lists the items."""
-    prompt_template: str = DEFAULT_TEMPLATE
+    prompt_template: Template = DEFAULT_TEMPLATE
     """Prompt of an item; {text} stands for its text."""
 
     has_texts: ClassVar[bool] = True
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _has_text(cls, template: str) -> str:
-        if "{text}" not in template:
-            raise ValueError(f"given {template!r}; it must contain {{text}}, the place of the text to write")
-        return template
 
     def lines(self, pattern: str) -> list[tuple[int, str]]:
         """(number, line) of the list file.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import field_validator
 
 from retouch import plain_json
-from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, ProtocolData, item_or_error
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
 from retouch.errors import shown
 from retouch.imaging import Fit, PackedImage
@@ -41,16 +41,13 @@ class ComplexEditData(ProtocolData):
     """"crop" scales to cover and cuts out the middle; "stretch" ignores the aspect ratio."""
 
     has_images: ClassVar[frozenset[str]] = frozenset({"source"})
+    choices: ClassVar[tuple[str, ...]] = ("image_type",)
 
     @field_validator("complexity", mode="before")
     @classmethod
     def _is_complexity(cls, value: object) -> object:
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
         return ",".join(map(str, complexities(text))) if isinstance(text, str) else text
-
-    @property
-    def image_options(self) -> ImageOptions:
-        return ImageOptions(self.fit)
 
     @property
     def types(self) -> list[str]:
@@ -67,12 +64,7 @@ class ComplexEditData(ProtocolData):
             rows = ((table, position, row) for table in self._tables(image_type) for position, row in enumerate(table))
             for number, (table, position, row) in enumerate(rows):
                 items += self._items(table, position, row, image_type, number)
-        if not items:
-            raise DataError(
-                f"data.path: {self.path} has nothing with image_type {self.image_type} and part {self.part} "
-                f"(held_out_share {self.held_out_share:g}); choose others, or add data"
-            )
-        return items
+        return self.require_items(items)
 
     def _tables(self, image_type: str) -> list[Table]:
         if self.hub_id is not None:

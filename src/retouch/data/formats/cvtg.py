@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import fields_of, parsed, read_text, text_fields
+from retouch.data.lists import fields_of, listed_in, text_fields
 from retouch.disk import expanded
 
 _STYLES = ("CVTG", "CVTG-Style")
@@ -41,13 +41,8 @@ class CvtgData(DataSection):
     def _file(self, file: Path, part: str, first: int) -> list[ItemFiles | ItemError]:
         if not file.is_file():
             raise DataError(f"data.path: {file}: no such file; CVTG-2K has {part}.json")
-        content = fields_of(parsed(read_text(file), str(file)))
-        if not isinstance(content.get("data_list"), list):
-            raise DataError(f"{file}: holds no data_list")
-        return [
-            item_or_error(f"{part} {i}", self._item, entry, first + i, part)
-            for i, entry in enumerate(content["data_list"])
-        ]
+        entries = enumerate(listed_in(file))
+        return [item_or_error(f"{part} {i}", self._item, entry, first + i, part) for i, entry in entries]
 
     def _item(self, given: Any, number: int, part: str) -> ItemFiles:
         entry = fields_of(given)

@@ -7,12 +7,13 @@ all compared closed models answered).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
-from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, ProtocolData, item_or_error
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
+from retouch.data.lists import require_texts
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
 from retouch.imaging import Fit
 
@@ -38,15 +39,12 @@ class GEditData(ProtocolData):
     """"stretch" ignores the aspect ratio; "crop" scales to cover and cuts out the middle."""
 
     has_images: ClassVar[frozenset[str]] = frozenset({"source"})
+    choices: ClassVar[tuple[str, ...]] = ("language", "tasks")
 
     @field_validator("tasks")
     @classmethod
     def _are_tasks(cls, value: str) -> str:
-        return value if value == "all" else ",".join(_chosen(value))
-
-    @property
-    def image_options(self) -> ImageOptions:
-        return ImageOptions(self.fit)
+        return value if value == "all" else ",".join(chosen(value, TASKS, "no task"))
 
     @property
     def languages(self) -> tuple[str, ...]:
@@ -61,22 +59,16 @@ class GEditData(ProtocolData):
         """The items of the chosen languages and tasks, in the order of the files."""
         tables = tables_of(self.path) if self.hub_id is None else [hub_table(self.path, "train")]
         rows = ((table, position, row) for table in tables for position, row in enumerate(table))
-        items = [item for number, row in enumerate(rows) for item in self._items(number, *row)]
-        if not items:
-            raise DataError(
-                f"data.path: {self.path} has nothing with language {self.language}, tasks {self.tasks} and part "
-                f"{self.part} (held_out_share {self.held_out_share:g}); choose others, or add data"
-            )
-        return items
+        return self.require_items([item for number, row in enumerate(rows) for item in self._items(number, *row)])
 
     def _items(
         self, number: int, table: Table, position: int, row: Mapping[str, Any]
     ) -> Iterator[ItemFiles | ItemError]:
         """The item of one row; none if it is not chosen."""
-        chosen = TASKS if self.tasks == "all" else _chosen(self.tasks)
+        tasks = chosen(self.tasks, TASKS)
         about = {name: row.get(name) for name in _COLUMNS}
         known = all(isinstance(about[name], str) for name in _COLUMNS)
-        if known and (about["task_type"] not in chosen or about["instruction_language"] not in self.languages):
+        if known and (about["task_type"] not in tasks or about["instruction_language"] not in self.languages):
             return
         where = f"{table.name} row {position}"
         try:
@@ -88,23 +80,8 @@ class GEditData(ProtocolData):
             yield item_or_error(where, _item, number, image, about, row.get("Intersection_exist"))
 
 
-def _chosen(value: str) -> tuple[str, ...]:
-    """Comma-separated tasks, in the order of `TASKS`.
-
-    Raises:
-        ValueError: an unknown task.
-    """
-    asked: Sequence[str] = [piece.strip() for piece in value.split(",")]
-    unknown = [piece for piece in asked if piece not in TASKS]
-    if unknown:
-        raise ValueError(f"given {value!r}: {unknown[0]!r} is no task; write all, or some of {', '.join(TASKS)}")
-    return tuple(task for task in TASKS if task in asked)
-
-
 def _item(number: int, image: Any, about: Mapping[str, Any], intersection: object) -> ItemFiles:
-    wrong = [name for name in _COLUMNS if not isinstance(about[name], str) or not about[name].strip()]
-    if wrong:
-        raise DataError(f"{', '.join(wrong)} missing or empty")
+    require_texts(about, *_COLUMNS)
     if about["task_type"] not in TASKS or about["instruction_language"] not in ("en", "cn"):
         raise DataError(
             f"task_type {about['task_type']!r} or instruction_language {about['instruction_language']!r} is none of "

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of
-from retouch.disk import expanded
+from retouch.data.lists import entries_of, fields_of, require_texts
+from retouch.disk import file_in
 
 LIST = "evaluation_metadata.jsonl"
 
@@ -28,8 +28,7 @@ class GenEvalData(DataSection):
         return bool(entries) and all(isinstance(entry, dict) and entry.keys() >= _KEYS for entry in entries)
 
     def listing(self) -> Path:
-        path = expanded(self.path)
-        return path / LIST if path.is_dir() else path
+        return file_in(self.path, LIST)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items in the order of the file; the number of the line is the id."""
@@ -41,9 +40,8 @@ class GenEvalData(DataSection):
 
 def _item(entry: Any, position: int) -> ItemFiles:
     fields = fields_of(entry)
-    prompt, tag = fields.get("prompt"), fields.get("tag")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError("prompt missing or empty")
+    require_texts(fields, "prompt")
+    tag = fields.get("tag")
     if not isinstance(tag, str):
         raise DataError(f"tag is {tag!r}; it must be a string")
     clauses = {name: fields.get(name, []) for name in ("include", "exclude")}
@@ -51,4 +49,4 @@ def _item(entry: Any, position: int) -> ItemFiles:
         if not isinstance(given, list) or not all(isinstance(clause, dict) for clause in cast("list[Any]", given)):
             raise DataError(f"{name} must be a list of objects with class and count")
     kept: Mapping[str, Any] = {name: given for name, given in clauses.items() if name in fields}
-    return ItemFiles(id=position, prompt=prompt, metadata={"tag": tag, **kept})
+    return ItemFiles(id=position, prompt=fields["prompt"], metadata={"tag": tag, **kept})

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
-from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import fields_of, parsed, read_text
-from retouch.disk import expanded, is_file
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import fields_of, parsed, read_text, require_texts
+from retouch.disk import expanded, file_in, is_file
 from retouch.imaging import Fit
 
 LIST = "basic_edit.json"
 
-_FIELDS = {"id", "prompt", "edit_type"}
 _MOST_DIGITS = 18  # of a key, which is the id of an example
 
 
@@ -35,13 +34,8 @@ class ImgEditData(DataSection):
     def recognises(cls, path: Path) -> bool:
         return (path / LIST).is_file() or (path.name == LIST and path.is_file())
 
-    @property
-    def image_options(self) -> ImageOptions:
-        return ImageOptions(self.fit)
-
     def listing(self) -> Path:
-        path = expanded(self.path)
-        return path / LIST if path.is_dir() else path
+        return file_in(self.path, LIST)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items in the order of the list."""
@@ -65,9 +59,7 @@ class ImgEditData(DataSection):
 
 def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
     fields = fields_of(entry)
-    missing = sorted(name for name in _FIELDS if not isinstance(fields.get(name), str) or not fields[name].strip())
-    if missing:
-        raise DataError(f"{', '.join(missing)} missing or empty")
+    require_texts(fields, "id", "prompt", "edit_type")
     if not key.isdecimal():
         raise DataError(f"the key {key!r} must be a number")
     if len(key) > _MOST_DIGITS:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of, text_fields
-from retouch.disk import expanded
+from retouch.data.lists import entries_of, fields_of, require_texts, text_fields
+from retouch.disk import file_in
 
 FILES = {"en": "text_prompts.jsonl", "zh": "text_prompts_zh.jsonl"}
 """Language -> file in the published folder."""
@@ -32,8 +32,7 @@ class LongTextData(DataSection):
         return any((path / name).is_file() for name in FILES.values()) or path.name in FILES.values()
 
     def listing(self) -> Path:
-        path = expanded(self.path)
-        return path / FILES[self.language] if path.is_dir() else path
+        return file_in(self.path, FILES[self.language])
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         file = self.listing()
@@ -43,13 +42,13 @@ class LongTextData(DataSection):
 
     def _item(self, given: Any) -> ItemFiles:
         entry = fields_of(given)
-        number, prompt = entry.get("prompt_id"), entry.get("prompt")
+        number = entry.get("prompt_id")
         if not isinstance(number, int) or isinstance(number, bool):
             raise DataError(f"prompt_id is {number!r}; it must be an integer")
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise DataError("prompt missing or empty; each entry needs one")
+        require_texts(entry, "prompt", remedy="; each entry needs one")
         texts = text_fields({"text": entry.get("text")})
         if not texts:
             raise DataError("text missing; each entry needs a list of texts")
         about = {name: entry[name] for name in ("category", "length") if name in entry}
-        return ItemFiles(number, prompt, metadata=texts | about | {"language": self.language, "key": f"{number:04d}"})
+        about |= {"language": self.language, "key": f"{number:04d}"}
+        return ItemFiles(number, entry["prompt"], metadata=texts | about)

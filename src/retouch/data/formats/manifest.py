@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -79,41 +80,9 @@ class ManifestData(ImageSection):
         if not path.is_file():
             raise DataError(f"data.path: {path}: no such manifest (a .json, .jsonl or .csv file)")
         root = expanded(self.image_root) if self.image_root else path.parent
-        listed = [item_or_error(f"entry {i}", self._item, entry, i, root) for i, entry in enumerate(entries_of(path))]
+        make = partial(manifest_item, root=root, mask_lines=self.mask_lines)
+        listed = [item_or_error(f"entry {i}", make, entry, i) for i, entry in enumerate(entries_of(path))]
         return _with_targets(listed, self.target)
-
-    def _item(self, given: Any, position: int, root: Path) -> ItemFiles:
-        entry = fields_of(given)
-        used = {role: _first(entry, keys) for role, keys in PATH_KEYS.items()}
-        captioned = not entry.get("prompt") and used["image_path"] in _CAPTIONED
-        prompt_key = "text" if captioned else "prompt"
-        if not entry.get(prompt_key):
-            raise DataError("prompt missing or empty; each entry needs one")
-        if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
-            raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
-        texts = (*used.values(), prompt_key)
-        wrong = [key for key in texts if key in entry and not isinstance(entry[key], str | None)]
-        if wrong:
-            raise DataError(f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
-        paths = {role: root / entry[key] if entry.get(key) else None for role, key in used.items()}
-        written = text_fields({key: value for key, value in entry.items() if key != prompt_key})
-        known = {*used.values(), "prompt", prompt_key, "id", _MORE, *TEXT_KEYS}
-        mask: Path | PackedImage | None = paths["mask_path"]
-        if mask is None and paths["image_path"] is not None and self.mask_lines and "lines" in written:
-            mask = lines_mask(paths["image_path"], parse_lines(written["lines"]))
-        return ItemFiles(
-            id=id_of(entry, position),
-            prompt=entry[prompt_key],
-            source_path=paths["image_path"],
-            mask_path=mask,
-            reference_path=paths["reference_path"],
-            target_path=paths["target_path"],
-            win_path=paths["win_path"],
-            lose_path=paths["lose_path"],
-            embedding_path=paths["t5_embedding_path"],
-            metadata={key: value for key, value in entry.items() if key not in known} | written,
-            more_paths=tuple(root / name for name in _more_images(entry, paths["image_path"])),
-        )
 
 
 def _manifest_file(path: Path) -> Path | None:
@@ -121,6 +90,48 @@ def _manifest_file(path: Path) -> Path | None:
     if not path.is_dir():
         return path
     return next((path / name for name in METADATA if (path / name).is_file()), None)
+
+
+def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = True) -> ItemFiles:
+    """The item of an entry; relative paths start from `root`.
+
+    Args:
+        mask_lines: as the option of `ManifestData`.
+
+    Raises:
+        DataError: an entry that names no item.
+    """
+    entry = fields_of(given)
+    used = {role: _first(entry, keys) for role, keys in PATH_KEYS.items()}
+    captioned = not entry.get("prompt") and used["image_path"] in _CAPTIONED
+    prompt_key = "text" if captioned else "prompt"
+    if not entry.get(prompt_key):
+        raise DataError("prompt missing or empty; each entry needs one")
+    if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
+        raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
+    texts = (*used.values(), prompt_key)
+    wrong = [key for key in texts if key in entry and not isinstance(entry[key], str | None)]
+    if wrong:
+        raise DataError(f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
+    paths = {role: root / entry[key] if entry.get(key) else None for role, key in used.items()}
+    written = text_fields({key: value for key, value in entry.items() if key != prompt_key})
+    known = {*used.values(), "prompt", prompt_key, "id", _MORE, *TEXT_KEYS}
+    mask: Path | PackedImage | None = paths["mask_path"]
+    if mask is None and paths["image_path"] is not None and mask_lines and "lines" in written:
+        mask = lines_mask(paths["image_path"], parse_lines(written["lines"]))
+    return ItemFiles(
+        id=id_of(entry, position),
+        prompt=entry[prompt_key],
+        source_path=paths["image_path"],
+        mask_path=mask,
+        reference_path=paths["reference_path"],
+        target_path=paths["target_path"],
+        win_path=paths["win_path"],
+        lose_path=paths["lose_path"],
+        embedding_path=paths["t5_embedding_path"],
+        metadata={key: value for key, value in entry.items() if key not in known} | written,
+        more_paths=tuple(root / name for name in _more_images(entry, paths["image_path"])),
+    )
 
 
 def _with_targets(listed: Sequence[ItemFiles | ItemError], target: TargetRole) -> list[ItemFiles | ItemError]:

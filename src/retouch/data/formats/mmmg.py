@@ -11,19 +11,19 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 
 from retouch import plain_json
-from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, item_or_error
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
 from retouch.data.lists import parsed, read_text
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
-from retouch.disk import expanded
+from retouch.disk import file_in
 from retouch.hub import is_hub_id
 
 logger = logging.getLogger(__name__)
@@ -52,23 +52,6 @@ Row = tuple[str, str, str, Mapping[str, Any]]
 """Place for messages, level, discipline, columns."""
 
 
-def chosen(value: str, names: Sequence[str]) -> tuple[str, ...]:
-    """ "all" or comma-separated names, in any case, in the order of `names`.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if value.strip().casefold() == "all":
-        return tuple(names)
-    by_key = {name.casefold(): name for name in names}
-    asked = [piece.strip() for piece in value.split(",")]
-    unknown = [piece for piece in asked if piece.casefold() not in by_key]
-    if unknown:
-        raise ValueError(f"given {value!r}: {unknown[0]!r} is none; write all, or some of {', '.join(names)}")
-    picked = {by_key[piece.casefold()] for piece in asked}
-    return tuple(name for name in names if name in picked)
-
-
 class MmmgData(ProtocolData):
     """MMMG (arXiv 2506.10963): prompts with the knowledge graphs that their images should show."""
 
@@ -82,15 +65,13 @@ class MmmgData(ProtocolData):
     """"all", or some of Biology, Chemistry, Economics, Engineering, Geography, History, Literature, Math, Philosophy,
     Sociology, separated by commas."""
 
-    @field_validator("levels")
-    @classmethod
-    def _are_levels(cls, value: str) -> str:
-        return ",".join(chosen(value, LEVELS)) if value != "all" else value
+    choices: ClassVar[tuple[str, ...]] = ("levels", "disciplines")
 
-    @field_validator("disciplines")
+    @field_validator("levels", "disciplines")
     @classmethod
-    def _are_disciplines(cls, value: str) -> str:
-        return ",".join(chosen(value, DISCIPLINES)) if value != "all" else value
+    def _are_known(cls, value: str, info: ValidationInfo) -> str:
+        names = LEVELS if info.field_name == "levels" else DISCIPLINES
+        return value if value == "all" else ",".join(chosen(value, names))
 
     @property
     def hub_id(self) -> str | None:
@@ -124,12 +105,7 @@ class MmmgData(ProtocolData):
             prompt = item.prompt if isinstance(item, ItemFiles) else where
             if in_part(content_digest(" ".join(prompt.split())), self.part, self.held_out_share):
                 items.append(item)
-        if not items:
-            raise DataError(
-                f"data.path: {self.path} has nothing with levels {self.levels}, disciplines {self.disciplines} and "
-                f"part {self.part} (held_out_share {self.held_out_share:g}); choose others, or add data"
-            )
-        return items
+        return self.require_items(items)
 
     def _benchmark_rows(self) -> Iterator[Row]:
         if self.hub_id is None and Path(self.path).suffix == ".json":
@@ -156,12 +132,7 @@ class MmmgData(ProtocolData):
 
     def _hub_tables(self) -> list[Table]:
         """The selected configurations that exist (of the 60 pairs the benchmark has 59); without a hub, those that were
-        downloaded.
-
-        Raises:
-            ConfigError: no configuration of the data set was downloaded, and there is no hub.
-            DataError: none of the selected configurations exists, or one cannot be loaded.
-        """
+        downloaded."""
         path, cells = self.path, self.cells
         asked = ["_".join(cell) for cell in product(LEVELS, DISCIPLINES) if cell in cells]
         existing = hub_configurations(path)
@@ -193,8 +164,7 @@ def _downloaded(path: str, names: list[str]) -> dict[str, Table]:
 def _training_rows(path: str) -> Iterator[Row]:
     if is_hub_id(path):
         raise DataError(f"data.path: given {path!r}; for layout=train download its JSON file, and give the path of it")
-    given = expanded(path)
-    file = given / "train.json" if given.is_dir() else given
+    file = file_in(path, "train.json")
     if not file.is_file() or file.suffix != ".json":
         raise DataError(f"data.path: {file}: no such file; layout=train takes the JSON file of the training set")
     shape = "it must be level -> discipline -> list of items, like {'0_preschool': {'Math': [...]}}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import PATH_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, text_fields
+from retouch.data.lists import PATH_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, require_texts, text_fields
 from retouch.disk import expanded
 
 _JSON = (".json", ".jsonl")
@@ -44,8 +44,6 @@ class PromptsData(DataSection):
 
 def _item(given: Any, position: int) -> ItemFiles:
     entry = fields_of(given)
-    prompt = entry.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError("prompt missing or empty; each entry needs one")
+    require_texts(entry, "prompt", remedy="; each entry needs one")
     metadata = {key: value for key, value in entry.items() if key not in ("prompt", "id", *TEXT_KEYS)}
-    return ItemFiles(id=id_of(entry, position), prompt=prompt, metadata=metadata | text_fields(entry))
+    return ItemFiles(id=id_of(entry, position), prompt=entry["prompt"], metadata=metadata | text_fields(entry))

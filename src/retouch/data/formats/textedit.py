@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of
+from retouch.data.lists import entries_of, fields_of, require_texts
 from retouch.disk import expanded, is_file
 
 CATEGORIES = (
@@ -52,10 +52,7 @@ class TextEditData(ImageSection):
 
     def _item(self, given: Any, number: int, category: str, root: Path) -> ItemFiles:
         entry = fields_of(given)
-        names = ("prompt", "original_image", "source_text", "target_text")
-        for name in names:
-            if not isinstance(entry.get(name), str) or not entry[name].strip():
-                raise DataError(f"{name} missing or empty")
+        require_texts(entry, "prompt", "original_image", "source_text", "target_text")
         truth = entry.get("gt_image")
         return ItemFiles(
             number,

@@ -1,0 +1,143 @@
+"""The log of a run: two sentences at its top, lines of training and of evaluations, and its file log.txt."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retouch.algorithms.vlm_grpo.config import VlmDerived
+from retouch.config import Derived, RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+def header(config: RunConfig, derived: Derived | VlmDerived, parameters: int, resumed_from: Path | None) -> str:
+    """One sentence on what is trained, and one on its steps.
+
+    Args:
+        parameters: number of trained parameters.
+        resumed_from: checkpoint that the run continues from.
+    """
+    begin = f"resumed from {resumed_from}" if resumed_from else "new run"
+    what = "the text encoder" if isinstance(derived, VlmDerived) else config.model.train.kind
+    processes = _count(derived.world_size, "process", "processes")
+    return (
+        f"{config.name}: {begin}, {config.algorithm.name} trains {parameters:,} parameters ({what}) of "
+        f"{config.model.family} on {processes}. {_steps(config, derived)}"
+    )
+
+
+def _steps(config: RunConfig, derived: Derived | VlmDerived) -> str:
+    steps = _count(config.training.max_steps, "optimizer step")
+    if isinstance(derived, VlmDerived):
+        prompts, completions = derived.global_prompts_per_generation, derived.global_completions_per_generation
+        used = _count(derived.optimizer_steps_per_generation, "optimizer step")
+        return f"It takes {steps}; {completions} completions of {_count(prompts, 'prompt')} are trained on for {used}."
+    if not derived.global_images_per_epoch:
+        rows = "pair" if config.algorithm.takes_given_pairs else "image"
+        return f"It takes {steps} of {_count(derived.global_rows_per_step, rows)} each."
+    supervised = config.algorithm.supervised_steps(config)
+    warmup = f", the first {supervised} supervised" if supervised else ""
+    images, examples = derived.global_images_per_epoch, _count(derived.global_groups_per_epoch, "example")
+    used = _count(derived.optimizer_steps_per_epoch, "optimizer step")
+    return f"It takes {steps}{warmup}; an RL epoch samples {images} images of {examples} and trains on them for {used}."
+
+
+def _count(number: int, one: str, several: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+class StepLog:
+    """Logs the first step, and then at most one line every `every_s` seconds.
+
+    Args:
+        in_bar: a progress bar shows the same on the terminal, whose handler filters records with `in_bar`.
+    """
+
+    def __init__(self, steps: int, every_s: float = 60.0, *, in_bar: bool = False) -> None:
+        self._steps, self._every_s, self._in_bar = steps, every_s, in_bar
+        self._told: float | None = None
+        self._reward: float | None = None
+        self._seconds: list[float] = []
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """Add a record of any kind."""
+        if record["kind"] == "rollout":
+            self._reward = record.get("combined_score")
+        if record["kind"] != "train" or "time" not in record:
+            return
+        self._seconds.append(record["time"]["step"])
+        now = time.monotonic()
+        if self._told is not None and now - self._told < self._every_s:
+            return
+        reward = record.get("reward", self._reward)
+        loss = loss_text(record) + (f", mean reward {reward:.4g}" if reward is not None else "")
+        seconds = sum(self._seconds) / len(self._seconds)
+        values = record["step"], self._steps, loss, seconds
+        logger.info("step %d of %d: %s, %.3g s a step", *values, extra={"in_bar": self._in_bar})
+        self._told, self._seconds = now, []
+
+
+def loss_text(record: Mapping[str, Any]) -> str:
+    """The loss of a training record, or why there is none."""
+    loss = record.get("loss")
+    if loss is not None:
+        return f"loss {loss:.4g}"
+    return "skipped (zero reward variance or failed rewards)" if record.get("skipped") else "loss is NaN or Inf"
+
+
+def means_text(means: Mapping[str, float]) -> str:
+    """The means of an evaluation. A detail is left out if its value has another name already: `ocr.ned` beside an equal
+    `ocr`, or `preservation.outside_l1` beside an equal `outside_l1`."""
+
+    def repeated(name: str) -> bool:
+        reward, _, detail = name.partition(".")
+        return bool(detail) and means[name] in (means.get(reward), means.get(detail))
+
+    return ", ".join(f"{name} {value:.3f}" for name, value in means.items() if not repeated(name))
+
+
+class LogFile:
+    """Appends the records of the logger `retouch` from INFO on to a file, at any level of the program. Other handlers
+    receive the same records as before; without any, warnings still go to standard error."""
+
+    def __init__(self, path: Path) -> None:
+        self._logger = logging.getLogger("retouch")
+        self._level = self._logger.level
+        self._threshold = self._logger.getEffectiveLevel()
+        file = logging.FileHandler(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._others = _handlers(self._logger)
+        self._added: list[logging.Handler] = [file]
+        if not self._others and logging.lastResort is not None:  # Python uses it only without other handlers
+            self._others = [logging.lastResort]
+            self._added += self._others
+        for handler in self._added:
+            self._logger.addHandler(handler)
+        for handler in self._others:
+            handler.addFilter(self._passes)
+        if self._threshold > logging.INFO:
+            self._logger.setLevel(logging.INFO)
+
+    def close(self) -> None:
+        """Close the file, and put the level and the other handlers back."""
+        if self._threshold > logging.INFO:
+            self._logger.setLevel(self._level)
+        for handler in self._others:
+            handler.removeFilter(self._passes)
+        for handler in self._added:
+            self._logger.removeHandler(handler)
+        self._added[0].close()
+
+    def _passes(self, record: logging.LogRecord) -> bool:
+        """Whether the other handlers would receive the record at the original level."""
+        return record.levelno >= self._threshold or record.name.partition(".")[0] != "retouch"
+
+
+def _handlers(logger: logging.Logger) -> list[logging.Handler]:
+    """The handlers of a logger and its parents."""
+    above = _handlers(logger.parent) if logger.propagate and logger.parent is not None else []
+    return [*logger.handlers, *above]
