@@ -12,6 +12,7 @@ from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.outputs import outputs_of
 from retouch.data.base import ItemFiles
+from retouch.rewards.scorers.anytext import compare
 from retouch.types import Failure, Outcome, Score
 from tests.benchmarks_room.text_cases import write_anytext, write_cvtg, write_longtext, write_textedit, write_textflux
 
@@ -41,10 +42,26 @@ def test_anytext_means_are_over_lines(language: str) -> None:
     assert found == pytest.approx({f"sen_acc_{language}": official["sen_acc"], f"ned_{language}": official["ned"]})
 
 
-def test_textflux_is_in_percent_on_the_chinese_table() -> None:
-    lines = [{"asked": "咖啡", "found": "咖啡"}, {"asked": "咖啡", "found": "咖"}]
-    found = made("textflux", "data").summary(rows("anytext", [Score(0.0, {"lines": [line]}) for line in lines]))
-    assert found == pytest.approx({"seq_acc": 50.0, "ned": 75.0}, abs=1e-3)
+def test_textflux_equals_its_script(tmp_path: Path) -> None:
+    """One image of each item, exact lines and NED on the Chinese table, lines cut to 20 characters; a missing image is
+    left out of both means."""
+    told = ORACLES["textflux"]
+    lines = [{"asked": case["asked"], "found": case["found"]} for case in told["cases"]]
+    for line, case in zip(lines, told["cases"], strict=True):
+        compared = compare(line["asked"], line["found"], "zh")
+        assert (compared.exact, compared.ned) == (bool(case["exact"]), pytest.approx(case["ned"], abs=1e-9))
+    benchmark = made("textflux", str(tmp_path))
+    found = benchmark.summary(rows("anytext", [Score(0.0, {"lines": [line]}) for line in lines]))
+    assert found == pytest.approx({name: 100 * told["score"][name] for name in ("seq_acc", "ned")}, abs=1e-6)
+    box = [[0, 0], [9, 0], [9, 9], [0, 9]]
+    entries = [
+        {"img_name": name, "caption": "a", "annotations": [{"text": text, "polygon": box}]}
+        for name, text in told["texts"].items()
+    ]
+    (tmp_path / "ReCTS_other.json").write_text(json.dumps({"data_list": entries}), encoding="utf-8")
+    items = [item for item in benchmark.data().items() if isinstance(item, ItemFiles)]
+    asked = {case["asked"] for case in told["cases"]} | {"missing"}
+    assert {item.metadata["text"] for item in items} == asked and benchmark.count == 1
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

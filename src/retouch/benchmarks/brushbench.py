@@ -113,8 +113,8 @@ class BrushBench(Benchmark):
 
 
 def blend(source: Pixels, image: Pixels, mask: Pixels) -> Pixels:
-    """The official composite: image · b + source · (1 - b), truncated to whole levels; b is the 0/1 mask blurred by a
-    Gaussian of 21 x 21 pixels, with the border reflected, in steps of 1/255.
+    """The official composite: image · b + source · (1 - b), truncated to whole levels; b is 1 in the mask, and outside
+    of it the mask blurred by a Gaussian of 21 x 21 pixels, with the border reflected, in steps of 1/255.
 
     Args:
         source, image: [H, W, 3].
@@ -123,12 +123,13 @@ def blend(source: Pixels, image: Pixels, mask: Pixels) -> Pixels:
     offsets = np.arange(_SIDE) - _SIDE // 2
     kernel = np.exp(-(offsets**2) / (2 * _SIGMA**2))
     kernel /= kernel.sum()
-    blurred = np.pad((mask >= 128).astype(np.float64), _SIDE // 2, mode="reflect")
+    masked = mask >= 128
+    blurred = np.pad(masked.astype(np.float64), _SIDE // 2, mode="reflect")
     height, width = mask.shape
     blurred = np.sum([weight * blurred[i : i + height] for i, weight in enumerate(kernel)], axis=0)
     blurred = np.sum([weight * blurred[:, i : i + width] for i, weight in enumerate(kernel)], axis=0)
-    blurred = np.round(255 * blurred)[..., None] / 255
-    return (source * (1 - blurred) + image * blurred).astype(np.uint8)
+    share = np.where(masked, 1.0, np.round(255 * blurred) / 255)[..., None]
+    return (source * (1 - share) + image * share).astype(np.uint8)
 
 
 def _as_jpeg(image: Image.Image) -> Image.Image:
