@@ -22,6 +22,7 @@ from retouch.data.formats.brushbench import Runs
 from retouch.imaging import edit_distance, open_image
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.clip_r_precision import rank_of_first
 from retouch.types import Failure, Outcome, Score
 
 DATA = Path(__file__).parents[1] / "benchmarks_data"
@@ -141,6 +142,35 @@ def test_an_evaluation_equals_that_of_brushnet(
     assert found["hps_v2.1"] == pytest.approx(100 * means["HPS V2.1"], abs=1e-6)
     assert found["image_reward"] == pytest.approx(10 * means["Image Reward"], abs=1e-6)
     assert found["aesthetic_v1"] == pytest.approx(means["Aesthetic Score"], abs=1e-6)
+
+
+def test_clip_r_precision_equals_its_script() -> None:
+    """The share of images whose own prompt ranks first, from recorded embeddings."""
+    told = json.loads((DATA / "clip_r_precision.json").read_text(encoding="utf-8"))
+    scored: list[ImageRow] = []
+    for case in told["cases"]:
+        image, texts = np.array(case["image"]), np.array(case["texts"])
+        cosines = texts @ image / np.linalg.norm(texts, axis=1) / np.linalg.norm(image)
+        rank = rank_of_first(cosines.tolist())
+        assert (rank == 1) == (case["best"] == 0)
+        scored.append(row({}, clip_r_precision=Score(float(rank == 1))))
+    found = benchmark("editbench").summary(scored)
+    assert found["clip_r_precision"] == pytest.approx(100 * told["r_precision"], abs=1e-6)
+
+
+def test_editbench_compares_with_99_other_captions(tmp_path: Path) -> None:
+    entries = {str(n): {"image": "a.png", "caption": f"thing {n % 120}", "inpainting_mask": [1, 5]} for n in range(130)}
+    (tmp_path / "mapping_file.json").write_text(json.dumps(entries), encoding="utf-8")
+    opened: Benchmark = load_benchmark("editbench", tmp_path)
+    items = [item for item in opened.data().items() if isinstance(item, ItemFiles)]
+    for item in items:
+        others = item.metadata["other_prompts"]
+        assert len(set(others)) == 99 and item.prompt not in others
+    again = [item for item in opened.data().items() if isinstance(item, ItemFiles)]
+    assert [item.metadata for item in again] == [item.metadata for item in items]
+    alone: Benchmark = load_benchmark("brushbench", tmp_path)
+    first = alone.data().items()[0]
+    assert isinstance(first, ItemFiles) and "other_prompts" not in first.metadata
 
 
 def test_brushbench_averages_over_images_and_names_the_usual_forms() -> None:

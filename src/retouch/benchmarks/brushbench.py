@@ -25,7 +25,15 @@ _PAPER = "arXiv 2403.06976, inside"
 _SIDE, _SIGMA = 21, 3.5
 """Gaussian of the official blending: OpenCV's sigma for 21 pixels, 0.3 ((21 - 1) / 2 - 1) + 0.8."""
 
-_SCALES = {"imagereward": ("image_reward", 10.0), "hpsv2": ("hps_v2.1", 100.0), "aesthetic_v1": ("aesthetic_v1", 1.0)}
+_DISTRACTORS = 99
+"""Captions of other images that CLIP-R-precision tells the own one from."""
+
+_SCALES = {
+    "imagereward": ("image_reward", 10.0),
+    "hpsv2": ("hps_v2.1", 100.0),
+    "aesthetic_v1": ("aesthetic_v1", 1.0),
+    "clip_r_precision": ("clip_r_precision", 100.0),
+}
 """Reward -> its measure and the factor of the published tables."""
 
 
@@ -74,7 +82,8 @@ class BrushBench(Benchmark):
         return {"kept_area": {}, "clip": {}}
 
     def data(self) -> DataSection:
-        return self.sized(BrushBenchData(path=self.path, region=self.region, fit="stretch"))
+        distractors = _DISTRACTORS if "clip_r_precision" in self.rewards else 0
+        return self.sized(BrushBenchData(path=self.path, region=self.region, fit="stretch", distractors=distractors))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
         return numbered(str(PurePosixPath(item.metadata["image"])), index)
