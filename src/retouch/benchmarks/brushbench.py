@@ -26,7 +26,7 @@ _SIDE, _SIGMA = 21, 3.5
 """Gaussian of the official blending: OpenCV's sigma for 21 pixels, 0.3 ((21 - 1) / 2 - 1) + 0.8."""
 
 _DISTRACTORS = 99
-"""Captions of other images that CLIP-R-precision tells the own one from."""
+"""Captions of other images beside the own one in CLIP-R-precision."""
 
 _SCALES = {
     "imagereward": ("image_reward", 10.0),

@@ -1,7 +1,7 @@
 """TextEdit (arXiv 2603.09877): a text of an image is replaced; OCR measures by group of categories, virtual and real.
 
 Its CLIP score against `gt_caption`, its aesthetic head (LAION v1) and its judge are computed if the benchmark file
-names the rewards. The published script of the judge tells virtual from real items by "/1." in their paths, which the
+names the rewards. The published script of the judge recognises virtual items by "/1." in their paths, which the
 published paths do not have: it counts all of them as real. Here the category decides. TextEditBench, which reports 0 to
 25, is another benchmark.
 """

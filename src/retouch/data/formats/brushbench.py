@@ -47,7 +47,7 @@ class BrushBenchData(ImageSection):
 
     distractors: Annotated[int, Field(ge=0, le=1000)] = 0
     """Captions of other images in each item's `metadata.other_prompts`, which `clip_r_precision` compares with; 99 are
-    usual. They are drawn once, by the key of the image."""
+    usual. They are sampled by the id of the image."""
 
     expects: ClassVar[str] = f"a {MAPPING}"
 

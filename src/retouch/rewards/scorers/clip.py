@@ -162,7 +162,7 @@ class ClipScorer(PackageScorer[ClipReward]):
         self.set_revision(f"{o.scorer} {self._towers.revision}{processor}{self._key(o)}")
 
     def _key(self, options: ClipReward) -> str:
-        """What the revision has of `text_key`: nothing for the prompt, which earlier versions compared with, too."""
+        """The part of the revision about `text_key`; empty for the prompt."""
         return f" with metadata.{options.text_key}" if options.text_key else ""
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:

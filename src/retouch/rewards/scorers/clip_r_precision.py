@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OTHERS = "other_prompts"
-"""Key of an item's metadata: the prompts to tell its own from."""
+"""Key of an item's metadata: the prompts that compete with its own."""
 
 _MOST = 1000
 
@@ -71,7 +71,7 @@ def rank_of_first(cosines: Sequence[float]) -> int:
 
 
 def other_prompts(metadata: Mapping[str, Any]) -> list[str] | Failure:
-    """The prompts to tell an item's own from."""
+    """The prompts that compete with an item's own."""
     given = metadata.get(OTHERS)
     listed = cast("list[Any]", given) if isinstance(given, list) else []
     if not 0 < len(listed) <= _MOST or not all(isinstance(text, str) for text in listed):

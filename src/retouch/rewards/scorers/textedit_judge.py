@@ -1,5 +1,5 @@
 """TextEdit's judge of a replaced text (arXiv 2603.09877; open-compass/TextEdit, eval_pipeline/vlm_metrics_eval_*.py): a
-VLM sees the source, the edit that people made and the sample, and gives five integers from 1 to 5.
+VLM receives the source, the edit that people made and the sample, and gives five integers from 1 to 5.
 
 The question is this package's own. With `wording: published` it is the user's copy of TextEdit's. The published code
 reads answers with a library that repairs JSON and drops those without scores; here such an answer is requested again,
