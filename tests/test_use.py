@@ -22,11 +22,13 @@ from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
-from retouch.imaging import MaskCrop
+from retouch.imaging import MaskCrop, open_image
+from retouch.lines import parse_lines
 from retouch.training.evaluation import Evaluation
 from retouch.use.comparison import comparison_table, gains
 from retouch.use.items import SampleRequest, items_to_sample, mask_crop
 from retouch.use.loaded import Loaded
+from retouch.use.regions import template_prompt
 from retouch.use.sampling import free_paths
 from retouch.use.trained import Trained
 from tests.command_line import Outcome, retouch
@@ -174,7 +176,7 @@ def test_small_images_are_cropped_only_when_asked(
 def test_editing_models_see_the_whole_image_unless_asked(config: Callable[..., RunConfig]) -> None:
     """As does everybody with an explicit fit."""
     fill, edit = config(), config(model={"family": "qwen_image_edit", "path": "tiny", "dtype": "fp32"})
-    request = SampleRequest(None, None, None, None, None, None, 0, 1, None, None, None, 0.0)
+    request = SampleRequest()
     assert mask_crop(fill, request) == MaskCrop(0.25, enlarge=False)
     assert mask_crop(edit, request) is None
     assert mask_crop(fill, replace(request, fit="crop")) is None
@@ -198,6 +200,64 @@ def test_further_source_images_beside_the_one_to_edit(
         items_to_sample(edit, request)
     with pytest.raises(ConfigError, match="--more-image: given with --data"):
         items_to_sample(plus, replace(request, data=path, image=None, prompt=None))
+
+
+def test_several_texts_have_a_region_each(
+    finished: Finished, config: Callable[..., RunConfig], photo: tuple[object, ...], tmp_path: Path
+) -> None:
+    """By boxes or by masks, in their order: the same prompt, places, mask and pixels; the rest of the image stays."""
+    path, boxes = Path(str(photo[1])), ((20, 10, 120, 60), (150, 100, 280, 150))
+    hole = np.zeros((211, 301), bool)
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        region = np.zeros((211, 301), np.uint8)
+        region[top:bottom, left:right] = 255
+        hole |= region > 0
+        Image.fromarray(region).save(tmp_path / f"region{number}.png")
+    asked = ("--run", finished("full"), "--image", path, "--text", "MOON", "--text", "SUN", "--crop", "none")
+    places = [("--box", ",".join(map(str, box))) for box in boxes]
+    [by_boxes] = drawn(tmp_path / "boxes", *asked, *places[0], *places[1]).values()
+    masks = [item for number in (0, 1) for item in ("--mask", tmp_path / f"region{number}.png")]
+    [by_masks] = drawn(tmp_path / "masks", *asked, *masks).values()
+    assert np.array_equal(by_boxes, by_masks) and np.array_equal(by_boxes[~hole], pixels(path)[~hole])
+    assert all(np.abs(by_boxes - pixels(path))[t:b, x:r].mean() > 5 for x, t, r, b in boxes)
+    request = SampleRequest(image=path, texts=("MOON", "SUN"), boxes=boxes)
+    _, [item] = items_to_sample(config(), request)
+    assert item.prompt == "The text is 'MOON', 'SUN'." and item.metadata["text"] == "MOON SUN"
+    assert [line.bounds for line in parse_lines(item.metadata["lines"])] == [*boxes]
+    inverted = tuple(Image.fromarray(~np.asarray(Image.open(tmp_path / f"region{n}.png"))) for n in (0, 1))
+    section, [other] = items_to_sample(config(), replace(request, boxes=(), masks=inverted, invert_mask=True))
+    assert other.metadata == item.metadata and not section.image_options.invert_mask
+    assert np.array_equal(np.asarray(open_image(other.mask_path)) > 0, hole)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("The text is '{text}'.", "The text is 'A', 'B C'."),
+        ('a sign with "{text}"', 'a sign with "A", "B C"'),
+        ("write {text}", "write A, B C"),
+    ],
+)
+def test_a_template_quotes_each_of_several_texts(template: str, prompt: str) -> None:
+    assert template_prompt(template, ["A", "B C"]) == prompt
+    assert template_prompt(template, ["A"]) == template.replace("{text}", "A")
+
+
+def test_several_texts_may_share_a_region_and_one_text_may_have_several(
+    config: Callable[..., RunConfig], photo: tuple[object, ...]
+) -> None:
+    path, boxes = Path(str(photo[1])), ((20, 10, 120, 60), (150, 100, 280, 150))
+    request = SampleRequest(image=path, texts=("A", "B"), boxes=boxes[:1])
+    assert items_to_sample(config(), request)[1][0].metadata["lines"] == [{"text": "A"}, {"text": "B"}]
+    one = replace(request, texts=("A",), boxes=boxes)
+    assert items_to_sample(config(), one)[1][0].metadata == {"text": "A"}
+    assert not items_to_sample(config(), replace(one, texts=(), prompt="'x'"))[1][0].metadata
+    with pytest.raises(ConfigError, match="--text: given 3 times with 2 boxes or masks; expected one for all texts"):
+        items_to_sample(config(), replace(one, texts=("A", "B", "C")))
+    small = Image.new("L", (10, 10))
+    small.paste(255, (2, 2, 5, 5))
+    with pytest.raises(ConfigError, match=r"--mask: given mask, which is 10 x 10; with several masks each must have"):
+        items_to_sample(config(), replace(one, boxes=(), masks=(small, small)))
 
 
 def test_names_are_kept_and_files_as_well(finished: Finished, photo: tuple[object, ...], tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.load import overlaid, parse_run
 from retouch.errors import Stopped
+from retouch.imaging import Box
 from retouch.observe.run_dir import read_metrics
 from retouch.use.exporting import export_weights
 from retouch.use.items import SampleRequest, items_to_sample
@@ -100,9 +101,9 @@ class Run:
     def sample(
         self,
         image: ImageInput,
-        mask: ImageInput | None = None,
+        mask: ImageInput | Sequence[ImageInput] | None = None,
         *,
-        text: str | None = None,
+        text: str | Sequence[str] | None = None,
         prompt: str | None = None,
         reference: ImageInput | None = None,
         seed: int = 0,
@@ -111,7 +112,7 @@ class Run:
         resolution: int | tuple[int, int] | None = None,
         fit: str | None = None,
         feather: float = 0.0,
-        box: tuple[int, int, int, int] | None = None,
+        box: Box | Sequence[Box] | None = None,
         crop: str = "auto",
         context: float = 0.25,
         more_images: Sequence[ImageInput] = (),
@@ -119,8 +120,10 @@ class Run:
         """Repaint an image inside its mask, as `retouch sample` does -> `count` images with the size of `image`.
 
         Args:
-            mask: white where to repaint; None with `box`, or to edit the whole image with an editing family.
-            text: target text; the prompt is the run's template with it.
+            mask: white where to repaint, or several masks; None with `box`, or to edit the whole image with an editing
+                family.
+            text: target text; the prompt is the run's template with it. A list has several texts, for one mask or box,
+                or each for the mask or box of the same number.
             prompt: the whole prompt, instead of `text`.
             reference: style reference, for a run that trained with one.
             seed: random seed for the noise; each of `count` images has a seed derived from it.
@@ -128,7 +131,7 @@ class Run:
             resolution: side, or (height, width), to sample at; None: the run's.
             fit: "crop" or "stretch", for an image of another aspect ratio; None: the run's.
             feather: radius of the soft edge inside the mask in pixels.
-            box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
+            box: (left, top, right, bottom) in pixels to repaint, or a list of such boxes, instead of a mask.
             crop: "auto", "mask" or "none": whether the model receives a box around the mask or the whole image.
             context: margin of that box on each side, as a share of the mask box's longer side.
             more_images: source images beside `image`, for a model that reads several.
@@ -140,8 +143,8 @@ class Run:
         """
         request = SampleRequest(
             image=_given(image),
-            mask=_given(mask),
-            text=text,
+            masks=_images(mask),
+            texts=() if text is None else (text,) if isinstance(text, str) else tuple(text),
             prompt=prompt,
             reference=_given(reference),
             seed=seed,
@@ -150,10 +153,10 @@ class Run:
             size=(resolution, resolution) if isinstance(resolution, int) else resolution,
             fit=fit,
             feather=feather,
-            box=box,
+            boxes=_boxes(box),
             crop=crop,
             context=context,
-            more_images=tuple(given for other in more_images if (given := _given(other)) is not None),
+            more_images=_images(more_images),
         )
         trained = self._trained()
         chosen = items_to_sample(trained.config, request)
@@ -229,6 +232,19 @@ class Run:
         if self._loaded is None:
             self._loaded = Loaded(config, embedded=embedded)
         return self._loaded
+
+
+def _images(given: ImageInput | Sequence[ImageInput] | None) -> tuple[Path | Image.Image, ...]:
+    """No image, one, or several."""
+    several = [given] if given is None or isinstance(given, Image.Image | Path | str) else given
+    return tuple(image for one in several if (image := _given(one)) is not None)
+
+
+def _boxes(given: Box | Sequence[Box] | None) -> tuple[Box, ...]:
+    """No box, one, or several."""
+    if not given:
+        return ()
+    return (cast("Box", given),) if isinstance(given[0], int) else tuple(cast("Sequence[Box]", given))
 
 
 def _given(image: ImageInput | None) -> Path | Image.Image | None:

@@ -63,6 +63,12 @@ def _brushbench(folder: Path) -> dict[str, Any]:
     return {"resolution": 64, "rewards": {"clip": {"path": tiny_clip()}}, "saved_as": "jpeg"}
 
 
+def _editbench(folder: Path) -> dict[str, Any]:
+    write_brushbench(folder)
+    paths = {name: {"path": tiny_clip()} for name in ("clip", "clip_r_precision")}
+    return {"resolution": 64, "rewards": paths, "saved_as": "jpeg"}
+
+
 def _calligrapher(folder: Path) -> dict[str, Any]:
     from retouch.tiny.signs import draw_words, write_signs
 
@@ -130,7 +136,7 @@ CASES: dict[str, Case] = {
     "complex_edit": Case(
         _complex_edit, frozenset({"instruction_following", "overall", "overall C1", "overall C8"}), "edit"
     ),
-    "editbench": Case(_brushbench, frozenset({"psnr", "mse", "clip"})),
+    "editbench": Case(_editbench, frozenset({"psnr", "mse", "clip", "clip_r_precision"})),
     "gedit": Case(_gedit, frozenset({"en_O", "cn_SC", "en_O.color_alter"}), "edit", VieScoreServer),
     "geneval": Case(_geneval, frozenset({"overall", "images", "prompts", "single_object"}), "text"),
     "imgedit": Case(_imgedit, frozenset({"overall", "micro", "add"}), "edit", ImgEditServer),

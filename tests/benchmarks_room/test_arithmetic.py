@@ -16,9 +16,13 @@ from PIL import Image
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.brushbench import BrushBench, blend
 from retouch.benchmarks.load import load_benchmark
+from retouch.data.base import ItemFiles
+from retouch.data.dataset import read_item
 from retouch.data.formats.brushbench import Runs
+from retouch.imaging import edit_distance, open_image
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.clip_r_precision import rank_of_first
 from retouch.types import Failure, Outcome, Score
 
 DATA = Path(__file__).parents[1] / "benchmarks_data"
@@ -84,6 +88,89 @@ def test_outputs_are_blended_as_brushnet_does(brushnet: dict[str, Any]) -> None:
     difference = np.abs(found.astype(int) - pixels(brushnet["blended"]["result"]))
     assert difference.max() <= 1
     assert (difference == 0).mean() > 0.9
+
+
+def _pattern(k: int) -> np.ndarray[Any, Any]:
+    y, x = np.mgrid[0:512, 0:512].astype(np.float64)
+    waves = 127.5 + 127.5 * np.sin(x / (17 + k) + y / 29), 127.5 + 127.5 * np.cos(y / (13 + k)), (x + y + 40 * k) / 6
+    return np.stack(waves, axis=-1).astype(np.uint8)
+
+
+def _recorded_mask(told: Any) -> list[int]:
+    """The runs of a mask, which are recorded as they are or as a rectangle."""
+    if isinstance(told, list):
+        return told
+    rows = range(told["first_row"], told["first_row"] + told["rows"])
+    return [value for row in rows for value in (row * 512 + 1 + told["left"], told["width"])]
+
+
+@pytest.mark.parametrize(("name", "recorded"), [("brushbench", "BrushBench"), ("editbench", "EditBench")])
+def test_an_evaluation_equals_that_of_brushnet(
+    name: str, recorded: str, brushnet: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its whole evaluation of a folder; EditBench has the same script. The values of its networks are recorded."""
+    told = brushnet["evaluations"][recorded]
+    entries = {
+        key: {"image": f"{key}.png", "caption": f"thing {key}", "inpainting_mask": _recorded_mask(item["mask"])}
+        for key, item in told["items"].items()
+    }
+    (tmp_path / "mapping_file.json").write_text(json.dumps(entries), encoding="utf-8")
+    for key, item in told["items"].items():
+        Image.fromarray(_pattern(item["source"])).save(tmp_path / f"{key}.png")
+    opened: Benchmark = load_benchmark(name, tmp_path)
+    rows: list[ImageRow] = []
+    for item in opened.data().items():
+        assert isinstance(item, ItemFiles) and item.source_path is not None and item.mask_path is not None
+        was = told["items"][str(item.id)]
+        source, mask = open_image(item.source_path), open_image(item.mask_path)
+        seen = opened.prepared(Image.fromarray(_pattern(was["output"])), source, mask)
+        asked = RewardItem(0, item.prompt, np.asarray(seen), np.asarray(mask), np.asarray(source.convert("RGB")))
+        [kept] = make_scorer("kept_area").score([asked])
+        assert isinstance(kept, Score)
+        assert kept.detail["brushbench_psnr"] == pytest.approx(was["psnr"], rel=1e-6)
+        values = was["recorded"]
+        rows.append(
+            row(
+                {}, kept_area=kept, clip=Score(values["clip"] / 100 or -0.02), hpsv2=Score(values["hps"]),
+                imagereward=Score(values["image_reward"]), aesthetic_v1=Score(values["aes"]),
+            )
+        )  # fmt: skip
+    found, means = opened.summary(rows), told["means"]
+    assert found["psnr"] == pytest.approx(means["PSNR"], rel=1e-6)
+    assert found["mse"] == pytest.approx(1000 * means["MSE"], rel=1e-6)
+    assert found["clip"] == pytest.approx(means["CLIP Similarity"], abs=1e-6)
+    assert found["hps_v2.1"] == pytest.approx(100 * means["HPS V2.1"], abs=1e-6)
+    assert found["image_reward"] == pytest.approx(10 * means["Image Reward"], abs=1e-6)
+    assert found["aesthetic_v1"] == pytest.approx(means["Aesthetic Score"], abs=1e-6)
+
+
+def test_clip_r_precision_equals_its_script() -> None:
+    """The share of images whose own prompt ranks first, from recorded embeddings."""
+    told = json.loads((DATA / "clip_r_precision.json").read_text(encoding="utf-8"))
+    scored: list[ImageRow] = []
+    for case in told["cases"]:
+        image, texts = np.array(case["image"]), np.array(case["texts"])
+        cosines = texts @ image / np.linalg.norm(texts, axis=1) / np.linalg.norm(image)
+        rank = rank_of_first(cosines.tolist())
+        assert (rank == 1) == (case["best"] == 0)
+        scored.append(row({}, clip_r_precision=Score(float(rank == 1))))
+    found = benchmark("editbench").summary(scored)
+    assert found["clip_r_precision"] == pytest.approx(100 * told["r_precision"], abs=1e-6)
+
+
+def test_editbench_compares_with_99_other_captions(tmp_path: Path) -> None:
+    entries = {str(n): {"image": "a.png", "caption": f"thing {n % 120}", "inpainting_mask": [1, 5]} for n in range(130)}
+    (tmp_path / "mapping_file.json").write_text(json.dumps(entries), encoding="utf-8")
+    opened: Benchmark = load_benchmark("editbench", tmp_path)
+    items = [item for item in opened.data().items() if isinstance(item, ItemFiles)]
+    for item in items:
+        others = item.metadata["other_prompts"]
+        assert len(set(others)) == 99 and item.prompt not in others
+    again = [item for item in opened.data().items() if isinstance(item, ItemFiles)]
+    assert [item.metadata for item in again] == [item.metadata for item in items]
+    alone: Benchmark = load_benchmark("brushbench", tmp_path)
+    first = alone.data().items()[0]
+    assert isinstance(first, ItemFiles) and "other_prompts" not in first.metadata
 
 
 def test_brushbench_averages_over_images_and_names_the_usual_forms() -> None:
@@ -157,6 +244,68 @@ def test_mmmg_is_called_so_only_by_its_whole_protocol(tmp_path: Path) -> None:
     assert published.departures() == []
     assert "mmmg" in published.summary([row({"level": "PhD", "discipline": "Math"}, mmmg=Score(1, {"fidelity": 1}))])
     assert benchmark("mmmg").departures() == ["MMMG-style: without the published question, distance and readability"]
+
+
+@pytest.fixture(scope="module")
+def calligrapher() -> dict[str, Any]:
+    return json.loads((DATA / "calligrapher.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def calligrapher_folder(calligrapher: dict[str, Any], tmp_path: Path) -> Path:
+    """The recorded run's folder of made-up images, under the published names."""
+    for key, item in calligrapher["items"].items():
+        (width, height), box = item["size"], item["box"]
+        y, x = np.mgrid[0:height, 0:width].astype(np.float64)
+        n = int(key)
+        waves = 127.5 + 127.5 * np.sin(x / (17 + n) + y / 29), 127.5 + 127.5 * np.cos(y / (13 + n)), (x + y) / 8 % 256
+        source = Image.fromarray(np.stack(waves, -1).astype(np.uint8))
+        source.save(tmp_path / f"test{key}_source.png")
+        mask = Image.new("L", source.size)
+        mask.paste(255, tuple(box))
+        mask.save(tmp_path / f"test{key}_mask.png")
+        source.crop(tuple(box)).save(tmp_path / f"test{key}_ref.png")
+    self_lines = [f"{key}-{item['text']}" for key, item in calligrapher["items"].items()]
+    cross_lines = [f"{key}-{line}" for key, line in calligrapher["cross_list"].items()]
+    for name, lines in (("self", self_lines), ("cross", cross_lines)):
+        (tmp_path / f"{name}_bench.txt").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_calligrapher_items_are_what_its_scripts_pass_to_the_model(
+    kind: str, calligrapher: dict[str, Any], calligrapher_folder: Path
+) -> None:
+    """The same prompts, references, sources and masks, and as many images of each; the scripts go over file names."""
+    opened: Benchmark = load_benchmark(f"calligrapher_{kind}", calligrapher_folder)
+    section = opened.data()
+    found = {
+        (item.source_path.name, item.reference_path.name): item
+        for item in section.items()
+        if isinstance(item, ItemFiles) and isinstance(item.source_path, Path) and isinstance(item.reference_path, Path)
+    }
+    recorded = calligrapher[kind]
+    assert found.keys() == {(told["source"], told["reference_file"]) for told in recorded}
+    for told in recorded:
+        item = found[told["source"], told["reference_file"]]
+        example, _ = read_item(item, section)
+        mask, source = example.mask, example.source
+        assert mask is not None and source is not None
+        assert (item.prompt, opened.count, list(opened.size or ())) == (told["prompt"], told["images"], told["size"])
+        area = int((np.asarray(mask) >= 128).sum())
+        assert area == pytest.approx(told["mask_pixels"], rel=0.005)  # nearest pixels there, halves of areas here
+        assert np.asarray(source).mean() == pytest.approx(told["source_mean"], abs=0.1)  # bicubic there, Lanczos here
+
+
+def test_calligrapher_readings_equal_a_second_derivation(calligrapher: dict[str, Any]) -> None:
+    """No evaluator is published: the edit distances are those of the package Levenshtein."""
+    scored: list[ImageRow] = []
+    for told in calligrapher["readings"]:
+        ned = 1 - edit_distance(told["asked"], told["found"]) / max(len(told["asked"]), len(told["found"]))
+        assert ned == pytest.approx(told["ned"], abs=1e-12)
+        scored.append(row({}, ocr=Score(ned, {"ned": ned, "exact": told["asked"] == told["found"]})))
+    found = benchmark("calligrapher_self").summary(scored)
+    assert found == pytest.approx({"ned": calligrapher["ned"], "exact": calligrapher["exact"]}, abs=1e-12)
 
 
 def test_calligrapher_has_the_means_of_reading_and_style() -> None:

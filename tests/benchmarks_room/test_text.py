@@ -12,6 +12,8 @@ from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.outputs import outputs_of
 from retouch.data.base import ItemFiles
+from retouch.rewards.scorers.anytext import compare
+from retouch.rewards.scorers.textedit_judge import PARTS, shares_of, weighted
 from retouch.types import Failure, Outcome, Score
 from tests.benchmarks_room.text_cases import write_anytext, write_cvtg, write_longtext, write_textedit, write_textflux
 
@@ -41,10 +43,28 @@ def test_anytext_means_are_over_lines(language: str) -> None:
     assert found == pytest.approx({f"sen_acc_{language}": official["sen_acc"], f"ned_{language}": official["ned"]})
 
 
-def test_textflux_is_in_percent_on_the_chinese_table() -> None:
-    lines = [{"asked": "咖啡", "found": "咖啡"}, {"asked": "咖啡", "found": "咖"}]
-    found = made("textflux", "data").summary(rows("anytext", [Score(0.0, {"lines": [line]}) for line in lines]))
-    assert found == pytest.approx({"seq_acc": 50.0, "ned": 75.0}, abs=1e-3)
+def test_textflux_equals_its_script(tmp_path: Path) -> None:
+    """One image of each item, exact lines and NED on the Chinese table, lines cut to 20 characters; a missing image is
+    left out of both means."""
+    told = ORACLES["textflux"]
+    lines = [{"asked": case["asked"], "found": case["found"]} for case in told["cases"]]
+    for line, case in zip(lines, told["cases"], strict=True):
+        compared = compare(line["asked"], line["found"], "zh")
+        assert (compared.exact, compared.ned) == (bool(case["exact"]), pytest.approx(case["ned"], abs=1e-9))
+    benchmark = made("textflux", str(tmp_path))
+    found = benchmark.summary(rows("anytext", [Score(0.0, {"lines": [line]}) for line in lines]))
+    assert found == pytest.approx({name: 100 * told["score"][name] for name in ("seq_acc", "ned")}, abs=1e-6)
+    box = [[0, 0], [9, 0], [9, 9], [0, 9]]
+    entries = [
+        {"img_name": name, "caption": "a", "annotations": [{"text": text, "polygon": box}]}
+        for name, text in told["texts"].items()
+    ]
+    (tmp_path / "ReCTS_other.json").write_text(json.dumps({"data_list": entries}), encoding="utf-8")
+    items = [item for item in benchmark.data().items() if isinstance(item, ItemFiles)]
+    asked = {case["asked"] for case in told["cases"]} | {"missing"}
+    texts = [item.metadata.get("asked_texts", [item.metadata["text"]])[0] for item in items]
+    assert set(texts) == asked and benchmark.count == 1
+    assert "a text of more than " in texts  # cut behind a space, which an exact line must have
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -61,6 +81,36 @@ def test_textedit_means_by_group() -> None:
     scored: list[Outcome] = [Score(0.0, {names[k]: v for k, v in case["scores"].items()}) for case in cases]
     found = made("textedit", "data").summary(rows("textedit", [*scored, FAILED], {"group": "real"}))
     assert found == pytest.approx({f"{own}_real": ORACLES["textedit"]["means"][name] for name, own in names.items()})
+
+
+def test_textedit_judge_equals_its_script() -> None:
+    """The five columns and their weighted mean of each group. The script tells the groups apart by "/1." in a path,
+    which the published paths do not have: it then counts all as real."""
+    told = json.loads((Path(__file__).parents[1] / "benchmarks_data/textedit_judge.json").read_text(encoding="utf-8"))
+    for cutoff, official in ((True, told["cutoff"]), (False, told["no_cutoff"])):
+        scored: list[ImageRow] = []
+        for i, item in enumerate(told["items"]):
+            shares = shares_of([*item["scores"].values()], cutoff)
+            group = "virtual" if item["category"].startswith("1.") else "real"
+            outcomes: dict[str, Outcome] = {"textedit_judge": Score(weighted(shares), {"shares": shares})}
+            scored.append(ImageRow(str(i), 0, {"group": group}, outcomes))
+        found = made("textedit", "data", rewards={"textedit_judge": {"address": "http://x/v1"}}).summary(scored)
+        for group, columns in official.items():
+            assert found[f"judge_{group.lower()}"] == pytest.approx(columns["Weighted Score"], abs=1e-9)
+            shares = [found[f"{part}_{group.lower()}"] for part in PARTS]
+            assert shares == pytest.approx([*columns["Detail Metrics"].values()], abs=1e-9)
+    assert told["published_paths"] == {"Virtual": 0, "Real": len(told["items"])}
+
+
+def test_textedit_has_the_columns_of_the_rewards_that_are_named() -> None:
+    plain = made("textedit", "data")
+    assert set(plain.rewards) == {"textedit"}
+    named = made("textedit", "data", rewards={"clip": {}, "textedit_judge": {"model": "m"}})
+    assert named.rewards["clip"].scorer_options()["text_key"] == "caption"
+    outcomes: dict[str, Outcome] = {"clip": Score(0.3), "aesthetic_v1": Score(5.5), "textedit_judge": FAILED}
+    low = ImageRow("1", 0, {"group": "real"}, {"clip": Score(-0.1)})
+    found = named.summary([ImageRow("0", 0, {"group": "real"}, outcomes), low])
+    assert found == pytest.approx({"clip_real": 0.375, "aesthetic_v1_real": 5.5})
 
 
 def test_cvtg_is_over_words() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from tests.benchmarks_room.cases import Case
+from tests.tiny_models import tiny_clip
 
 OCR = {"threads": 1}
 
@@ -117,7 +118,8 @@ def _cvtg(folder: Path) -> dict[str, Any]:
 
 def _textedit(folder: Path) -> dict[str, Any]:
     write_textedit(folder)
-    return {"resolution": 64, "part": "miniset", "rewards": {"textedit": OCR}}
+    rewards = {"textedit": OCR, "textedit_judge": {}, "clip": {"path": tiny_clip()}}
+    return {"resolution": 64, "part": "miniset", "rewards": rewards}
 
 
 def _ocr_prompts(folder: Path) -> dict[str, Any]:
@@ -132,6 +134,6 @@ TEXT_CASES: dict[str, Case] = {
     "cvtg": Case(_cvtg, frozenset({"word_accuracy", "ned", "word_accuracy_5"}), "text"),
     "longtext": Case(_longtext, frozenset({"text_en"}), "text"),
     "ocr_prompts": Case(_ocr_prompts, frozenset({"ocr_accuracy", "ned", "exact"}), "text"),
-    "textedit": Case(_textedit, frozenset({"f1_real", "accuracy_virtual"}), "edit"),
+    "textedit": Case(_textedit, frozenset({"f1_real", "accuracy_virtual", "judge_real", "clip_virtual"}), "edit"),
     "textflux": Case(_textflux, frozenset({"seq_acc", "ned"})),
 }

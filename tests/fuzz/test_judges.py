@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 from retouch.errors import ConfigError
 from retouch.rewards.protocol import quoted_texts
-from retouch.rewards.scorers import completion, editscore, geneval, imgedit, longtext, mmmg, textpecker, viescore
+from retouch.rewards.scorers import (
+    completion,
+    editscore,
+    geneval,
+    imgedit,
+    longtext,
+    mmmg,
+    textedit_judge,
+    textpecker,
+    viescore,
+)
 from retouch.rewards.scorers.complex_edit import (
     _PUBLISHED,  # pyright: ignore[reportPrivateUsage]
     _read_as_text,  # pyright: ignore[reportPrivateUsage]
@@ -51,6 +61,14 @@ READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "textpecker": (
         lambda text: _transcribed(textpecker.read_transcript(text)),
         'Here: {"recognized_text": "one <#> tw<###>o, three"}',
+    ),
+    "textedit_judge": (
+        textedit_judge.read_own,
+        json.dumps({**dict.fromkeys(textedit_judge.PARTS, 4), "reasoning": "fine"}),
+    ),
+    "textedit_judge_published": (
+        textedit_judge.read_published,
+        '```json\n{"score": {"Q1": 5, "Q2": 4, "Q3": 3, "Q4": 2, "Q5": 1}, "reason": {"Q1": "fine"}}\n```',
     ),
     "longtext": (lambda text: [longtext.recall(["cat", "dogs"], text, lang) for lang in ("en", "zh")], "cat. The dogs"),
     "unified_axes": (read_axes, "".join(f"{axis} Score (1-5): 3.25\n" for axis in AXES)),

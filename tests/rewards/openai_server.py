@@ -163,6 +163,8 @@ class OpenAIServer:
         }
         names = [name for name in fields if fields[name].get("enum") == ["yes", "no"]]
         answers: dict[str, Any] = {name: "yes" if pixels[i] > 127 else "no" for i, name in enumerate(names)}
+        fives = [name for name in fields if fields[name].get("enum") == [1, 2, 3, 4, 5]]
+        answers |= dict.fromkeys(fives, 1 + round(4 * float(output.mean())))
         for name in scores.keys() & fields.keys():
             assert len(shown) == (1 if name == "perceptual_quality" else 2)
             answers[name] = int(np.clip(round(10 * float(scores[name])) + self.by_seed.get(asked["seed"], 0), 0, 10))

@@ -155,7 +155,7 @@ def test_a_segmenter_that_fails_is_a_failure_and_the_judge_is_asked_once(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"readability": "segmenter"}, "readability: given 'segmenter'; write module:function"),
+        ({"readability": "segmenter"}, "readability: given 'segmenter'; write sam2, or module:function"),
         ({"readability": "no_such_module:count"}, "reward 'mmmg': readability: .*no module no_such_module"),
         ({"readability": "tests.rewards.user_scorers:nothing"}, "has no nothing"),
         ({"model": "other"}, "The model 'other' does not exist"),

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from retouch.config import ConfigError
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.seam import edge_bands, sobel
-from retouch.types import Score
+from retouch.types import Failure, Score
 from tests import tiny_models
 from tests.rewards.fakes import item, picture, score_checked, values
 
@@ -145,3 +146,41 @@ def test_the_revision_names_the_model(tiny_clip: Path) -> None:
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"path: given .*nowhere"):
         loaded("clip", tmp_path / "nowhere")
+
+
+def test_clip_compares_with_another_text_of_the_metadata() -> None:
+    """`text_key` names it; an item without it fails alone, in `values` too."""
+    image = picture(1, 40, 40)
+    captioned = RewardItem(0, "an instruction", image, metadata={"caption": "a sign"})
+    items = [captioned, RewardItem(1, "a sign", image), RewardItem(2, "a sign", image, metadata={"caption": 3})]
+    by_prompt, by_caption = (
+        make_scorer("clip", {"path": tiny_models.tiny_clip(), "text_key": key}) for key in ("", "caption")
+    )
+    for scorer in (by_prompt, by_caption):
+        scorer.load("cpu")
+    plain, named = by_prompt.score(items), by_caption.score(items)
+    first, other, same = (one.value for one in (plain[0], plain[1], named[0]) if isinstance(one, Score))
+    assert same == pytest.approx(other, abs=1e-6) and abs(first - other) > 1e-4
+    assert all(isinstance(one, Failure) and "metadata.caption is" in one.message for one in named[1:])
+    pixels = torch.from_numpy(image).permute(2, 0, 1)[None].expand(3, -1, -1, -1) / 255
+    values = by_caption.values(pixels, items)  # type: ignore[attr-defined]
+    assert [isinstance(value, Failure) for value in values] == [False, True, True]
+    assert by_caption.spec.revision.endswith("with metadata.caption")
+    assert "metadata" not in by_prompt.spec.revision
+
+
+def test_clip_r_precision_ranks_the_prompt_among_others() -> None:
+    """By the cosines of `clip`; the own prompt among the others does not count twice."""
+    prompts, image = ["a red sign", "two cats", "rain at night", "x"], picture(1, 40, 40)
+    clip, ranks = (make_scorer(name, {"path": tiny_models.tiny_clip()}) for name in ("clip", "clip_r_precision"))
+    for scorer in (clip, ranks):
+        scorer.load("cpu")
+    cosines = [one.value for one in clip.score([RewardItem(0, prompt, image) for prompt in prompts]) if
+               isinstance(one, Score)]  # fmt: skip
+    for own, prompt in enumerate(prompts):
+        [found] = ranks.score([RewardItem(0, prompt, image, metadata={"other_prompts": prompts})])
+        rank = 1 + sum(other > cosines[own] for other in cosines)
+        assert found == Score(float(rank == 1), {"rank": rank, "prompts": 4})
+    for others in (None, [], ["a", 1], "a"):
+        [failed] = ranks.score([RewardItem(0, "a", image, metadata={"other_prompts": others})])
+        assert isinstance(failed, Failure) and "must be a list of 1 to 1000 texts" in failed.message

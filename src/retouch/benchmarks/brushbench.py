@@ -25,7 +25,15 @@ _PAPER = "arXiv 2403.06976, inside"
 _SIDE, _SIGMA = 21, 3.5
 """Gaussian of the official blending: OpenCV's sigma for 21 pixels, 0.3 ((21 - 1) / 2 - 1) + 0.8."""
 
-_SCALES = {"imagereward": ("image_reward", 10.0), "hpsv2": ("hps_v2.1", 100.0), "aesthetic_v1": ("aesthetic_v1", 1.0)}
+_DISTRACTORS = 99
+"""Captions of other images beside the own one in CLIP-R-precision."""
+
+_SCALES = {
+    "imagereward": ("image_reward", 10.0),
+    "hpsv2": ("hps_v2.1", 100.0),
+    "aesthetic_v1": ("aesthetic_v1", 1.0),
+    "clip_r_precision": ("clip_r_precision", 100.0),
+}
 """Reward -> its measure and the factor of the published tables."""
 
 
@@ -71,7 +79,8 @@ class BrushBench(Benchmark):
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"kept_area": {}, "clip": {}}
 
     def data(self) -> DataSection:
-        return self.sized(BrushBenchData(path=self.path, region=self.region, fit="stretch"))
+        distractors = _DISTRACTORS if "clip_r_precision" in self.rewards else 0
+        return self.sized(BrushBenchData(path=self.path, region=self.region, fit="stretch", distractors=distractors))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
         return numbered(str(PurePosixPath(item.metadata["image"])), index)
@@ -110,8 +119,8 @@ class BrushBench(Benchmark):
 
 
 def blend(source: Pixels, image: Pixels, mask: Pixels) -> Pixels:
-    """The official composite: image · b + source · (1 - b), truncated to whole levels; b is the 0/1 mask blurred by a
-    Gaussian of 21 x 21 pixels, with the border reflected, in steps of 1/255.
+    """The official composite: image · b + source · (1 - b), truncated to whole levels; b is 1 in the mask, and outside
+    of it the mask blurred by a Gaussian of 21 x 21 pixels, with the border reflected, in steps of 1/255.
 
     Args:
         source, image: [H, W, 3].
@@ -120,12 +129,13 @@ def blend(source: Pixels, image: Pixels, mask: Pixels) -> Pixels:
     offsets = np.arange(_SIDE) - _SIDE // 2
     kernel = np.exp(-(offsets**2) / (2 * _SIGMA**2))
     kernel /= kernel.sum()
-    blurred = np.pad((mask >= 128).astype(np.float64), _SIDE // 2, mode="reflect")
+    masked = mask >= 128
+    blurred = np.pad(masked.astype(np.float64), _SIDE // 2, mode="reflect")
     height, width = mask.shape
     blurred = np.sum([weight * blurred[i : i + height] for i, weight in enumerate(kernel)], axis=0)
     blurred = np.sum([weight * blurred[:, i : i + width] for i, weight in enumerate(kernel)], axis=0)
-    blurred = np.round(255 * blurred)[..., None] / 255
-    return (source * (1 - blurred) + image * blurred).astype(np.uint8)
+    share = np.where(masked, 1.0, np.round(255 * blurred) / 255)[..., None]
+    return (source * (1 - share) + image * share).astype(np.uint8)
 
 
 def _as_jpeg(image: Image.Image) -> Image.Image:

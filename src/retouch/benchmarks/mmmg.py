@@ -1,8 +1,8 @@
 """MMMG (arXiv 2506.10963): images that explain knowledge, scored against a knowledge graph.
 
 The official score of an image is (1 - GED) R, x 100; its evaluator reports the means of every level and discipline. R
-counts regions that SAM 2.1 finds. It is left at 1 unless `rewards.mmmg.readability` names a function that counts them,
-and the measures are then called MMMG-style.
+counts regions that SAM 2.1 finds. It is left at 1 unless `rewards.mmmg.readability` is `sam2` or names a function that
+counts them; without it the measures are called MMMG-style.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class MmmgBenchmark(Benchmark):
 
     def departures(self) -> list[str]:
         parts = [] if self._is_published() else ["MMMG-style: without the published question, distance and readability"]
+        entry = self.rewards.get("mmmg")
+        if isinstance(entry, MmmgReward) and entry.readability == "sam2":
+            parts.append(f"lines of text are found by {entry.reader}, not by PaddleOCR 2.10")
         return [*super().departures(), *parts]
 
     def _is_published(self) -> bool:

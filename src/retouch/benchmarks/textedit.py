@@ -1,21 +1,35 @@
 """TextEdit (arXiv 2603.09877): a text of an image is replaced; OCR measures by group of categories, virtual and real.
 
-Its CLIP score against `gt_caption`, its aesthetic head (LAION v1) and its judge are not computed. TextEditBench, which
-reports 0 to 25, is another benchmark.
+Its CLIP score against `gt_caption`, its aesthetic head (LAION v1) and its judge are computed if the benchmark file
+names the rewards. The published script of the judge recognises virtual items by "/1." in their paths, which the
+published paths do not have: it counts all of them as real. Here the category decides. TextEditBench, which reports 0 to
+25, is another benchmark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, means, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.textedit import TextEditData
+from retouch.rewards.scorers.textedit_judge import PARTS
 
 _MEASURES = ("accuracy", "precision", "recall", "f1", "ned")
+
+_PUBLISHED = ("accuracy", "f1", "ned", "clip", "aesthetic_v1")
+"""Measures of the published rows."""
+
+_CLIP_FACTOR = 2.5
+
+_OPTIONAL: Mapping[str, Mapping[str, Any]] = {
+    "textedit_judge": judge("gemini-3-pro-preview"),
+    "clip": {"text_key": "caption"},
+}
+"""Reward that the benchmark file may name -> its keys of the protocol."""
 
 
 class TextEdit(Benchmark):
@@ -35,20 +49,25 @@ class TextEdit(Benchmark):
         PublishedRow(
             model,
             {f"{measure}_{group}": value for (measure, group), value in zip(
-                [(m, g) for g in ("real", "virtual") for m in ("accuracy", "f1", "ned")], numbers, strict=True
+                [(m, g) for g in ("real", "virtual") for m in _PUBLISHED], numbers, strict=True
             )},
             "opencompass/TextEdit, OCR table",
         )
         for model, *numbers in (
-            ("Qwen-Image-Edit", 0.75, 0.67, 0.71, 0.78, 0.74, 0.75),
-            ("GPT-Image-1.5", 0.74, 0.68, 0.68, 0.73, 0.71, 0.70),
-            ("Nano Banana Pro", 0.77, 0.71, 0.72, 0.80, 0.78, 0.78),
-            ("BAGEL", 0.60, 0.55, 0.55, 0.57, 0.57, 0.54),
-            ("Ovis-U1", 0.40, 0.35, 0.35, 0.37, 0.39, 0.33),
-            ("InternVL-U", 0.77, 0.71, 0.72, 0.79, 0.75, 0.77),
+            ("Qwen-Image-Edit", 0.75, 0.67, 0.71, 0.75, 5.72, 0.78, 0.74, 0.75, 0.81, 5.21),
+            ("GPT-Image-1.5", 0.74, 0.68, 0.68, 0.75, 5.78, 0.73, 0.71, 0.70, 0.80, 5.28),
+            ("Nano Banana Pro", 0.77, 0.71, 0.72, 0.75, 5.79, 0.80, 0.78, 0.78, 0.81, 5.28),
+            ("BAGEL", 0.60, 0.55, 0.55, 0.74, 5.71, 0.57, 0.57, 0.54, 0.78, 5.19),
+            ("Ovis-U1", 0.40, 0.35, 0.35, 0.72, 5.32, 0.37, 0.39, 0.33, 0.75, 4.66),
+            ("InternVL-U", 0.77, 0.71, 0.72, 0.75, 5.70, 0.79, 0.75, 0.77, 0.80, 5.12),
         )
     )  # fmt: skip
-    own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"textedit": {}}
+
+    @classmethod
+    def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        named = options.get("rewards")
+        given = cast("Mapping[str, Any]", named) if isinstance(named, Mapping) else {}
+        return {"textedit": {}, **{name: keys for name, keys in _OPTIONAL.items() if name in given}}
 
     def data(self) -> DataSection:
         return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))
@@ -61,7 +80,8 @@ class TextEdit(Benchmark):
         return image
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
-        """Means over images of each group."""
+        """Means over images of each group. `judge` is the weighted mean of the judge's five shares, each also by its
+        name; `clip` is 2.5 max(0, cosine)."""
         columns: dict[str, list[float]] = {
             f"{measure}_{group}": [] for group in ("real", "virtual") for measure in _MEASURES
         }
@@ -69,4 +89,17 @@ class TextEdit(Benchmark):
             if score := row.score("textedit"):
                 for measure in _MEASURES:
                     columns[f"{measure}_{row.metadata['group']}"].append(float(score.detail[measure]))
+            for measure, value in _further(row):
+                columns.setdefault(f"{measure}_{row.metadata['group']}", []).append(value)
         return means(columns)
+
+
+def _further(row: ImageRow) -> Iterator[tuple[str, float]]:
+    """The values of an output by the rewards that a benchmark file may name."""
+    if score := row.score("textedit_judge"):
+        yield "judge", score.value
+        yield from zip(PARTS, map(float, score.detail["shares"]), strict=True)
+    if score := row.score("clip"):
+        yield "clip", _CLIP_FACTOR * max(0.0, score.value)
+    if score := row.score("aesthetic_v1"):
+        yield "aesthetic_v1", score.value

@@ -47,16 +47,27 @@ def sample(
         list[Path] | None,
         typer.Option(help="Another source image beside --image, for a model that reads several; repeatable."),
     ] = None,
-    mask: Annotated[Path | None, typer.Option(help="Mask of --image, white = repaint.")] = None,
+    mask: Annotated[
+        list[Path] | None, typer.Option(help="Mask of --image, white = repaint; repeat it for several regions.")
+    ] = None,
     box: Annotated[
-        str | None,
-        typer.Option(metavar="LEFT,TOP,RIGHT,BOTTOM", help="Box to repaint in pixels, instead of --mask."),
+        list[str] | None,
+        typer.Option(
+            metavar="LEFT,TOP,RIGHT,BOTTOM",
+            help="Box to repaint in pixels, instead of --mask; repeat it for several regions.",
+        ),
     ] = None,
     invert_mask: Annotated[
         bool | None,
         typer.Option(help="Repaint black or transparent mask pixels; default: the run's data.invert_mask."),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="Target text, inserted into the run's prompt template.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Target text, inserted into the run's prompt template; repeat it for several texts, with one --box or "
+            "--mask for all, or one for each in the same order.",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="Whole prompt, instead of --text.")] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Style reference, for a run that trained a style adapter.")
@@ -92,8 +103,8 @@ def sample(
     request = SampleRequest(
         data=data,
         image=image,
-        mask=mask,
-        text=text,
+        masks=tuple(mask or ()),
+        texts=tuple(text or ()),
         prompt=prompt,
         reference=reference,
         seed=seed,
@@ -102,7 +113,7 @@ def sample(
         size=parse_size(resolution, "--resolution") if resolution else None,
         fit=fit,
         feather=feather,
-        box=parse_box(box) if box else None,
+        boxes=tuple(map(parse_box, box or ())),
         invert_mask=invert_mask,
         crop=crop,
         context=context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,12 +24,20 @@ from retouch.imaging import (
     ImageProblem,
     MaskCrop,
     PackedImage,
-    box_mask,
     may_be_inverted,
     open_image,
     packed,
     read_mask,
     to_rgb,
+)
+from retouch.use.regions import (
+    ImageFile,
+    boxes_mask,
+    masks_of,
+    places_of,
+    template_prompt,
+    text_metadata,
+    united,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,13 +50,15 @@ class SampleRequest:
     """A dataset or one image to sample on, and how. Images are files, or PIL images in memory.
 
     Attributes:
-        mask: white = repaint; in a dataset every item has its own.
+        masks: white = repaint; several are united; in a dataset every item has its own.
+        texts: target texts; with several boxes or masks each has the place of the same number.
+        prompt: the whole prompt, instead of the run's template with `texts`.
         more_images: source images beside `image`, for a model that reads several.
         reference: style reference, instead of the items' own; for a run that trained a style adapter.
         size: (height, width) to sample at; None: the run's.
         fit: as `data.fit`, for images that are not cropped around the mask; None: the run's.
         feather: radius in pixels of a soft edge inside the mask.
-        box: (left, top, right, bottom) in pixels to repaint, instead of a mask.
+        boxes: (left, top, right, bottom) in pixels to repaint, instead of masks.
         invert_mask: as `data.invert_mask`; None: the run's.
         crop: part of a masked source passed to the model. "auto": in sources with more pixels than the model's
             size, a box around the mask with at least as many; the whole image with an explicit `fit` and for editing
@@ -57,8 +68,8 @@ class SampleRequest:
 
     data: Path | None = None
     image: Path | Image.Image | None = None
-    mask: Path | Image.Image | None = None
-    text: str | None = None
+    masks: tuple[Path | Image.Image, ...] = ()
+    texts: tuple[str, ...] = ()
     prompt: str | None = None
     reference: Path | Image.Image | None = None
     seed: int = 0
@@ -67,7 +78,7 @@ class SampleRequest:
     size: tuple[int, int] | None = None
     fit: str | None = None
     feather: float = 0.0
-    box: Box | None = None
+    boxes: tuple[Box, ...] = ()
     invert_mask: bool | None = None
     crop: str = "auto"
     context: float = 0.25
@@ -98,16 +109,19 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
-        own = {"mask": "mask", "box": "box", "text": "text", "prompt": "prompt", "more_images": "more-image"}
+        own = {"masks": "mask", "boxes": "box", "texts": "text", "prompt": "prompt", "more_images": "more-image"}
         if named := [option for name, option in own.items() if getattr(request, name) not in (None, ())]:
             raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
         section = like(config, request.data).model_copy(update=update)
         items = examples_of(config, section, "--data", request.reference, scored=False).items
         _warn_if_inverted(items[0], section)
         return section, items
-    own = {"reference": "given", **update, **({"invert_mask": False} if request.box else {})}
-    section = ManifestData(path="").model_copy(update=_shared(config.data, ManifestData) | own)
-    item = _one_item(config, request)
+    section = ManifestData(path="").model_copy(
+        update=_shared(config.data, ManifestData) | {"reference": "given"} | update
+    )
+    item = _one_item(config, request, section.invert_mask)
+    if request.boxes or len(request.masks) > 1:  # a mask that is made here is white where to repaint
+        section = section.model_copy(update={"invert_mask": False})
     _warn_if_inverted(item, section)
     problem = check_item(
         item, section, needed_pictures(config, training=False, scored=False), mask_crop(config, request)
@@ -117,20 +131,9 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     return section, [item]
 
 
-def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
+def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFiles:
     """The image of a request with its mask and prompt."""
-    edits = config.model.spec.edits
-    if request.mask is not None and request.box is not None:
-        raise ConfigError("--box: given beside --mask; leave one of them out")
-    unmasked = request.mask is None and request.box is None
-    if request.text is not None and request.prompt is not None:
-        raise ConfigError("--text: given beside --prompt, which is the whole prompt; leave one of them out")
-    if (unmasked and not edits) or (request.text is None and request.prompt is None):
-        raise ConfigError(f"--image needs {'' if edits else '--mask (or --box) and '}--text (or --prompt)")
-    if unmasked and request.crop == "mask":
-        raise ConfigError("--crop: given mask, but there is no mask; set --mask or --box, or leave --crop out")
-    if request.text is not None and not request.text.strip():
-        raise ConfigError("--text: given an empty text; give the text to write into the mask")
+    _check_one_image(config, request)
     if takes_references(config, scored=False) and request.reference is None:
         raise ConfigError(
             "--image needs --reference: the run trained with references (a style adapter, model.reference_images or "
@@ -138,19 +141,41 @@ def _one_item(config: RunConfig, request: SampleRequest) -> ItemFiles:
         )
     _takes_references(config, request.reference, scored=False)
     template = getattr(config.data, "prompt_template", DEFAULT_TEMPLATE)
-    prompt = request.prompt if request.prompt is not None else template.replace("{text}", request.text or "")
+    prompt = request.prompt if request.prompt is not None else template_prompt(template, request.texts)
     source = _file(request.image, "image")
-    mask = _file(request.mask, "mask")
-    if request.box is not None and source is not None:
-        size = open_image(source).size
-        try:
-            mask = packed(box_mask(request.box, size), "--box")
-        except ImageProblem as error:
-            raise ConfigError(f"--box: {error}") from None
+    assert source is not None  # `items_to_sample`
+    mask, places = _region(source, request, invert)
     more = tuple(file for image in request.more_images if (file := _file(image, "more-image")) is not None)
-    item = ItemFiles(0, prompt, source, mask, _file(request.reference, "reference"), more_paths=more)
+    told = text_metadata(request.texts, places)
+    item = ItemFiles(0, prompt, source, mask, _file(request.reference, "reference"), metadata=told, more_paths=more)
     require_more_images(config, "--more-image", [item])
     return item
+
+
+def _check_one_image(config: RunConfig, request: SampleRequest) -> None:
+    edits = config.model.spec.edits
+    if request.masks and request.boxes:
+        raise ConfigError("--box: given beside --mask; leave one of them out")
+    unmasked = not request.masks and not request.boxes
+    if request.texts and request.prompt is not None:
+        raise ConfigError("--text: given beside --prompt, which is the whole prompt; leave one of them out")
+    if (unmasked and not edits) or (not request.texts and request.prompt is None):
+        raise ConfigError(f"--image needs {'' if edits else '--mask (or --box) and '}--text (or --prompt)")
+    if unmasked and request.crop == "mask":
+        raise ConfigError("--crop: given mask, but there is no mask; set --mask or --box, or leave --crop out")
+    if not all(text.strip() for text in request.texts):
+        raise ConfigError("--text: given an empty text; give the text to write into the mask")
+
+
+def _region(source: ImageFile, request: SampleRequest, invert: bool) -> tuple[ImageFile | None, Sequence[Box]]:
+    """The mask of a request, and the place of each of several regions."""
+    files = [file for given in request.masks if (file := _file(given, "mask")) is not None]
+    if request.boxes:
+        return packed(boxes_mask(request.boxes, open_image(source).size), "--box"), request.boxes
+    if len(files) < 2:
+        return next(iter(files), None), ()
+    masks = masks_of(files, open_image(source).size, invert)
+    return united(masks), places_of(masks)
 
 
 def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:

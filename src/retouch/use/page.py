@@ -146,8 +146,8 @@ def _request(drawing: Drawing | None, asked: Asked, *, edits: bool) -> SampleReq
         raise ConfigError("enter a target text or a whole prompt")
     return SampleRequest(
         image=source,
-        mask=Image.fromarray(mask) if painted else None,
-        text=asked.text or None,
+        masks=(Image.fromarray(mask),) if painted else (),
+        texts=(asked.text,) if asked.text else (),
         prompt=asked.prompt or None,
         reference=asked.reference,
         seed=asked.seed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -62,22 +63,26 @@ class AnnotatedData(ImageSection):
         annotations = fields.get("annotations") or []
         if not isinstance(annotations, list):
             raise DataError("annotations must be a list")
-        lines = self.annotated(cast("list[Any]", annotations))
-        if not lines:
+        usable = self.annotated(cast("list[Any]", annotations))
+        if not usable:
             return ItemFiles(number, caption)
-        return self._item(number, name, " ".join(caption.replace("*", " ").split()), lines, root)
+        try:
+            lines = parse_lines(usable)
+        except ValueError as error:
+            raise DataError(f"annotations: {error}") from None
+        item = self._item(number, name, " ".join(caption.replace("*", " ").split()), lines, root)
+        texts = [str(line["text"]) for line in usable]
+        if texts != [line.text for line in lines]:  # a cut behind a space: the published script compares with the space
+            item = replace(item, metadata=dict(item.metadata) | {"asked_texts": texts})
+        return item
 
-    def annotated(self, annotations: Sequence[Any]) -> tuple[TextLine, ...]:
-        """The first valid lines."""
-        usable = [
+    def annotated(self, annotations: Sequence[Any]) -> list[dict[str, Any]]:
+        """The first valid lines, text and polygon."""
+        return [
             {"text": str(a["text"])[:_MOST_CHARACTERS], "polygon": a["polygon"]}
             for a in annotations
             if isinstance(a, Mapping) and a.get("polygon") and str(a.get("text") or "").strip() and a.get("valid", True)
         ][:_MOST_LINES]
-        try:
-            return parse_lines(usable) if usable else ()
-        except ValueError as error:
-            raise DataError(f"annotations: {error}") from None
 
     def prompt_of(self, caption: str, lines: Sequence[TextLine]) -> str:
         """The prompt of an item."""
@@ -136,7 +141,7 @@ class TextFluxData(AnnotatedData):
     def json_file(self) -> Path:
         return file_in(self.path, _PARTS[self.part])
 
-    def annotated(self, annotations: Sequence[Any]) -> tuple[TextLine, ...]:
+    def annotated(self, annotations: Sequence[Any]) -> list[dict[str, Any]]:
         return super().annotated(annotations[:1])
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from random import Random
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 from PIL import Image
+from pydantic import Field
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import parsed, read_text
@@ -22,6 +26,8 @@ from retouch.disk import expanded
 from retouch.imaging import PackedImage, Pixels
 
 MAPPING = "mapping_file.json"
+
+OTHERS = "other_prompts"
 
 SIDE = 512
 """Side of every image and mask, in pixels."""
@@ -38,6 +44,10 @@ class BrushBenchData(ImageSection):
     region: Literal["inside", "outside"] = "inside"
     """Region to repaint: "inside", the object of the caption (`inpainting_mask`); "outside", everything around it
     (`outpainting_mask`)."""
+
+    distractors: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Captions of other images in each item's `metadata.other_prompts`, which `clip_r_precision` compares with; 99 are
+    usual. They are sampled by the id of the image."""
 
     expects: ClassVar[str] = f"a {MAPPING}"
 
@@ -58,10 +68,11 @@ class BrushBenchData(ImageSection):
             raise DataError(f"{mapping}: holds no object of images; is it BrushBench's?")
         named = cast("dict[str, object]", entries)
         numbered = all(key.isdecimal() for key in named)
-        return [
+        found = [
             item_or_error(f"{MAPPING} {key}", self._item, key, int(key) if numbered else position, entry)
             for position, (key, entry) in enumerate(named.items())
         ]
+        return _with_distractors(found, self.distractors) if self.distractors else found
 
     def _item(self, key: str, number: int, entry: object) -> ItemFiles:
         fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
@@ -80,6 +91,20 @@ class BrushBenchData(ImageSection):
             target="source",
             metadata={"image": image},
         )
+
+
+def _with_distractors(found: Sequence[ItemFiles | ItemError], count: int) -> list[ItemFiles | ItemError]:
+    """The items with captions of others in their metadata, none of them equal to their own."""
+    captions = list(dict.fromkeys(item.prompt for item in found if isinstance(item, ItemFiles)))
+
+    def drawn(item: ItemFiles) -> list[str]:
+        others = [caption for caption in captions if caption != item.prompt]
+        return Random(f"{item.id}").sample(others, min(count, len(others)))
+
+    return [
+        item if isinstance(item, ItemError) else replace(item, metadata=dict(item.metadata) | {OTHERS: drawn(item)})
+        for item in found
+    ]
 
 
 def _runs(given: object, key: str) -> Runs:

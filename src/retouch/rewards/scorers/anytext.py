@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal, cast
 
 from retouch.imaging import edit_distance
 from retouch.lines import BETWEEN_LINES
@@ -53,6 +53,13 @@ def characters(table: Table) -> frozenset[str]:
     return frozenset(keys.split("\n"))
 
 
+def _asked(item: RewardItem, texts: list[str]) -> list[str]:
+    """The texts of the lines as the benchmark compares them: a text that was cut behind a space keeps the space."""
+    given = item.metadata.get("asked_texts")
+    same = isinstance(given, list) and [str(text).strip() for text in cast("list[Any]", given)] == texts
+    return [str(text) for text in cast("list[Any]", given)] if same else texts
+
+
 class AnyTextReward(ReadingEntry):
     """Mean NED of the lines of an image, each read at its polygon as AnyText's evaluation crops and compares them, in
     [0, 1]."""
@@ -86,7 +93,8 @@ class AnyTextScorer(ReadingScorer[AnyTextReward]):
         if len(shown) < len(asked):
             return Failure("bad_item", "the polygon of a line lies outside the image, or is narrower than a pixel")
         read = [text for text, _ in self.read_lines(shown)]
-        lines = [compare(line.text, found, self.options.table) for line, found in zip(asked, read, strict=True)]
+        texts = _asked(item, [line.text for line in asked])
+        lines = [compare(text, found, self.options.table) for text, found in zip(texts, read, strict=True)]
         detail = {
             "text": BETWEEN_LINES.join(read),
             "lines": [{"asked": line.asked, "found": line.found} for line in lines],

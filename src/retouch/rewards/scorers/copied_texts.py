@@ -8,6 +8,12 @@ from pathlib import Path
 MOST_CHARACTERS = 1_000_000
 
 
+def constants_of(path: Path) -> list[str]:
+    """String constants of a Python file. Raises as `parsed_file`."""
+    nodes = ast.walk(parsed_file(path))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 def parsed_file(path: Path) -> ast.Module:
     """The syntax tree of a file.
 

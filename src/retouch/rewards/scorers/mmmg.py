@@ -7,11 +7,9 @@ licence; only with the published distance and a region counter as well is the sc
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -20,7 +18,7 @@ from retouch.config.base import Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.copied_texts import parsed_file
+from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, schema_of
@@ -32,6 +30,7 @@ from retouch.rewards.scorers.knowledge_graph import (
     read_graph,
     readability,
 )
+from retouch.rewards.scorers.regions import RegionCounter
 from retouch.types import Failure, Outcome, Score
 
 _DESCRIPTION = "description"
@@ -69,8 +68,22 @@ class MmmgReward(JudgeEntry):
     """For wording=published: your copy of the published question, which the package does not contain: a text file, or
     MMMG's `mmmg_eval/utils/instruction_prompt.py`. [ELEM_DEPEND] stands for graph and annotation."""
     readability: str | None = None
-    """"module:function" that counts the regions of an RGB array [H, W, 3] uint8, as a segmenter finds them (MMMG: SAM
-    2.1); R falls from 1 at 70 regions to 0 at 160. Null leaves R at 1."""
+    """Counter of an image's regions: "sam2" counts them as MMMG does, with `segmenter` and `reader`; "module:function"
+    is a function of an RGB array [H, W, 3] uint8. R falls from 1 at 70 regions to 0 at 160. Null leaves R at 1."""
+    segmenter: Text = "facebook/sam2.1-hiera-large"
+    """Hub id or folder of the `Sam2Model` of readability=sam2; it needs a GPU to be fast (`device`)."""
+    reader: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    """Library that finds the lines of text of readability=sam2; MMMG's is PaddleOCR 2.10."""
+
+    @property
+    def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None if self.readability == "sam2" else JudgeEntry.cpu_only
+
+    def extras(self) -> frozenset[str]:
+        return frozenset({"ocr"} if self.readability == "sam2" and self.reader == "rapidocr" else ())
+
+    def models(self) -> dict[str, str]:
+        return {"segmenter": self.segmenter} if self.readability == "sam2" else {}
 
     @property
     def is_published(self) -> bool:
@@ -79,9 +92,9 @@ class MmmgReward(JudgeEntry):
 
     @model_validator(mode="after")
     def _names_a_function(self) -> MmmgReward:
-        if self.readability is not None and not all(self.readability.partition(":")):
+        if self.readability not in (None, "sam2") and not all(str(self.readability).partition(":")):
             raise ValueError(
-                f"readability: given {self.readability!r}; write module:function, like my_segmenter:regions"
+                f"readability: given {self.readability!r}; write sam2, or module:function, like my_segmenter:regions"
             )
         return self
 
@@ -134,15 +147,24 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
             raise ConfigError(
                 f"reward 'mmmg': ged 'networkx' needs {missing[0]}; pip install \"retouch[mmmg]\", or set ged=closed"
             )
-        if self.options.readability is not None:
-            self._regions = find_function(self.options.readability, "reward 'mmmg': readability")
+        self._regions, source = self._counter(device)
         super().load(device)
-        source = "" if self._regions is None else source_digest(self._regions)
         self._depend_on(*self._parts(self.options, source))
 
     def _first_question(self, item: RewardItem) -> object:
         graph = read_graph({"elements": ["a square", "a circle"], "dependencies": ["Contains(a square, a circle)"]})
         return self._ask(item, graph, again=False)
+
+    def _counter(self, device: str) -> tuple[Callable[[Pixels], float] | None, str]:
+        """The counter of regions, and what the scores depend on of it."""
+        o = self.options
+        if o.readability is None:
+            return None, ""
+        if o.readability == "sam2":
+            counter = RegionCounter(o.segmenter, o.reader, device)
+            return counter, counter.revision
+        function = find_function(o.readability, "reward 'mmmg': readability")
+        return function, source_digest(function)
 
     def _one(self, item: RewardItem) -> Outcome:
         try:
@@ -220,19 +242,13 @@ def _published_question(options: MmmgReward) -> str | None:
             "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
         )
     try:
-        texts = _constants(path) if path.suffix == ".py" else [path.read_text(encoding="utf-8")]
+        texts = constants_of(path) if path.suffix == ".py" else [path.read_text(encoding="utf-8")]
     except ValueError as error:
         raise ConfigError(f"{where}, which cannot be read: {error}; give a text file in UTF-8") from None
     found = [one for one in texts if _GRAPH_SLOT in one]
     if not found:
         raise ConfigError(f"{where}, which does not contain {_GRAPH_SLOT} for the graph; give MMMG's own file")
     return found[0]
-
-
-def _constants(path: Path) -> list[str]:
-    """String constants of a Python file, which is not run."""
-    nodes = ast.walk(parsed_file(path))
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def _read_answers(text: str, keys: Sequence[str]) -> list[bool]:

@@ -1,0 +1,79 @@
+"""CLIP-R-precision (Park et al., NeurIPS 2021 data sets and benchmarks): does CLIP find the prompt of an image among
+the prompts of others?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.clip import ClipReward, ClipScorer
+from retouch.types import Failure, Outcome, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OTHERS = "other_prompts"
+"""Key of an item's metadata: the prompts that compete with its own."""
+
+_MOST = 1000
+
+
+class ClipRPrecisionReward(ClipReward):
+    """1 if the prompt has a higher CLIP cosine with the image than each of `metadata.other_prompts`, else 0. The mean
+    is CLIP-R-precision, usually among 100 prompts."""
+
+    value_range = (0.0, 1.0)
+    differentiable = False
+
+    scorer: Literal["clip_r_precision"] = "clip_r_precision"
+
+    def make(self) -> ClipRPrecisionScorer:
+        return ClipRPrecisionScorer(self)
+
+
+class ClipRPrecisionScorer(ClipScorer):
+    """Ranks the prompt of each image; embeddings of texts are kept, because the items of a benchmark share them."""
+
+    def __init__(self, options: ClipRPrecisionReward) -> None:
+        super().__init__(options)
+        self._kept: dict[str, Tensor] = {}
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [self._ranked(item) for item in items]
+
+    def _ranked(self, item: RewardItem) -> Outcome:
+        own, others = self._text(item), other_prompts(item.metadata)
+        if own is None:
+            return self._untold(item)
+        if isinstance(others, Failure):
+            return others
+        towers = self._towers
+        assert towers is not None
+        seen = towers.of_images([item.image])[0]
+        cosines = [float(seen @ self._embedded(text)) for text in (own, *(text for text in others if text != own))]
+        rank = rank_of_first(cosines)
+        return Score(float(rank == 1), {"rank": rank, "prompts": len(cosines)})
+
+    def _embedded(self, text: str) -> Tensor:
+        """[D] unit vector."""
+        if text not in self._kept:
+            assert self._towers is not None
+            if len(self._kept) >= 10 * _MOST:
+                self._kept.clear()
+            self._kept[text] = self._towers.of_texts([text])[0]
+        return self._kept[text]
+
+
+def rank_of_first(cosines: Sequence[float]) -> int:
+    """Place of the first among all, from 1: the number of higher ones and 1."""
+    return 1 + sum(other > cosines[0] for other in cosines[1:])
+
+
+def other_prompts(metadata: Mapping[str, Any]) -> list[str] | Failure:
+    """The prompts that compete with an item's own."""
+    given = metadata.get(OTHERS)
+    listed = cast("list[Any]", given) if isinstance(given, list) else []
+    if not 0 < len(listed) <= _MOST or not all(isinstance(text, str) for text in listed):
+        return Failure("bad_item", f"metadata.{OTHERS} must be a list of 1 to {_MOST} texts")
+    return listed
