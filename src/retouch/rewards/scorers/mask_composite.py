@@ -85,9 +85,9 @@ class MaskCompositeScorer(PackageScorer[MaskCompositeReward]):
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         seams = self._seam.score(items)
         fits = self.judge.score([cropped(item, 0.0, _LEAST) for item in items])
-        return [self._one(*row) for row in zip(items, fits, seams, strict=True)]
+        return [self._measured(*row) for row in zip(items, fits, seams, strict=True)]
 
-    def _one(self, item: RewardItem, fit: Outcome, seam: Outcome) -> Outcome:
+    def _measured(self, item: RewardItem, fit: Outcome, seam: Outcome) -> Outcome:
         for part in (seam, fit):
             if isinstance(part, Failure):
                 return part
