@@ -56,7 +56,8 @@ def first_kl(run: Run) -> tuple[float, float]:
         for name in sorted(algorithm.snapshots):
             begin_snapshot(run, algorithm, name)
         session.progress.phase = "rl"
-        experience = grpo.finish(session, algorithm, collect(session, algorithm))
+        experience = collect(session, algorithm)
+        grpo.complete(session, algorithm, experience)
         rows, span = torch.tensor([0]), range(1)  # forwards of one row, as the reference's below
         step = Step(session, rows, experience.weight[rows].sum(), 0.0, data=run.data, positions=[], seeds=[])
         experience.weight[:] = 1

@@ -67,7 +67,8 @@ class LpipsScorer(PixelScorer[LpipsReward]):
         Raises:
             ConfigError: a missing file, or one without the tensors.
         """
-        files = {name: named_file(name, getattr(self.options, name)) for name in ("backbone", "heads")}
+        o = self.options
+        files = {"backbone": named_file("backbone", o.backbone), "heads": named_file("heads", o.heads)}
         backbone, heads = (read_weights(file, name, mmap=False) for name, file in files.items())
         self._device = device
         for number in (number for block in _BLOCKS for number in block):
