@@ -7,6 +7,9 @@ Runs of online DPO with OCR alone are those of benchmarks/algorithms.py (give th
 again).
 
     python benchmarks/structure_reward.py --out benchmarks/results/structure_reward.json
+    python benchmarks/structure_reward.py --trial --work runs/structure --out benchmarks/results/structure_trial.json
+
+`--trial` is one seed of short runs of reward gradients: the recogniser alone, and with glyph_structure.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from inputs import digest, inputs
 from algorithms import REPOSITORY, Row, evaluations, make_data, measured, retouch, write
 from retouch.config import derive, load_run
 from retouch.glyph_structure import FOLDER, WEIGHTS
+from retouch.training.evaluation import load_evaluation
 from retouch.use.comparison import gains
 
 CONFIGS = REPOSITORY / "configs/tiny"
@@ -37,6 +41,24 @@ ARMS = {
 }
 """Algorithm -> arm -> first part of the names of its runs, run file."""
 
+TRIAL_FILE = CONFIGS / "sd_inpaint_reward_gradient.yaml"
+TRIAL_STEPS = (6, 12)
+TRIAL_SHARED = (
+    "seed=0",
+    "rollout.global_groups_per_batch=24",
+    "rollout.batch_size_per_device=24",
+    "optimizer.batch_size_per_device=24",
+    "algorithm.sft_steps=0",
+    "training.max_steps=12",
+    "training.eval_every=6",
+)
+"""24 images a step and no warm-up: minutes for both runs."""
+TRIAL = {
+    "recognizer": (),
+    "recognizer + glyph_structure": ("rewards.glyph_structure.weight=4", "rewards.glyph_structure.boxes=equal"),
+}
+"""Arm -> overrides of `TRIAL_FILE`. At the start the gradient of the recogniser is several times larger."""
+
 COMPARED = ("ocr.ned", "glyph_correlation", "outside_l1")
 
 
@@ -46,11 +68,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path("runs/algorithms"), help="folder for data and runs")
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
+    parser.add_argument("--trial", action="store_true", help="short runs of reward gradients, instead of --algorithms")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of both arms, for a trial")
     arguments = parser.parse_args()
     rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     data = arguments.work / "data"
     make_data(data)
+    if arguments.trial:
+        rows = trial(train_trial(data, arguments.work))
+        if arguments.out:
+            write(rows, arguments.out)
+        print(trial_table(rows))
+        return
     for algorithm, seed in product(arguments.algorithms, arguments.seeds):
         for arm in ARMS[algorithm]:
             row = trained(algorithm, arm, seed, data, arguments.work, arguments.set)
@@ -79,6 +108,40 @@ def compare(rows: Sequence[Row], work: Path) -> None:
     last = [evaluations(work / row["run"])["last"] for row in (second, first)]
     found = gains(*last)
     second["against_ocr"] = {measure: [round(v, 4) for v in found[measure]] for measure in COMPARED}
+
+
+def train_trial(data: Path, work: Path) -> list[Path]:
+    """Train both arms of the trial; their run directories."""
+    runs = [work / f"sd_inpaint-trial-{number}" for number in range(len(TRIAL))]
+    for run, overrides in zip(runs, TRIAL.values(), strict=True):
+        options = [f"name={run.name}", f"logging.dir={work}", "resume=auto", *TRIAL_SHARED, *overrides]
+        retouch("train", str(TRIAL_FILE), *options, DATA_PATH=str(data))
+    return runs
+
+
+def trial(runs: Sequence[Path]) -> list[Row]:
+    """A row for each arm of the trial: its held-out means after some steps, and the paired differences to the first."""
+    read = {**inputs(TRIAL_FILE), "glyph_structure": digest((FOLDER / WEIGHTS).read_bytes())}
+    points = [[load_evaluation(run / f"evaluations/step-{step:06d}") for step in TRIAL_STEPS] for run in runs]
+    rows: list[Row] = []
+    for (arm, overrides), own in zip(TRIAL.items(), points, strict=True):
+        means = [{m: round(e.means()[m], 4) for m in COMPARED} for e in own]
+        found = [gains(e, alone) for e, alone in zip(own, points[0], strict=True)]
+        against = [{m: [round(v, 4) for v in f[m]] for m in COMPARED} for f in found]
+        key = {"arm": arm, "seed": 0, "overrides": [*TRIAL_SHARED, *overrides], "inputs": read}
+        rows.append(key | {"images": len(own[0].rows), "steps": TRIAL_STEPS, "held_out": means, "against": against})
+    return rows
+
+
+def trial_table(rows: Sequence[Row]) -> str:
+    """One line for each step of the trial, as markdown."""
+    lines = ["| step | NED | glyph correlation | difference in NED | in glyph correlation |", "|---" * 5 + "|"]
+    alone, both = rows
+    for i, step in enumerate(both["steps"]):
+        arrows = [f"{alone['held_out'][i][m]:.3f} → {both['held_out'][i][m]:.3f}" for m in COMPARED[:2]]
+        changes = ["{:+.3f} [{:+.3f}, {:+.3f}]".format(*both["against"][i][m]) for m in COMPARED[:2]]
+        lines.append(f"| {step} | {' | '.join([*arrows, *changes])} |")
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Row]) -> str:
