@@ -144,39 +144,43 @@ def _unit(rows: Tensor) -> Tensor:
     return rows / rows.norm(dim=-1, keepdim=True)
 
 
+def compared_text(item: RewardItem, key: str) -> str | None:
+    """The text to compare an image with: the prompt, or under `key` of the metadata; None if the item has none."""
+    text = item.metadata.get(key) if key else item.prompt
+    return text if isinstance(text, str) else None
+
+
+def untold(item: RewardItem, key: str) -> Failure:
+    """The failure of an item without its text."""
+    return Failure("bad_item", f"metadata.{key} is {item.metadata.get(key)!r}; it must be the text to compare with")
+
+
+def _key(key: str) -> str:
+    """The part of the revision about `text_key`; empty for the prompt."""
+    return f" with metadata.{key}" if key else ""
+
+
 class ClipScorer(PackageScorer[ClipReward]):
     """Cosine between image and prompt, times the model's scale if its entry is `scaled`."""
 
     def __init__(self, options: ClipReward) -> None:
-        super().__init__(options, f"{options.scorer} {options.path}{self._key(options)}")
+        super().__init__(options, f"{options.scorer} {options.path}{_key(options.text_key)}")
         self._towers: ClipTowers | None = None
 
     def load(self, device: str) -> None:
         o = self.options
         self._towers = ClipTowers(o.path, o.processor, device)
         processor = f" as {o.processor}" if o.processor else ""
-        self.set_revision(f"{o.scorer} {self._towers.revision}{processor}{self._key(o)}")
-
-    def _key(self, options: ClipReward) -> str:
-        """The part of the revision about `text_key`; empty for the prompt."""
-        return f" with metadata.{options.text_key}" if options.text_key else ""
+        self.set_revision(f"{o.scorer} {self._towers.revision}{processor}{_key(o.text_key)}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        outcomes: list[Outcome] = [self._untold(item) for item in items]
-        known = [i for i, item in enumerate(items) if self._text(item) is not None]
+        key = self.options.text_key
+        outcomes: list[Outcome] = [untold(item, key) for item in items]
+        known = [i for i, item in enumerate(items) if compared_text(item, key) is not None]
         for batch in in_batches(known, self.options.images_per_forward):
             for i, value in zip(batch, self._batch([items[i] for i in batch]), strict=True):
                 outcomes[i] = Score(value)
         return outcomes
-
-    def _text(self, item: RewardItem) -> str | None:
-        """The text to compare the image with; None if the item has none."""
-        text = item.metadata.get(self.options.text_key) if self.options.text_key else item.prompt
-        return text if isinstance(text, str) else None
-
-    def _untold(self, item: RewardItem) -> Failure:
-        key = self.options.text_key
-        return Failure("bad_item", f"metadata.{key} is {item.metadata.get(key)!r}; it must be the text to compare with")
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         """The scores of images [B, 3, H, W] in [0, 1], scalars with gradient; `item.image` is not read. They differ
@@ -188,7 +192,8 @@ class ClipScorer(PackageScorer[ClipReward]):
             seen = self._towers.of_pixels(images[start : start + size])
             found += self._compared(seen, items[start : start + size]).unbind()
         return [
-            self._untold(item) if self._text(item) is None else value for item, value in zip(items, found, strict=True)
+            untold(item, self.options.text_key) if compared_text(item, self.options.text_key) is None else value
+            for item, value in zip(items, found, strict=True)
         ]
 
     def _batch(self, items: Sequence[RewardItem]) -> list[float]:
@@ -199,5 +204,5 @@ class ClipScorer(PackageScorer[ClipReward]):
         """[B] scores of unit vectors [B, D] and the prompts of the items."""
         towers = self._towers
         assert towers is not None
-        cosines = (seen * towers.of_texts([self._text(i) or "" for i in items])).sum(-1)
+        cosines = (seen * towers.of_texts([compared_text(i, self.options.text_key) or "" for i in items])).sum(-1)
         return cosines * towers.model.logit_scale.exp() if self.options.scaled else cosines

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.clip import ClipReward, ClipScorer
+from retouch.rewards.scorers.clip import ClipTowers
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -19,33 +20,41 @@ OTHERS = "other_prompts"
 _MOST = 1000
 
 
-class ClipRPrecisionReward(ClipReward):
+class ClipRPrecisionReward(RewardEntry):
     """1 if the prompt has a higher CLIP cosine with the image than each of `metadata.other_prompts`, else 0. The mean
     is CLIP-R-precision, usually among 100 prompts."""
 
-    value_range = (0.0, 1.0)
-    differentiable = False
+    licence = "MIT"
 
     scorer: Literal["clip_r_precision"] = "clip_r_precision"
+    path: str = "openai/clip-vit-large-patch14"
+    """Hub id or folder of a `CLIPModel`."""
+    processor: str = ""
+    """Hub id or folder of its processor, if it is elsewhere."""
 
     def make(self) -> ClipRPrecisionScorer:
         return ClipRPrecisionScorer(self)
 
 
-class ClipRPrecisionScorer(ClipScorer):
+class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
     """Ranks the prompt of each image; embeddings of texts are kept, because the items of a benchmark share them."""
 
     def __init__(self, options: ClipRPrecisionReward) -> None:
-        super().__init__(options)
+        super().__init__(options, f"clip_r_precision {options.path}")
+        self._towers: ClipTowers | None = None
         self._kept: dict[str, Tensor] = {}
+
+    def load(self, device: str) -> None:
+        o = self.options
+        self._towers = ClipTowers(o.path, o.processor, device)
+        processor = f" as {o.processor}" if o.processor else ""
+        self.set_revision(f"clip_r_precision {self._towers.revision}{processor}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [self._ranked(item) for item in items]
 
     def _ranked(self, item: RewardItem) -> Outcome:
-        own, others = self._text(item), other_prompts(item.metadata)
-        if own is None:
-            return self._untold(item)
+        own, others = item.prompt, other_prompts(item.metadata)
         if isinstance(others, Failure):
             return others
         towers = self._towers
