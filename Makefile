@@ -86,7 +86,7 @@ clean: ## Remove .venv and caches, but not runs/
 
 # the extras of the tests
 .venv/.installed: .venv/.runtime
-	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,wandb,dev]"
+	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,quantize,wandb,dev]"
 	@touch $@
 
 # DeepSpeed's setup imports torch; its operators are compiled at their first use

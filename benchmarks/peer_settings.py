@@ -1,8 +1,9 @@
 """The run files of configs/reproduce beside the published settings that they reproduce.
 
 For each: network forwards (NFE) that sampling one image takes, with those of classifier-free guidance; steps that are
-trained; images of an epoch; optimizer steps of an epoch; and what `retouch check --memory` counts on a device. The
-peers' figures stand in peers.json, with their source; they publish no memory by component, so that column is ours.
+trained; images of an epoch; optimizer steps of an epoch; images of an optimizer step; and what `retouch check --memory`
+counts on a device. The peers' figures stand in peers.json, with their source. They publish no figure of memory, so that
+column has only ours.
 
     python benchmarks/peer_settings.py                # the table
     python benchmarks/peer_settings.py --out benchmarks/results/peer_settings.json
@@ -22,7 +23,8 @@ from retouch.doctor.memory import report_memory
 
 HERE = Path(__file__).resolve().parent
 FILES = HERE.parent / "configs/reproduce"
-COMPARED = ("nfe_per_image", "trained_steps", "images_per_epoch", "optimizer_steps_per_epoch", "resolution")
+SHOWN = ("nfe_per_image", "trained_steps", "images_per_epoch", "optimizer_steps_per_epoch", "images_per_step")
+COMPARED = (*SHOWN, "resolution")
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def main() -> None:
 
 def row(path: Path) -> dict[str, Any]:
     """One run file: `ours`, `peer`, and what they differ in."""
-    os.environ.setdefault("DATA_PATH", "prompts.txt")
+    os.environ.setdefault("IMAGE_ROOT", "images")
     run = load_run(path)
     peer = peers()[path.stem]
     ours = {**settings(run, peer["gpus"]), "device_gib": round(report_memory(run)["device_bytes"] / 2**30, 1)}
@@ -61,6 +63,7 @@ def settings(run: RunConfig, world_size: int) -> dict[str, Any]:
         "trained_steps": getattr(run.algorithm, "timesteps_per_image", derived.trained_steps),
         "images_per_epoch": derived.global_images_per_epoch,
         "optimizer_steps_per_epoch": derived.optimizer_steps_per_epoch,
+        "images_per_step": derived.global_images_per_epoch / derived.optimizer_steps_per_epoch,
         "forwards_per_image": derived.forwards_per_image,
     }
 
@@ -73,20 +76,18 @@ def published(peer: dict[str, Any]) -> dict[str, Any]:
         "trained_steps": peer["trained_steps"],
         "images_per_epoch": peer["group_size"] * peer["groups"],
         "optimizer_steps_per_epoch": peer["optimizer_steps_per_epoch"],
+        "images_per_step": peer["group_size"] * peer["groups"] / peer["optimizer_steps_per_epoch"],
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; where the two differ, both numbers."""
     lines = [
-        "| run file | NFE an image | trained steps | images an epoch | updates an epoch | GiB a device | source |",
-        "|---|---|---|---|---|---|---|",
+        "| run file | NFE | trained steps | images an epoch | updates an epoch | images an update | GiB | source |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for entry in rows:
-        cells = [
-            _both(entry, name)
-            for name in ("nfe_per_image", "trained_steps", "images_per_epoch", "optimizer_steps_per_epoch")
-        ]
+        cells = [_both(entry, name) for name in SHOWN]
         lines.append(f"| {entry['file']} | {' | '.join(cells)} | {entry['ours']['device_gib']} | {entry['source']} |")
     return "\n".join(lines)
 

@@ -34,7 +34,16 @@ def expanded(path: str | Path) -> Path:
     return found
 
 
-def file_in(path: str, name: str) -> Path:
+def cache_folder() -> Path | None:
+    """The folder of this package in the user's cache; None without a home directory."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "retouch"
+    except RuntimeError:
+        return None
+
+
+def file_in(path: str | Path, name: str) -> Path:
     """The file `name` of a folder; a path that is no folder itself. Raises as `expanded`."""
     found = expanded(path)
     return found / name if found.is_dir() else found

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.data.base import DataError, DataSection, ItemFiles
+from retouch.data.remote import pinned
 from retouch.rewards.protocol import quoted_text
 
 LISTED_BYTES = 2 << 20
@@ -68,9 +69,10 @@ def require_texts_of(run: RunConfig, loaded: Mapping[str, Sequence[ItemFiles]]) 
 
 
 def check_texts(run: RunConfig) -> None:
-    """`require_texts` for sections with a short list on this machine; training checks the other sections."""
+    """`require_texts` for sections with a short list on this machine; training checks the other sections, and downloads
+    data at a commit."""
     for name, section in scored_sections(run).items() if reading_rewards(run) else ():
-        listing = None if section.has_texts else section.listing()
+        listing = None if section.has_texts or pinned(section.path) else section.listing()
         if listing is None or not listing.is_file() or listing.stat().st_size > LISTED_BYTES:
             continue
         try:

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families.test_quantized import SCHEMES
-from tests.selection import default
+from tests.families.test_quantized import NF4
 
 from .runs import Config, brightness, of_kind, train, weights
 
 
-@pytest.mark.parametrize("scheme", default(SCHEMES, lambda scheme: scheme == "int8"))
+@pytest.mark.parametrize(
+    "scheme",
+    ["int8", pytest.param("fp8", marks=pytest.mark.full), pytest.param("nf4", marks=[*NF4.marks, pytest.mark.full])],
+)
 def test_training_is_on_policy_and_resumes_bitwise(scheme: Any, config: Config, scripted: Any) -> None:
     """The first ratio is 1, exactly: rollout and training use one forward. int8 in fp32, the others as large runs are
     trained."""

@@ -17,28 +17,41 @@ Run = Callable[..., RunConfig]
 
 TURBO = "model={family: z_image, variant: turbo, path: Tongyi-MAI/Z-Image-Turbo}"
 KLEIN = "model={family: flux2_klein, variant: distilled, path: black-forest-labs/FLUX.2-klein-4B}"
+LARGE_TURBO = "model={family: sd3, variant: large_turbo, path: stabilityai/stable-diffusion-3.5-large-turbo}"
+LARGE = "model={family: sd3, variant: large, path: stabilityai/stable-diffusion-3.5-large}"
 BASE = "model={family: flux2_klein}"
+MODELS = (TURBO, KLEIN, LARGE_TURBO, LARGE, BASE)
 PUBLISHED = ("rollout.num_steps=4", "rollout.noise_level=0.5", "rollout.window={size: 1, range: [0.25, 0.75]}")
 
 
 def test_which_models_are_distilled(run_with: Run) -> None:
     nft = "algorithm={name: nft}"
-    found = {model: run_with(model, nft, "rollout.num_steps=4").model for model in (TURBO, KLEIN, BASE)}
+    found = {model: run_with(model, nft, "rollout.num_steps=4").model for model in MODELS}
     assert {m: (s.distilled_steps, s.guidance_scale) for m, s in found.items()} == {
         TURBO: (8, 1.0),
         KLEIN: (4, 1.0),
+        LARGE_TURBO: (4, 1.0),
+        LARGE: (None, 3.5),
         BASE: (None, 4.0),
     }
     assert run_with().model.distilled_steps is None
 
 
-@pytest.mark.parametrize("model", [TURBO, KLEIN])
+@pytest.mark.parametrize("model", [TURBO, KLEIN, LARGE_TURBO])
 def test_guidance_is_refused_and_off_by_default(model: str, run_with: Run, problems: Callable[..., list[str]]) -> None:
     (line,) = problems(model, "algorithm={name: nft}", "rollout.guidance_scale=4")
     assert line.startswith("small.yaml: rollout.guidance_scale: given 4, but ")
     assert line.endswith("without guidance; set rollout.guidance_scale=1, or the base model")
     run = run_with(model, "algorithm={name: nft}", "rollout.num_steps=4")
     assert derive(run).forwards_per_image == 4 + 2 * (2 + 4)  # no forward is doubled
+
+
+def test_the_path_and_the_variant_of_sd3_agree(problems: Callable[..., list[str]]) -> None:
+    (line,) = problems("model={family: sd3, path: stabilityai/stable-diffusion-3.5-large-turbo}")
+    assert line.endswith(
+        "path: given 'stabilityai/stable-diffusion-3.5-large-turbo', but model.variant is 'medium'; set "
+        "model.variant=large_turbo, or model.path=stabilityai/stable-diffusion-3.5-medium"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +93,9 @@ def test_warnings_name_what_an_objective_does_to_the_model(run_with: Run) -> Non
     assert keys(KLEIN, "algorithm={name: sft}", "rewards={}") == ["algorithm.name"]
 
 
-@pytest.mark.parametrize("name", ["z_image_grpo", "z_image_nft", "flux2_klein_grpo", "flux2_klein_nft"])
+@pytest.mark.parametrize(
+    "name", ["z_image_grpo", "z_image_nft", "flux2_klein_grpo", "flux2_klein_nft", "sd3_grpo", "sd3_nft"]
+)
 def test_the_overrides_that_run_files_name_for_distilled_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = REPOSITORY / "configs" / f"{name}.yaml"
     monkeypatch.setenv("DATA_PATH", "prompts.txt")

@@ -41,6 +41,8 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_PATH", "somebody/model")
     monkeypatch.setenv("DATA_PATH", "a/folder")
     monkeypatch.setenv("DATA_JSON_PATH", "a/manifest.json")
+    monkeypatch.setenv("EVAL_DATA_PATH", "a/folder")
+    monkeypatch.setenv("IMAGE_ROOT", "a/folder")
     monkeypatch.setenv("CALLIGRAPHER_PATH", "a/calligrapher.bin")
     monkeypatch.delenv("SIGLIP_PATH", raising=False)
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "JUDGE_URL", "JUDGE_ADDRESS", "JUDGE_MODEL"):
@@ -138,6 +140,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         if section:
             kind = "described" if "_manifest_" in path.stem else section["format"]
             overrides += [f"{key}.path={signs[kind]}", f"{key}.resolution={list(SIZE)}"]
+            overrides += [f"{key}.image_root=null"] if "image_root" in section else []
     if "reference_strip" in published["data"]:
         overrides += ["data.reference_strip=16"]
     overrides += [f"rewards.{name}.url=null" for name in published["rewards"]]

@@ -22,6 +22,7 @@ from retouch.algorithms.nft.config import NftConfig
 from retouch.config import ConfigError, derive, load_run
 from retouch.config.derived import snapshots
 from retouch.config.load import read_yaml
+from retouch.data.remote import pinned
 from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
 from retouch.families.loading import load_model
@@ -83,8 +84,24 @@ def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytes
     assert load_run(path).model.path == facts.other_hub_ids.get(path.stem.rpartition("_")[0], facts.hub_id)
     variable = "DATA_JSON_PATH" if "_manifest_" in path.stem else "DATA_PATH"
     monkeypatch.delenv(variable)
+    if path.parent.name == "reproduce":
+        return
     with pytest.raises(ConfigError, match=rf"\$\{{{variable}\}} is not set in the environment"):
         load_run(path)
+
+
+@pytest.mark.parametrize("path", [path for path in RELEASED if path.parent.name == "reproduce"], ids=name_of)
+def test_a_published_run_names_its_public_data_at_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the project whose code is reproduced, unless the environment names other files."""
+    monkeypatch.delenv("DATA_PATH")
+    monkeypatch.delenv("EVAL_DATA_PATH")
+    run = load_run(path)
+    assert run.evaluation.data is not None
+    trained, held_out = (pinned(section.path) for section in (run.data, run.evaluation.data))
+    assert trained is not None and held_out is not None
+    assert (trained.repository, trained.commit) == (held_out.repository, held_out.commit)
+    assert f"github.com/{trained.repository} at " in path.read_text(encoding="utf-8")
+    assert ("train." in trained.place, held_out.place) == (True, trained.place.replace("train.", "test."))
 
 
 @pytest.mark.parametrize("path", [path for path in RELEASED if "_manifest_" in path.stem], ids=name_of)

@@ -212,7 +212,7 @@ def test_one_step_of_a_released_run(
     path = CONFIGS / f"{name}.yaml"
     rows = {(config, "test"): [row] for config, row in mmmg_configurations().items()}
     hub = Hub({(None, "test_real"): [edit_row(i) for i in range(14)], **rows})
-    monkeypatch.setattr("retouch.data.tables._library", lambda name, what: hub)
+    monkeypatch.setattr("retouch.data.tables.import_library", lambda name, what: hub)
     monkeypatch.delenv("DATA_PATH")
     monkeypatch.setenv("MODEL_PATH", str(tiny_weights(variant)))
     monkeypatch.setenv("LIGHTNING_PATH", str(lightning_lora(tmp_path)))

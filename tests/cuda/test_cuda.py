@@ -20,6 +20,7 @@ from retouch.config.run import (
 )
 from retouch.engine import Engine
 from retouch.families.flux_fill.spec import FluxFillModel
+from retouch.families.quantized import QuantizedLinear
 from retouch.observe.timing import PARTS
 from retouch.tiny.signs import (
     draw_words,
@@ -90,6 +91,32 @@ def test_before_the_first_update_the_ratio_is_one(family: str, precision: str, c
     assert len(moved) >= (1 if precision == "fp16" else len(steps))
     assert all(0 < step["grad_norm"] < 1e4 for step in moved)
     assert all(bool(t.isfinite().all()) for t in weights(run).values())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "nf4"])
+def test_a_quantized_base_is_on_policy_and_that_of_the_cpu(scheme: Any, config: Config, scripted: Use) -> None:
+    """The first ratio is exactly 1 where rollout and training have the same batches, and a matrix that is quantized on
+    the GPU is restored as on the CPU, to a rounding step."""
+    if scheme == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    scripted(brightness)
+    run, records = train(
+        config(
+            model__train={"kind": "lora", "rank": 4},
+            model__quantize=scheme,
+            model__dtype="bf16",
+            training__mixed_precision="bf16",
+            rollout__batch_size_per_device=1,
+            optimizer__batch_size_per_device=1,
+            rollout__window={"size": 1},
+        )
+    )
+    assert run.engine.device.type == "cuda"
+    first = of_kind(records, "train")[0]
+    assert first["max_abs_log_ratio"] == 0.0 and first["grad_norm"] > 0
+    whole = torch.nn.Linear(96, 24)
+    here, there = (QuantizedLinear(whole, scheme, device).to(device).matrix(torch.float32) for device in ("cpu", CUDA))
+    torch.testing.assert_close(there.cpu(), here, atol=1e-6, rtol=1e-5)
 
 
 def test_moments_of_8_bits_train_and_resume(config: Config, scripted: Use) -> None:

@@ -255,7 +255,7 @@ def test_no_prompt_is_in_both_parts(tmp_path: Path) -> None:
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
     hub = Hub({(None, "test_real"): [edit_row(i) for i in range(14)], ("PhD_Math", "test"): mmmg_rows()[17:18]})
-    monkeypatch.setattr("retouch.data.tables._library", lambda name, what: hub)
+    monkeypatch.setattr("retouch.data.tables.import_library", lambda name, what: hub)
     found = edits(Path("owner/edits"))
     assert [shown(e) for e in found] == [shown(e) for e in edits(made / "edits")]
     assert [e.prompt for e in prompts(Path("owner/mmmg"), levels="PhD", disciplines="Math")] == [
@@ -270,7 +270,7 @@ def test_configurations_of_mmmg_that_do_not_exist_are_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = Hub({(name, "test"): [{**row, "prompt": name}] for name, row in mmmg_configurations().items()})
-    monkeypatch.setattr("retouch.data.tables._library", lambda name, what: hub)
+    monkeypatch.setattr("retouch.data.tables.import_library", lambda name, what: hub)
     caplog.set_level("INFO", "retouch")
     assert [e.prompt for e in prompts(Path("owner/mmmg"))] == list(mmmg_configurations())
     assert len(mmmg_configurations()) == 59

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from diffusers import FluxKontextInpaintPipeline
 from torch import Tensor
 
+from retouch.config import RunConfig
+from retouch.config.needs import needed_pictures
 from retouch.families.base import TrainFull
 from retouch.families.diffusion import pack
 from retouch.families.flux_kontext.model import FluxKontext
@@ -124,6 +127,32 @@ def test_a_repainted_image_is_the_inpainting_pipelines(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     everywhere = final_image(model, model.encode([replace(example, mask=None)], 2.5), 3, [11])
     assert float((everywhere - found).abs().max()) > 0.01
+
+
+def test_an_image_repainted_by_a_reference_is_the_pipelines(pipeline: Any) -> None:
+    """Its `image_reference`: tokens in place of those of the source, which is only blended."""
+    inpaint: Any = FluxKontextInpaintPipeline(**pipeline.components)
+    inpaint.set_progress_bar_config(disable=True)
+    model = FluxKontext.from_pipeline(pipeline, FluxKontextModel(reference_images=True))
+    other = random_example(2, 48, 24).source
+    example = replace(random_example(1, 48, 24), reference=other)
+    options: dict[str, Any] = {"prompt": example.prompt, "image": example.source, "mask_image": example.mask}
+    generator = torch.Generator().manual_seed(11)
+    expected = call(inpaint, 48, 24, 1.0, image_reference=other, strength=1.0, generator=generator, **options)
+    found = final_image(model, model.encode([example], 2.5), 3, [11])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    by_itself = final_image(model, model.encode([replace(example, reference=example.source)], 2.5), 3, [11])
+    assert float((by_itself - found).abs().max()) > 1e-3
+    with pytest.raises(ValueError, match=r"example 1 has no mask, but model\.reference_images repaints one; give it"):
+        model.encode([replace(example, mask=None)], 2.5)
+    with pytest.raises(ValueError, match=r"example 1 has no reference image, but model\.reference_images is true"):
+        model.encode([replace(example, reference=None)], 2.5)
+
+
+def test_a_run_with_reference_images_needs_masks_and_references(config: Callable[..., RunConfig]) -> None:
+    run = config(model__family="flux_kontext", model__path="folder", model__reference_images=True)
+    assert needed_pictures(run, training=True) == {"source", "mask", "reference"}
+    assert FluxKontextModel().needs == {"source"}
 
 
 @pytest.mark.parametrize("true_guidance", [1.0, 4.0])

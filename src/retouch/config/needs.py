@@ -17,7 +17,7 @@ DATA_SECTIONS = ("data", "warmup_data", "evaluation.data")
 
 def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> frozenset[str]:
     """Images that every example must have; `training`: the examples of `data`; `scored`: include the rewards' needs."""
-    needs = run.model.spec.needs
+    needs = run.model.needs
     if scored:
         needs = needs.union(*(entry.example_images() for entry in run.rewards.values()))
     if takes_references(run, scored=scored):

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from retouch.config.base import Count, Section
+from retouch.data.remote import pinned
 from retouch.errors import DataError
 from retouch.hub import is_hub_id
 from retouch.imaging import Fit, PackedImage, StripFit
@@ -130,7 +131,8 @@ class DataSection(Section):
     format: str
     """Registered name of the format."""
     path: str
-    """A folder, or a manifest file; required."""
+    """A folder, or a manifest file; required. Data at a commit: hf://datasets/OWNER/NAME@COMMIT/FILE of the hub, or
+    github://OWNER/NAME@COMMIT/FILE, is downloaded once; COMMIT has 40 hexadecimal digits."""
     resolution: Side | tuple[Side, Side] = 512
     """Side of a square in pixels, or [height, width]; multiples of the family's size multiple (16 for FLUX)."""
     max_bad_items: Annotated[int, Field(ge=0)] = 10
@@ -180,6 +182,12 @@ class DataSection(Section):
                 f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
             )
         run.model.check_size(key, self.size)
+
+    @field_validator("path")
+    @classmethod
+    def _is_whole(cls, value: str) -> str:
+        pinned(value)  # raises for an incomplete one
+        return value
 
     @field_validator("resolution", mode="wrap")
     @classmethod
@@ -307,6 +315,9 @@ class ProtocolData(DataSection):
 
     @property
     def hub_id(self) -> str | None:
+        data = pinned(self.path)
+        if data is not None:
+            return data.repository if data.host == "hf" and not data.place else None
         return self.path if is_hub_id(self.path) else None
 
     @property

@@ -23,7 +23,7 @@ from PIL import Image
 import retouch
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.identity import files_of
-from retouch.disk import expanded
+from retouch.disk import cache_folder, expanded
 from retouch.imaging import PackedImage
 from retouch.machine import this_machine
 from retouch.types import Processes
@@ -120,14 +120,12 @@ def memory_of(config: DataSection, needs: Collection[str]) -> Path | None:
 
     Another version of Pillow, or of the code that checks, has another file.
     """
-    root = os.environ.get("XDG_CACHE_HOME")
-    try:
-        cache_folder = Path(root) if root else Path.home() / ".cache"
-    except RuntimeError:
+    cache = cache_folder()
+    if cache is None:
         return None
     place = expanded(config.path).absolute()
     parts = (str(place), config.model_dump_json(exclude={"path", "max_bad_items"}), sorted(needs), _checks())
-    return cache_folder / "retouch" / "checked" / hashlib.blake2b(repr(parts).encode(), digest_size=_BYTES).hexdigest()
+    return cache / "checked" / hashlib.blake2b(repr(parts).encode(), digest_size=_BYTES).hexdigest()
 
 
 @cache

@@ -13,6 +13,7 @@ from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.formats import FORMATS
 from retouch.data.formats.manifest import ManifestData, manifest_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text
+from retouch.data.remote import local_path
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
@@ -54,7 +55,8 @@ class Found:
 
 
 def recognised(path: Path, size: tuple[int, int]) -> DataSection | None:
-    """A section of the first format that recognises the path; None if no format does."""
+    """A section of the first format that recognises the path, or data at a commit; None if no format does."""
+    path = local_path(str(path))
     for section in FORMATS.available().values():
         if section.recognises(path):
             return section.model_validate({"path": str(path), "resolution": size})

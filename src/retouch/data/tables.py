@@ -6,7 +6,6 @@ pyarrow and datasets (extra `vlm`) are imported when a file or the hub needs the
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,8 @@ from typing import Any, cast
 
 from retouch.data.base import DataError
 from retouch.data.lists import entries_of, fields_of
-from retouch.disk import expanded, is_file
-from retouch.errors import first_line
+from retouch.data.remote import import_library, local_path, of_the_hub, pinned
+from retouch.disk import is_file
 from retouch.hub import hub_problem, require_hub
 from retouch.imaging import PackedImage
 
@@ -50,7 +49,7 @@ def tables_of(path: str) -> list[Table]:
     Raises:
         DataError: nothing there, or a file that cannot be read.
     """
-    root = expanded(path)
+    root = local_path(path)
     if not root.exists():
         raise DataError(f"data.path: {path}: no such folder, and not the id of a data set of the hub (owner/name)")
     files = [root] if root.is_file() else sorted(file for kind in KINDS for file in root.rglob(f"*{kind}"))
@@ -68,8 +67,10 @@ def hub_table(path: str, split: str, config: str | None = None) -> Table:
         DataError: datasets is not installed, or there is no such data set or split.
     """
     datasets = _hub_library(path)
-    found = _of_the_hub(
-        lambda: datasets.load_dataset(path, config, split=split), f"{path} ({config or split}) cannot be loaded"
+    of = _revision(path)
+    found = of_the_hub(
+        lambda: datasets.load_dataset(hub_repository(path), config, split=split, **of),
+        f"{path} ({config or split}) cannot be loaded",
     )
     for column in IMAGE_COLUMNS & {*found.column_names}:
         found = found.cast_column(column, datasets.Image(decode=False))
@@ -87,22 +88,29 @@ def hub_configurations(path: str) -> list[str] | None:
     datasets = _hub_library(path)
     if hub_problem() is not None:
         return None
-    return _of_the_hub(
-        lambda: list(datasets.get_dataset_config_names(path)), f"{path}: its configurations cannot be listed"
+    of = _revision(path)
+    return of_the_hub(
+        lambda: list(datasets.get_dataset_config_names(hub_repository(path), **of)),
+        f"{path}: its configurations cannot be listed",
     )
 
 
+def hub_repository(path: str) -> str:
+    """OWNER/NAME of a data set on the hub, given as that or at a commit."""
+    data = pinned(path)
+    return path if data is None else data.repository
+
+
+def _revision(path: str) -> dict[str, str]:
+    """The argument of the library for data at a commit."""
+    data = pinned(path)
+    return {} if data is None else {"revision": data.commit}
+
+
 def _hub_library(path: str) -> Any:
-    datasets = _library("datasets", path)
-    require_hub("data.path", path, "datasets")
+    datasets = import_library("datasets", path)
+    require_hub("data.path", hub_repository(path), "datasets")
     return datasets
-
-
-def _of_the_hub(read: Callable[[], Any], problem: str) -> Any:
-    try:
-        return read()
-    except Exception as error:  # of many libraries: no network, no such data set, a gate
-        raise DataError(f"data.path: {problem} from the hub: {first_line(error)}") from None
 
 
 def image_of(table: Table, position: int, row: Mapping[str, Any], column: str = "image") -> Path | PackedImage:
@@ -151,10 +159,10 @@ def _table(file: Path, name: str) -> Table:
     if file.suffix == ".jsonl":
         rows = [_fields(file, number, entry) for number, entry in enumerate(entries_of(file))]
         return Table(name, len(rows), rows.__getitem__, file.parent)
-    pa = _library("pyarrow", str(file))
+    pa = import_library("pyarrow", str(file))
     try:
         if file.suffix == ".parquet":
-            content: Any = _library("pyarrow.parquet", str(file)).read_table(file, memory_map=True)
+            content: Any = import_library("pyarrow.parquet", str(file)).read_table(file, memory_map=True)
         else:  # the library datasets writes a stream
             content = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
     except (OSError, pa.ArrowException) as error:
@@ -167,10 +175,3 @@ def _fields(file: Path, number: int, entry: Any) -> Mapping[str, Any]:
         return fields_of(entry)
     except DataError as error:
         raise DataError(f"{file} entry {number}: {error}") from None
-
-
-def _library(name: str, what: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DataError(f'data.path: {what} needs {name.partition(".")[0]}; pip install "retouch[vlm]"') from None

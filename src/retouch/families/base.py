@@ -341,6 +341,11 @@ class ModelSection(Section):
         return self.spec.guidance_scale if self.distilled_steps is None else 1.0
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Images that every example must have, of source and mask."""
+        return self.spec.needs
+
+    @property
     def takes_reference_images(self) -> bool:
         """Whether the network reads the reference of each example as an image, without a style adapter."""
         return False

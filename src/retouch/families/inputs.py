@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import ImageOps
+from PIL.Image import Resampling
 from torch import Tensor
 
 from retouch.families.embeddings import StoredVectors, open_cache
@@ -97,3 +99,14 @@ def _mask(example: Example, family: str) -> Tensor:
         raise ValueError(f"example {example.id} has no mask; {family} repaints inside one")
     mask: Any = stack_above(example.strip, example.mask)
     return torch.from_numpy((np.asarray(mask) >= MASK_THRESHOLD).astype(np.float32))[None]
+
+
+def reference_pixels(example: Example, size: tuple[int, int]) -> Tensor:
+    """The reference of an example [3, H, W], scaled and cropped to (height, width)."""
+    if example.reference is None:
+        raise ValueError(
+            f"example {example.id} has no reference image, but model.reference_images is true; give it one, or set "
+            "model.reference_images=false"
+        )
+    height, width = size
+    return image_pixels(ImageOps.fit(example.reference.convert("RGB"), (width, height), Resampling.LANCZOS))

@@ -144,7 +144,7 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
         raise ConfigError("--run: the runs trained with different sizes or reference strips; evaluate them one by one")
     section = sections[0] if sections else section
     for config in configs:
-        needs |= config.model.spec.needs
+        needs |= config.model.needs
         needs |= {"reference"} if takes_references(config, scored=False) else set()
     data = load_dataset(section, "--path", needs)
     for config in configs:

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
 from retouch.data.lists import line_fields, lines_mask, listed_in
-from retouch.disk import expanded, file_in, is_file
+from retouch.data.remote import local_path
+from retouch.disk import file_in, is_file
 from retouch.lines import TextLine, parse_lines, placed
 
 SIDE = 512
@@ -104,7 +105,7 @@ class AnyTextData(AnnotatedData):
         return (path / _LIST).is_file()
 
     def json_file(self) -> Path:
-        return file_in(self.path, _LIST)
+        return file_in(local_path(self.path), _LIST)
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         about = {"key": name.split(".")[0]}
@@ -139,14 +140,14 @@ class TextFluxData(AnnotatedData):
         return any((path / name).is_file() for name in _PARTS.values())
 
     def json_file(self) -> Path:
-        return file_in(self.path, _PARTS[self.part])
+        return file_in(local_path(self.path), _PARTS[self.part])
 
     def annotated(self, annotations: Sequence[Any]) -> list[dict[str, Any]]:
         return super().annotated(annotations[:1])
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         if self.image_root is not None:
-            source = expanded(self.image_root) / name
+            source = local_path(self.image_root) / name
         else:
             folder = (
                 "processed_ReCTS_test_images_other_words" if self.part == "other" else "processed_ReCTS_test_images"

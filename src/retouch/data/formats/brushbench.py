@@ -22,7 +22,7 @@ from pydantic import Field
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import parsed, read_text
-from retouch.disk import expanded
+from retouch.data.remote import local_path
 from retouch.imaging import PackedImage, Pixels
 
 MAPPING = "mapping_file.json"
@@ -57,7 +57,7 @@ class BrushBenchData(ImageSection):
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items of the mapping file; an id is the key if all keys are numbers, else the position."""
-        folder = expanded(self.path)
+        folder = local_path(self.path)
         mapping = folder / MAPPING
         if not folder.is_dir():
             raise DataError(f"data.path: {folder}: no such folder")
@@ -79,7 +79,7 @@ class BrushBenchData(ImageSection):
         image, caption = fields.get("image"), fields.get("caption")
         if not isinstance(image, str) or not image or not isinstance(caption, str):
             raise DataError("has no image or no caption; both are texts")
-        folder = expanded(self.path)
+        folder = local_path(self.path)
         mask_key = {"inside": "inpainting_mask", "outside": "outpainting_mask"}[self.region]
         runs = _runs(fields.get(mask_key), mask_key)
         digest = hashlib.sha256(runs.tobytes()).hexdigest()

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
 from retouch.data.lists import lines_of
-from retouch.disk import expanded, is_file
+from retouch.data.remote import local_path
+from retouch.disk import is_file
 
 DEFAULT_TEMPLATE = "The text is '{text}'."
 """Calligrapher's prompt."""
@@ -37,7 +38,7 @@ class CalligrapherData(ImageSection):
         Raises:
             DataError: no folder, no list file, or not UTF-8.
         """
-        folder = expanded(self.path)
+        folder = local_path(self.path)
         if not folder.is_dir():
             raise DataError(f"data.path: {folder}: no such folder")
         if not (folder / self.list_file).is_file():
@@ -62,7 +63,7 @@ class SelfBenchData(CalligrapherData):
         return (path / SELF_BENCH).is_file()
 
     def listing(self) -> Path:
-        return expanded(self.path) / self.list_file
+        return local_path(self.path) / self.list_file
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         name = Path(self.list_file).name
@@ -73,7 +74,7 @@ class SelfBenchData(CalligrapherData):
         head, hyphen, text = line.partition("-")
         if not hyphen or not head.strip().isdecimal():
             raise DataError(f"{line!r} is not {{number}}-{{text}}")
-        text, folder = _written(text, head), expanded(self.path)
+        text, folder = _written(text, head), local_path(self.path)
         reference = folder / f"test{int(head)}_ref.png"
         return ItemFiles(
             id=int(head),
@@ -115,7 +116,7 @@ class CrossBenchData(CalligrapherData):
         return items
 
     def _item(self, number: int, head: str, other: int, given: str) -> ItemFiles:
-        text, folder = _written(given, head), expanded(self.path)
+        text, folder = _written(given, head), local_path(self.path)
         return ItemFiles(
             id=number,
             prompt=self.prompt_template.replace("{text}", text),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import fields_of, listed_in, text_fields
-from retouch.disk import expanded
+from retouch.data.remote import local_path
 
 _STYLES = ("CVTG", "CVTG-Style")
 _COUNTS = (2, 3, 4, 5)
@@ -31,7 +31,7 @@ class CvtgData(DataSection):
         return any((path / style / "2.json").is_file() for style in _STYLES)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
-        folder = expanded(self.path)
+        folder = local_path(self.path)
         found: list[ItemFiles | ItemError] = []
         for style in _STYLES if self.part == "all" else (self.part,):
             for count in _COUNTS:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, require_texts
+from retouch.data.remote import local_path
 from retouch.disk import file_in
 
 LIST = "evaluation_metadata.jsonl"
@@ -28,7 +29,7 @@ class GenEvalData(DataSection):
         return bool(entries) and all(isinstance(entry, dict) and entry.keys() >= _KEYS for entry in entries)
 
     def listing(self) -> Path:
-        return file_in(self.path, LIST)
+        return file_in(local_path(self.path), LIST)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items in the order of the file; the number of the line is the id."""

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, cast
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import fields_of, parsed, read_text, require_texts
-from retouch.disk import expanded, file_in, is_file
+from retouch.data.remote import local_path
+from retouch.disk import file_in, is_file
 from retouch.imaging import Fit
 
 LIST = "basic_edit.json"
@@ -35,7 +36,7 @@ class ImgEditData(DataSection):
         return (path / LIST).is_file() or (path.name == LIST and path.is_file())
 
     def listing(self) -> Path:
-        return file_in(self.path, LIST)
+        return file_in(local_path(self.path), LIST)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items in the order of the list."""
@@ -51,7 +52,7 @@ class ImgEditData(DataSection):
 
     def _folder(self, start: Path, entries: Mapping[str, Any]) -> Path:
         if self.images is not None:
-            return expanded(self.images)
+            return local_path(self.images)
         first = next((e["id"] for e in entries.values() if isinstance(e, dict) and isinstance(e.get("id"), str)), "")
         inside = sorted(path for path in start.iterdir() if path.is_dir())
         return next((path for path in (start, *inside) if is_file(path / first)), start)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, require_texts, text_fields
+from retouch.data.remote import local_path
 from retouch.disk import file_in
 
 FILES = {"en": "text_prompts.jsonl", "zh": "text_prompts_zh.jsonl"}
@@ -32,7 +33,7 @@ class LongTextData(DataSection):
         return any((path / name).is_file() for name in FILES.values()) or path.name in FILES.values()
 
     def listing(self) -> Path:
-        return file_in(self.path, FILES[self.language])
+        return file_in(local_path(self.path), FILES[self.language])
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         file = self.listing()

@@ -30,7 +30,7 @@ from retouch.data.lists import (
     lines_mask,
     text_fields,
 )
-from retouch.disk import expanded
+from retouch.data.remote import local_path
 from retouch.imaging import PackedImage
 from retouch.lines import parse_lines
 
@@ -67,19 +67,19 @@ class ManifestData(ImageSection):
         return file is not None and file.suffix in SUFFIXES
 
     def listing(self) -> Path | None:
-        return _manifest_file(expanded(self.path))
+        return _manifest_file(local_path(self.path))
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = self.listing()
         if path is None:
             raise DataError(
-                f"data.path: {expanded(self.path)} is a folder without {' or '.join(METADATA)}; give the "
+                f"data.path: {local_path(self.path)} is a folder without {' or '.join(METADATA)}; give the "
                 "manifest in it (a .json, .jsonl or .csv file), or, for a folder with a self_bench.txt, set "
                 "data.format=self_bench"
             )
         if not path.is_file():
             raise DataError(f"data.path: {path}: no such manifest (a .json, .jsonl or .csv file)")
-        root = expanded(self.image_root) if self.image_root else path.parent
+        root = local_path(self.image_root) if self.image_root else path.parent
         make = partial(manifest_item, root=root, mask_lines=self.mask_lines)
         listed = [item_or_error(f"entry {i}", make, entry, i) for i, entry in enumerate(entries_of(path))]
         return _with_targets(listed, self.target)

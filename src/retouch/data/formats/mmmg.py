@@ -22,6 +22,7 @@ from pydantic import ValidationInfo, field_validator
 from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
 from retouch.data.lists import parsed, read_text
+from retouch.data.remote import local_path
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
 from retouch.disk import file_in
 from retouch.hub import is_hub_id
@@ -164,7 +165,7 @@ def _downloaded(path: str, names: list[str]) -> dict[str, Table]:
 def _training_rows(path: str) -> Iterator[Row]:
     if is_hub_id(path):
         raise DataError(f"data.path: given {path!r}; for layout=train download its JSON file, and give the path of it")
-    file = file_in(path, "train.json")
+    file = file_in(local_path(path), "train.json")
     if not file.is_file() or file.suffix != ".json":
         raise DataError(f"data.path: {file}: no such file; layout=train takes the JSON file of the training set")
     shape = "it must be level -> discipline -> list of items, like {'0_preschool': {'Math': [...]}}"

@@ -1,24 +1,32 @@
-"""Prompts for text to image, without images: a text file with one prompt in each line, or JSON or JSONL of objects."""
+"""Prompts for text to image, without images: a text file with one prompt in each line, JSON or JSONL of objects, or a
+parquet or arrow table."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import PATH_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, require_texts, text_fields
-from retouch.disk import expanded
+from retouch.data.remote import local_path
+from retouch.data.tables import tables_of
 
 _JSON = (".json", ".jsonl")
+_TABLES = (".parquet", ".arrow")
 _OF_MANIFESTS = {key for keys in PATH_KEYS.values() for key in keys}
 
 
 class PromptsData(DataSection):
-    """Prompts of text to image, without images: a text file with one in each line, or JSON or JSONL of
+    """Prompts of text to image, without images: a text file with one in each line, or JSON, JSONL, parquet or arrow of
     `{"prompt", "text"?, "id"?, ...}`, where `text` is one text or a list of lines; other keys are kept as
     metadata."""
 
     format: Literal["prompts"] = "prompts"
+    prompt_key: Text = "prompt"
+    """Key of an entry, or column of a table, that holds the prompt (in many published sets: caption)."""
 
     expects: ClassVar[str] = "a .txt of prompts"
 
@@ -30,20 +38,39 @@ class PromptsData(DataSection):
         objects = [entry for entry in entries if isinstance(entry, dict)]
         return bool(objects) and all("prompt" in o and o.keys().isdisjoint(_OF_MANIFESTS) for o in objects)
 
-    def listing(self) -> Path:
-        return expanded(self.path)
+    def listing(self) -> Path | None:
+        path = local_path(self.path)
+        return None if path.suffix in _TABLES else path
 
     def list_items(self) -> list[ItemFiles | ItemError]:
-        path = self.listing()
+        path = local_path(self.path)
         if not path.is_file():
-            raise DataError(f"data.path: {path}: no such file of prompts (.txt with one a line, .json or .jsonl)")
-        if path.suffix in _JSON:
-            return [item_or_error(f"entry {i}", _item, entry, i) for i, entry in enumerate(entries_of(path))]
+            raise DataError(
+                f"data.path: {path}: no such file of prompts (.txt with one a line, .json, .jsonl, .parquet or .arrow)"
+            )
+        if path.suffix in (*_JSON, *_TABLES):
+            entries = entries_of(path) if path.suffix in _JSON else _rows(path)
+            return [item_or_error(f"entry {i}", self._item, entry, i) for i, entry in enumerate(entries)]
         return [ItemFiles(id=number - 1, prompt=line.strip()) for number, line in lines_of(path)]
 
+    def _item(self, given: Any, position: int) -> ItemFiles:
+        entry, key = fields_of(given), self.prompt_key
+        require_texts(entry, key, remedy="; each entry needs one")
+        others = {name: value for name, value in entry.items() if name != key}
+        metadata = {name: value for name, value in others.items() if name not in ("id", *TEXT_KEYS)}
+        return ItemFiles(id=id_of(entry, position), prompt=entry[key], metadata=metadata | text_fields(others))
 
-def _item(given: Any, position: int) -> ItemFiles:
-    entry = fields_of(given)
-    require_texts(entry, "prompt", remedy="; each entry needs one")
-    metadata = {key: value for key, value in entry.items() if key not in ("prompt", "id", *TEXT_KEYS)}
-    return ItemFiles(id=id_of(entry, position), prompt=entry["prompt"], metadata=metadata | text_fields(entry))
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The texts and numbers of each row; images and other binary columns, and ids that are no integers, are left
+    out."""
+    return [_plain(row) for table in tables_of(str(path)) for row in table]
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in row.items() if isinstance(value, str | int) or _is_number(value)}
+    return {name: value for name, value in kept.items() if name != "id" or isinstance(value, int)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, require_texts
-from retouch.disk import expanded, is_file
+from retouch.data.remote import local_path
+from retouch.disk import is_file
 
 CATEGORIES = (
     *("1.1.1", "1.1.2", "1.1.3", "1.2.1", "1.2.2", "1.3.1", "1.3.2", "1.4.1", "1.4.2", "1.4.3", "1.4.4"),
@@ -35,13 +36,13 @@ class TextEditData(ImageSection):
         return (path / "eval_prompts").is_dir()
 
     def list_items(self) -> list[ItemFiles | ItemError]:
-        folder = expanded(self.path)
+        folder = local_path(self.path)
         lists = folder / "eval_prompts" / self.part
         files = [lists / f"{name}.jsonl" for name in CATEGORIES if (lists / f"{name}.jsonl").is_file()]
         if not files:
             raise DataError(f"data.path: {lists} has no lists like {CATEGORIES[0]}.jsonl")
         if self.image_root is not None:
-            root = expanded(self.image_root)
+            root = local_path(self.image_root)
         else:
             root = folder / "data" if (folder / "data").is_dir() else folder
         found: list[ItemFiles | ItemError] = []

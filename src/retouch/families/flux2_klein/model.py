@@ -24,7 +24,6 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
 )
-from PIL import Image, ImageOps
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
@@ -34,7 +33,7 @@ from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import FamilyModel
 from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.guidance import doubled, guided, halves
-from retouch.families.inputs import image_pixels, optional_masks, source_pixels
+from retouch.families.inputs import optional_masks, reference_pixels, source_pixels
 from retouch.families.loading import ModelFilesError
 from retouch.families.qwen3.text import ChatStates, drop_layers, load_qwen3
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
@@ -166,7 +165,7 @@ class Flux2Klein(FamilyModel):
         tensors = self.guided_texts(examples, guidance_scale)
         images, mask, size = self._sources(examples)
         if self.config.reference_images:
-            references = torch.stack([_reference(e, size) for e in examples]).to(self.device)
+            references = torch.stack([reference_pixels(e, size) for e in examples]).to(self.device)
             images["reference_latents"] = self.autoencoder.encode_once(references)
         return Condition(tensors | images, mask, size)
 
@@ -230,17 +229,6 @@ def _chat(encoder: Any, tokenizer: Any, length: int) -> ChatStates:
 def _encoders(chat: ChatStates, device: torch.device | str = "cpu", offload: bool = True) -> TextEncoders:
     made: dict[str, Any] = {"text": chat}
     return TextEncoders(made, device, offload)
-
-
-def _reference(example: Example, size: tuple[int, int]) -> Tensor:
-    """The reference of an example [3, H, W], scaled and cropped to (height, width)."""
-    if example.reference is None:
-        raise ValueError(
-            f"example {example.id} has no reference image, but model.reference_images is true; give it one, or set "
-            "model.reference_images=false"
-        )
-    height, width = size
-    return image_pixels(ImageOps.fit(example.reference.convert("RGB"), (width, height), Image.Resampling.LANCZOS))
 
 
 def _variant(index: Mapping[str, Any]) -> Any:

@@ -1,8 +1,9 @@
 """FLUX.1-Kontext: a flow model that changes an image by a prompt, on diffusers' own networks.
 
 The tokens of the clean source follow those of the noisy latents; their position ids have 1 on the first axis. With a
-mask, latents are blended as well (`retouch.families.blending`), and only the masked region changes. The released
-pipeline scales outputs to a megapixel and sources to one of 17 sizes; here sizes are those of the examples.
+mask, latents are blended as well (`retouch.families.blending`), and only the masked region changes; with
+`model.reference_images`, the tokens are those of the reference instead. The released pipeline scales outputs to a
+megapixel and sources to one of 17 sizes; here sizes are those of the examples.
 `retouch.families.flux.base` has the rest.
 
 Legend: B samples, C latent channels, h w latent sides.
@@ -21,7 +22,7 @@ from retouch.families.blending import blended, mask_cells
 from retouch.families.diffusion import pack
 from retouch.families.flux.base import FluxModel, grid_ids, tiny_parts
 from retouch.families.flux_kontext.spec import FluxKontextModel
-from retouch.families.inputs import image_pixels, optional_masks
+from retouch.families.inputs import image_pixels, optional_masks, reference_pixels
 from retouch.imaging import stack_above
 from retouch.types import Condition, Example
 
@@ -38,12 +39,12 @@ class FluxKontext(FluxModel):
 
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
-        """Text, vectors of the references, latents of the sources and, if there are masks, the masks, of examples of
-        one size.
+        """Text, vectors of the references of a style adapter, latents of the sources, of the reference images and, if
+        there are masks, the masks, of examples of one size.
 
         Raises:
-            ValueError: an example without a source, some with a mask and some without, or a size that the network does
-                not take.
+            ValueError: an example without a source, some with a mask and some without, a reference image without a
+                mask, or a size that the network does not take.
         """
         images = torch.stack([self._source(example) for example in examples]).to(self.device)
         mask = optional_masks(examples, self.spec, self.device)
@@ -53,7 +54,16 @@ class FluxKontext(FluxModel):
         }
         if mask is not None:
             tensors["mask_cells"] = mask_cells(self, mask)
-        return Condition(tensors, mask, (images.shape[2], images.shape[3]))
+        size = (images.shape[2], images.shape[3])
+        if self.config.reference_images:
+            if mask is None:
+                raise ValueError(
+                    f"example {examples[0].id} has no mask, but model.reference_images repaints one; give it a mask, "
+                    "or set model.reference_images=false"
+                )
+            references = torch.stack([reference_pixels(example, size) for example in examples]).to(self.device)
+            tensors["reference_latents"] = self.autoencoder.encode_once(references)
+        return Condition(tensors, mask, size)
 
     def _source(self, example: Example) -> Tensor:
         if example.source is None:
@@ -63,9 +73,10 @@ class FluxKontext(FluxModel):
         return image_pixels(image)
 
     def sequence(self, x: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The noisy latents, then the source."""
+        """The noisy latents, then the source, or the reference image in its place."""
         rows, columns, device = x.shape[2] // 2, x.shape[3] // 2, str(x.device)
-        tokens = torch.cat([pack(x), pack(tensors["source_latents"].to(x))], dim=1)
+        clean = tensors.get("reference_latents", tensors["source_latents"])
+        tokens = torch.cat([pack(x), pack(clean.to(x))], dim=1)
         return tokens, torch.cat([grid_ids(rows, columns, device), grid_ids(rows, columns, device, image=1)])
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:

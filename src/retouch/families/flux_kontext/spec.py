@@ -26,3 +26,15 @@ class FluxKontextModel(FluxSection):
     family: Literal["flux_kontext"] = "flux_kontext"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = spec.hub_ids[0]
     """A hub id or a folder in the diffusers layout."""
+    reference_images: bool = False
+    """Repaint masks by a second image: the tokens of each example's reference take the place of those of the source,
+    which is only blended (`image_reference` of the diffusers pipeline). References are scaled and cropped to the size
+    of the run; every example then needs a mask and a reference."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.spec.needs | {"mask"} if self.reference_images else self.spec.needs
+
+    @property
+    def takes_reference_images(self) -> bool:
+        return self.reference_images

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from retouch.families.base import FamilySpec, ModelSection
+
+Sd3Variant = Literal["medium", "large", "large_turbo"]
+
+RELEASED: dict[Sd3Variant, str] = {
+    "medium": "stabilityai/stable-diffusion-3.5-medium",
+    "large": "stabilityai/stable-diffusion-3.5-large",
+    "large_turbo": "stabilityai/stable-diffusion-3.5-large-turbo",
+}
+"""Variant -> hub id."""
+
+TURBO_STEPS = 4
+"""Sampling steps of large-turbo."""
+
+LARGE_GUIDANCE = 3.5
+"""Released guidance scale of large."""
 
 _CLIP = {"vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "gelu"}
 
 
 class Sd3Model(ModelSection):
-    """Stable Diffusion 3.5 (`SD3Transformer2DModel`, flow model), medium and large: text to image, and inpainting by
-    blending latents where examples have a source and a mask.
+    """Stable Diffusion 3.5 (`SD3Transformer2DModel`, flow model), medium, large and large-turbo: text to image, and
+    inpainting by blending latents where examples have a source and a mask.
 
     LoRA adapts the joint attention of every block by default, as published; the second image attention `attn2` of
     medium's first 13 blocks is not adapted. `model.train.targets` with bare names (`to_q`) adapts it, too."""
@@ -24,7 +39,7 @@ class Sd3Model(ModelSection):
         latent_channels=16,
         downsampling=8,
         size_multiple=16,
-        guidance_scale=4.5,  # large: 3.5
+        guidance_scale=4.5,  # of medium
         needs=frozenset(),
         lora_targets=(
             *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -95,14 +110,35 @@ class Sd3Model(ModelSection):
                 "feed_forward_proj": "gated-gelu",
             },
         },
-        hub_ids=("stabilityai/stable-diffusion-3.5-medium",),  # -large and -large-turbo have other sizes
+        hub_ids=(RELEASED["medium"],),  # large and large-turbo have other sizes
         doubles_for_guidance=True,
         drops_text_stream="partly",
     )
 
     family: Literal["sd3"] = "sd3"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = spec.hub_ids[0]
+    path: str = RELEASED["medium"]
     """A hub id or a folder in the diffusers layout."""
+    variant: Sd3Variant = "medium"
+    """Model of `path`, with the default guidance scale of 4.5, 3.5 or 1. "large_turbo" was distilled from large to
+    sample in 4 steps without guidance."""
     max_sequence_length: Annotated[int, Field(ge=1, le=512)] = 256
     """T5 tokens that a prompt is padded or cut to. The network attends to the padding: the length changes its input.
     Flow-GRPO and DiffusionNFT trained with 128."""
+
+    @model_validator(mode="after")
+    def _path_is_of_the_variant(self) -> Self:
+        for variant, released in RELEASED.items():
+            if self.path == released and variant != self.variant:
+                raise ValueError(
+                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set model.variant={variant}, "
+                    f"or model.path={RELEASED[self.variant]}"
+                )
+        return self
+
+    @property
+    def distilled_steps(self) -> int | None:
+        return TURBO_STEPS if self.variant == "large_turbo" else None
+
+    @property
+    def guidance_scale(self) -> float:
+        return LARGE_GUIDANCE if self.variant == "large" else super().guidance_scale
