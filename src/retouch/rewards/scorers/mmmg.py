@@ -17,6 +17,7 @@ from pydantic import model_validator
 from retouch.config.base import Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
+from retouch.registry import load_attribute
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.fn import find_function, source_digest
@@ -30,7 +31,6 @@ from retouch.rewards.scorers.knowledge_graph import (
     read_graph,
     readability,
 )
-from retouch.rewards.scorers.regions import RegionCounter
 from retouch.types import Failure, Outcome, Score
 
 _DESCRIPTION = "description"
@@ -49,6 +49,8 @@ _GRAPH_SLOT = "[ELEM_DEPEND]"
 """Place of the graph and the annotation in the published question."""
 
 _PUBLISHED_TOKENS = 2048
+
+_REGION_COUNTER = "retouch.rewards.scorers.regions:RegionCounter"
 
 
 class MmmgReward(JudgeEntry):
@@ -161,7 +163,7 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
         if o.readability is None:
             return None, ""
         if o.readability == "sam2":
-            counter = RegionCounter(o.segmenter, o.reader, device)
+            counter = load_attribute(_REGION_COUNTER)(o.segmenter, o.reader, device)  # with torch
             return counter, counter.revision
         function = find_function(o.readability, "reward 'mmmg': readability")
         return function, source_digest(function)
