@@ -387,6 +387,17 @@ def test_servers_of_two_revisions_are_flagged_once_and_nothing_is_kept(
     assert "r is 'a 2' and of other servers 'a 1'" in warned
 
 
+@pytest.mark.parametrize("row", ["value = 'a'", "detail = '{'", "detail = '[1]'", "value = 1e999", "value = NULL"])
+def test_a_damaged_row_of_the_cache_is_asked_again(row: str, tmp_path: Path) -> None:
+    cache = ScoreCache(tmp_path / "scores.sqlite")
+    cache.put({b"a": Score(0.5), b"b": Score(0.25)})
+    with sqlite3.connect(cache.path) as connection, contextlib.suppress(sqlite3.IntegrityError):  # no NULL
+        connection.execute(f"UPDATE scores SET {row} WHERE key = ?", (b"a",))
+    found = cache.get([b"a", b"b"])
+    assert found.get(b"a") in (None, Score(0.5)) and found[b"b"] == Score(0.25)
+    assert b"a" in found or "NULL" not in row
+
+
 def test_the_revision_of_a_server_that_is_gone_keeps_no_score_from_the_cache(tmp_path: Path) -> None:
     def script(asked: Asked, number: int) -> Answer:
         return revised("a 1")(asked, number) if number == 0 else Answer(b"", 503)
