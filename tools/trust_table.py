@@ -280,6 +280,10 @@ FINDINGS = {
         "rewards/test_probe.py",
         "test_labels_that_cannot_be_read",
     ),
+    "A client held 400 KB for the requests of a minute": (
+        "rewards/test_faults.py",
+        "test_the_memory_of_the_budget_does_not_grow_with_the_requests",
+    ),
     "Freed memory stayed with the server": (
         "test_machine.py",
         "test_freed_memory_is_returned_to_the_system",

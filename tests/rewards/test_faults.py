@@ -11,6 +11,7 @@ import math
 import sqlite3
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,21 @@ def test_retries_are_a_share_of_the_requests() -> None:
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
     assert budget.take(1.0) and not budget.take(1.0)
     assert [budget.take(100.0) for _ in range(4)] == [True, True, True, False]  # time refills the reserve, no more
+
+
+def test_the_memory_of_the_budget_does_not_grow_with_the_requests() -> None:
+    """400 KB were held for the requests of a minute at 200 a second."""
+    budget = RetryBudget(60.0, share=0.1, reserve=0.0, per_second=0.0)
+    tracemalloc.start()
+    try:
+        for i in range(12_000):
+            budget.request(i / 200)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 20_000
+    assert sum(budget.take(59.9) for _ in range(2000)) == 1200  # every request counts until its minute is over
+    assert not budget.take(119.5) and not budget.take(200.0)
 
 
 def test_retries_are_not_saved_up() -> None:
