@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
-
 from filelock import FileLock, Timeout
 
 from retouch import plain_json
