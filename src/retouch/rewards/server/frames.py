@@ -110,7 +110,7 @@ def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], list[
                 continue
             if id(pixels) not in places:
                 places[id(pixels)] = [offset, *pixels.shape]
-                chunks.append(memoryview(np.ascontiguousarray(pixels).reshape(-1)))
+                chunks.append(np.ascontiguousarray(pixels).reshape(-1).data)
                 offset += len(chunks[-1])
             row[field] = places[id(pixels)]
         rows.append(row)
