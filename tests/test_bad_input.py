@@ -82,6 +82,7 @@ def test_wrong_keys_and_values(run_yaml: Callable[..., Path], override: str, mes
         ("rollout..size=4", "override 'rollout..size=4': write it as key=value"),
         ("name.first=x", "override 'name.first=x': 'name' holds 't', which has no keys"),
         ("rewards={ocr", "override 'rewards={ocr': the value is not valid YAML"),
+        (".".join("x" * 5000) + "=1", f"override '{'x.' * 40}' ...: nested deeper than 50 levels"),
     ],
 )
 def test_overrides_that_are_none(run_yaml: Callable[..., Path], override: str, message: str) -> None:

@@ -157,6 +157,10 @@ FINDINGS = {
         "rewards/test_serving.py",
         "test_pixels_of_all_requests_together_are_bounded",
     ),
+    "A small request made gigabytes: large images that were decoded at once": (
+        "rewards/test_serving.py",
+        "test_large_images_are_decoded_one_after_the_other",
+    ),
     "A frozen worker was never noticed": (
         "rewards/test_supervision.py",
         "test_a_frozen_worker_is_replaced_within_seconds",
@@ -227,6 +231,58 @@ FINDINGS = {
     "Headers that did not arrive held a connection": (
         "rewards/test_serving.py",
         "test_headers_that_do_not_come_end_the_connection",
+    ),
+    "Details of a score passed to files and terminal with escape sequences and the token": (
+        "rewards/test_client.py",
+        "test_a_detail_is_plain_text_without_the_token",
+    ),
+    "A number that no float holds, or half of a surrogate pair, in a detail ended a run with a traceback": (
+        "rewards/test_client.py",
+        "test_a_reply_that_breaks_the_protocol_is_never_a_number",
+    ),
+    "A detail of thousands of keys filled the log": (
+        "rewards/test_client.py",
+        "test_neither_or_both_of_score_and_error_fails_alone",
+    ),
+    "A value outside the range that its server declares trained": (
+        "rewards/test_client.py",
+        "test_a_value_outside_the_range_that_its_server_declares_is_a_failure",
+    ),
+    "Names of the rewards of a server passed to the terminal as they were": (
+        "rewards/test_client.py",
+        "test_names_of_rewards_of_a_server_are_one_short_line",
+    ),
+    "A server that reported another revision with every reply filled memory and log": (
+        "rewards/test_client.py",
+        "test_a_server_that_reports_another_revision_every_time",
+    ),
+    "Cookies of a server were kept, and sent with every request": (
+        "rewards/test_client.py",
+        "test_cookies_of_a_server_are_not_kept",
+    ),
+    "A damaged row of the cache of scores ended a run with a traceback": (
+        "rewards/test_faults.py",
+        "test_a_damaged_row_of_the_cache_is_asked_again",
+    ),
+    "A report of a run with damaged files ended in a traceback": (
+        "observe/test_report.py",
+        "test_files_that_are_not_of_a_run",
+    ),
+    "A pipe in place of a file of a run directory was waited for": (
+        "observe/test_run_dir.py",
+        "test_what_is_no_file_is_not_waited_for",
+    ),
+    "An override of 5,000 nested keys ended in a traceback": (
+        "test_bad_input.py",
+        "test_overrides_that_are_none",
+    ),
+    "Labels with a number that no float holds ended in a traceback": (
+        "rewards/test_probe.py",
+        "test_labels_that_cannot_be_read",
+    ),
+    "A client held 400 KB for the requests of a minute": (
+        "rewards/test_faults.py",
+        "test_the_memory_of_the_budget_does_not_grow_with_the_requests",
     ),
     "Freed memory stayed with the server": (
         "test_machine.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -10,11 +11,12 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escapes of half a surrogate pair, which a whole pair has too."""
 
 
-def loads(text: str | bytes, strict: bool = True) -> Any:
+def loads(text: str | bytes, strict: bool = True, *, finite: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
         strict: False also takes line breaks and tabs within strings, which language models write.
+        finite: every number must fit a float: no NaN, infinity or integer of hundreds of digits.
 
     Raises:
         ValueError: not JSON, nested deeper than Python reads, an integer of too many digits, not UTF-8, or a string
@@ -22,10 +24,23 @@ def loads(text: str | bytes, strict: bool = True) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
+    hooks = {"parse_constant": _finite, "parse_float": _finite, "parse_int": _integer} if finite else {}
     try:
-        return _whole(json.loads(text, strict=strict), text)
+        return _whole(json.loads(text, strict=strict, **hooks), text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):  # NaN and Infinity are not JSON; 1e999 is
+        raise ValueError(f"contains NaN, Inf or a number beyond the floats ({number[:20]})")
+    return value
+
+
+def _integer(number: str) -> int:
+    _finite(number)
+    return int(number)
 
 
 def first_object(text: str) -> dict[str, Any]:

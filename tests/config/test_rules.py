@@ -26,6 +26,7 @@ AN_ADDRESS = (
 # compared with the schema, bounds and choices included.
 BOUNDS = [
     ("name", "'a b'", "'a b'", "string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),
+    ("name", "x" * 201, repr("x" * 201), "string should have at most 200 characters"),
     ("name", "-a", "'-a'", "string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),
     ("logging.project", "a/b", "'a/b'", "string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),
     ("logging.group", "''", "''", "string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),

@@ -247,6 +247,38 @@ def test_a_run_whose_rewards_failed(run: Path) -> None:
     assert "The run finished." in report(run)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", b""),
+        ("config.yaml", b"[1, 2"),
+        ("config.yaml", b"\xff\xfe"),
+        ("config.yaml", b"a: " + b"[" * 5000),
+        ("config.yaml", b"name: x\nmodel: 5\n"),
+        ("metrics.jsonl", b'{"kind": "train", "step": 1}\n'),
+        ("metrics.jsonl", b'{"kind": "eval", "step": 1, "moment": 5}\n{"kind": "train", "step": 2, "time": 5}\n'),
+    ],
+)
+def test_files_that_are_not_of_a_run(run: Path, name: str, content: bytes) -> None:
+    (run / name).write_bytes(content)
+    for command in (["report", run], ["compare", run, shutil.copytree(run, run.parent / "copy")]):
+        outcome = retouch(*command)
+        assert outcome.code == 2 and outcome.err.startswith("error: "), outcome.err
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b"9" * 5000, b'"\\ud800"'])
+def test_an_environment_that_cannot_be_read_is_said(run: Path, content: bytes) -> None:
+    (run / "environment.json").write_bytes(content)
+    assert "not readable: " in report(run)
+
+
+def test_lines_of_metrics_that_are_no_records_are_skipped(run: Path) -> None:
+    before = report(run).text
+    with (run / "metrics.jsonl").open("ab") as stream:
+        stream.write(b'[]\n5\nnull\n\xff\n{"kind": ["a"], "step": 1}\n{"kind": "eval", "step": "x"}\n{"kind": "tra')
+    assert report(run).text == before
+
+
 def test_the_command(run: Path, tmp_path: Path) -> None:
     outcome = retouch("report", run)
     assert (outcome.code, outcome.out) == (0, f"{run}/report.html\n")

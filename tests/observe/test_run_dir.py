@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,34 @@ def test_the_files_of_a_run(finished: Callable[[str], Path]) -> None:
     assert {"torch", "diffusers", "retouch"} <= environment["packages"].keys()
     assert "new run" in (run / "log.txt").read_text()
     assert sorted(p.name for p in (run / "images").iterdir()) == [f"step-00000{i}" for i in (0, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "log.txt", "config-000003.yaml"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/nowhere/x")], ids=["pipe", "folder", "link"]
+)
+def test_what_is_no_file_is_not_waited_for(
+    config: Config, name: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    directory = RunDir(config())
+    directory.path.mkdir(parents=True)
+    make(directory.path / name)
+    with pytest.raises(ConfigError, match=f"{name} is not a file; delete it"):
+        directory.open(2)
+    directory.close()
+
+
+def test_a_damaged_record_is_dropped_when_a_run_is_resumed(config: Config) -> None:
+    directory = opened(config())
+    directory.log("train", 1, {"loss": 1.0})
+    directory.close()
+    metrics = directory.path / "metrics.jsonl"
+    with metrics.open("ab") as stream:
+        stream.write(b'{"a": 1}\n{"kind": "train", "step": "x"}\n[]\n\xff\n{"kind": ["a"], "step": 1}\n')
+    resumed = opened(config(), 1)
+    resumed.close()
+    assert [(record["kind"], record["step"]) for record in read_metrics(metrics)] == [("train", 1)]
+    assert len(metrics.read_bytes().splitlines()) == 1
 
 
 def opened(config: RunConfig, resume_step: int | None = None, *, main: bool = True) -> RunDir:

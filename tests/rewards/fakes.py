@@ -291,9 +291,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """Answers every POST /score as `script(request, number of it)` says, and remembers what it was asked."""
+    """Answers every POST /score as `script(request, number of it)` says, every GET with `info`, and remembers what it
+    was asked."""
 
-    def __init__(self, script: Callable[[Asked, int], Answer], port: int = 0) -> None:
+    def __init__(self, script: Callable[[Asked, int], Answer], port: int = 0, info: Any = None) -> None:
         self.asked: list[Asked] = []
         fake, lock = self, threading.Lock()
 
@@ -313,7 +314,7 @@ class FakeServer:
                 self.answer(script(asked, number))
 
             def do_GET(self) -> None:
-                self.answer(Answer({"scorers": {"r": {}}}))
+                self.answer(Answer({"scorers": {"r": {}}} if info is None else info))
 
             def answer(self, answer: Answer) -> None:
                 payload = answer.bytes()

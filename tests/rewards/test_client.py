@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.revisions import Revisions
 from retouch.rewards.protocol import Scorer
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
@@ -150,6 +151,10 @@ BROKEN_REPLIES: dict[str, Callable[[Reply], Any]] = {
     "NaN": with_score(value=math.nan),
     "infinity": with_score(value=math.inf),
     "NaN in a detail": with_score(value=0.5, detail={"x": math.nan}),
+    "an integer that no float holds": with_score(value=10**400),
+    "an integer that no float holds in a detail": with_score(value=0.5, detail={"x": 10**400}),
+    "half a surrogate pair": with_score(value=0.5, detail={"text": "\ud800"}),
+    "half a surrogate pair for a key": with_score(value=0.5, detail={"\udc00": 1}),
     "an unknown key": lambda sound: {**sound, "extra": 1},
     "null": lambda sound: None,
     "a list": lambda sound: [0.5, 0.5, 0.5],
@@ -176,6 +181,11 @@ def test_a_reply_that_breaks_the_protocol_is_never_a_number(change: Callable[[Re
 
 
 BROKEN_ITEMS = {
+    "a detail of many keys": with_item(scores={"r": {"value": 0.5, "detail": dict.fromkeys(map(str, range(500)), 1)}}),
+    "a detail of many values": with_item(scores={"r": {"value": 0.5, "detail": {"x": [0] * 20_000}}}),
+    "a detail that is nested deep": with_item(
+        scores={"r": {"value": 0.5, "detail": json.loads('{"x":' * 900 + "0" + "}" * 900)}}
+    ),
     "both": with_item(errors={"r": {"code": "bad_item", "message": "m"}}),
     "neither": with_item(scores={}),
     "under another name": with_item(scores={"s": {"value": 0.5}}),
@@ -335,6 +345,74 @@ def test_words_of_a_server_are_one_short_line_without_the_token(status: int) -> 
     assert "***" in failure.message
 
 
+def test_a_detail_is_plain_text_without_the_token() -> None:
+    """It goes to files, to tables of a terminal and to the report."""
+    detail = {f"\x1b[31m{TOKEN}": 1.0, "text": f"A\n{TOKEN}\x1b[2J\x9b" + "x" * 100_000, "lines": [{"text": "\x07"}]}
+    with FakeServer(lie(with_score(value=0.5, detail=detail))) as server, client_of(server.url, token=TOKEN) as client:
+        score = client.score(items(3))["r"][1]
+    assert isinstance(score, Score)
+    assert list(score.detail) == [" [31m***", "text", "lines"]
+    assert score.detail["text"].startswith("A\n*** [2J xxx") and len(score.detail["text"]) < 11_000
+    assert score.detail["lines"] == [{"text": " "}]
+
+
+def test_a_value_outside_the_range_that_its_server_declares_is_a_failure() -> None:
+    """Until the server reports another revision, which may have another range."""
+    revision = "1"
+
+    def script(asked: Asked, number: int) -> Answer:
+        told = reply(asked.ids, lambda i: (0.5, 1e30, -0.1)[i])
+        return Answer({**told, "scorers": {"r": {"revision": revision}}})
+
+    info = {"scorers": {"r": {"range": [0, 1], "revision": "1"}}}
+    with FakeServer(script, info=info) as server, client_of(server.url) as client:
+        assert client.wait_ready(5.0) == []
+        first, *others = client.score(items(3))["r"]
+        assert isinstance(first, Score)
+        assert [one.code for one in failures(others)] == ["bad_reply"] * 2
+        assert "r is 1e+30, outside its range of 0 to 1" in failures(others)[0].message
+        revision = "2"
+        assert values(client.score(items(3))["r"]) == [0.5, 1e30, -0.1]
+
+
+@pytest.mark.parametrize(
+    "told", [5, {}, {"range": 5}, {"range": ["x", 1], "revision": "1"}, {"range": [10**400, 1], "revision": "1"}]
+)
+def test_a_declaration_that_is_none_binds_nothing(told: object) -> None:
+    with FakeServer(honest, info={"scorers": {"r": told}}) as server, client_of(server.url) as client:
+        assert client.wait_ready(5.0) == []
+        assert all(isinstance(one, Score) for one in client.score(items(2))["r"])
+
+
+def test_names_of_rewards_of_a_server_are_one_short_line() -> None:
+    info = {"scorers": {f"\x1b[2J{TOKEN}" + "x" * 100_000: {}}}
+    with FakeServer(honest, info=info) as server, client_of(server.url, token=TOKEN) as client:
+        (problem,) = client.wait_ready(5.0)
+    assert problem.isprintable() and len(problem) < 700 and TOKEN not in problem
+
+
+def test_a_server_that_reports_another_revision_every_time(caplog: pytest.LogCaptureFixture) -> None:
+    """It fills neither the memory nor the log."""
+    revisions = Revisions(["r"], TOKEN)
+    for i in range(1000):
+        revisions.note("http://a", "r", f"{i}\x1b[2J{TOKEN}" + "x" * 10_000)
+    assert revisions.changes == 999
+    told = revisions.told("r")
+    assert told.startswith("999 [2J***x") and len(told) < 300
+    assert len(caplog.records) == 20 and sum(len(record.getMessage()) for record in caplog.records) < 20_000
+    assert not revisions.others_since(time.monotonic(), {"r": told})
+    assert revisions.others_since(0.0, {"r": told})
+    assert len(revisions._heard["r"]) == 64
+
+
+def test_cookies_of_a_server_are_not_kept() -> None:
+    with FakeServer(lambda asked, n: Answer(reply(asked.ids), 200, {"Set-Cookie": f"c{n}=1"})) as server:
+        with client_of(server.url) as client:
+            for _ in range(3):
+                client.score(items(1))
+        assert [asked.headers.get("Cookie") for asked in server.asked] == [None] * 3
+
+
 # --- several servers ---
 
 
@@ -451,6 +529,7 @@ def test_after_a_fork_the_child_has_a_thread_of_its_own() -> None:
 import os, sys
 from tests.rewards.fakes import FakeServer, honest, items, values
 from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.revisions import Revisions
 with FakeServer(honest) as server, RewardClient([server.url], ["r"], timeout_s=5.0) as client:
     assert values(client.score(items(1))["r"]) == [0.0]
     child = os.fork()

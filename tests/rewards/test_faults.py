@@ -11,6 +11,7 @@ import math
 import sqlite3
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,21 @@ def test_retries_are_a_share_of_the_requests() -> None:
     assert [budget.take(100.0) for _ in range(4)] == [True, True, True, False]  # time refills the reserve, no more
 
 
+def test_the_memory_of_the_budget_does_not_grow_with_the_requests() -> None:
+    """400 KB were held for the requests of a minute at 200 a second."""
+    budget = RetryBudget(60.0, share=0.1, reserve=0.0, per_second=0.0)
+    tracemalloc.start()
+    try:
+        for i in range(12_000):
+            budget.request(i / 200)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 20_000
+    assert sum(budget.take(59.9) for _ in range(2000)) == 1200  # every request counts until its minute is over
+    assert not budget.take(119.5) and not budget.take(200.0)
+
+
 def test_retries_are_not_saved_up() -> None:
     """10,000 requests that needed none, ten a second, then nothing but failures: as many as the last minute's pay for,
     and the reserve; in the minute after it, what time adds to that."""
@@ -385,6 +401,17 @@ def test_servers_of_two_revisions_are_flagged_once_and_nothing_is_kept(
         assert (client.revisions.changes, client.statistics.cache_hits) == (1, 0)
     (warned,) = warnings_of_revisions(caplog)
     assert "r is 'a 2' and of other servers 'a 1'" in warned
+
+
+@pytest.mark.parametrize("row", ["value = 'a'", "detail = '{'", "detail = '[1]'", "value = 1e999", "value = NULL"])
+def test_a_damaged_row_of_the_cache_is_asked_again(row: str, tmp_path: Path) -> None:
+    cache = ScoreCache(tmp_path / "scores.sqlite")
+    cache.put({b"a": Score(0.5), b"b": Score(0.25)})
+    with sqlite3.connect(cache.path) as connection, contextlib.suppress(sqlite3.IntegrityError):  # no NULL
+        connection.execute(f"UPDATE scores SET {row} WHERE key = ?", (b"a",))
+    found = cache.get([b"a", b"b"])
+    assert found.get(b"a") in (None, Score(0.5)) and found[b"b"] == Score(0.25)
+    assert b"a" in found or "NULL" not in row
 
 
 def test_the_revision_of_a_server_that_is_gone_keeps_no_score_from_the_cache(tmp_path: Path) -> None:

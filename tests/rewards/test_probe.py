@@ -68,6 +68,7 @@ def test_agreement_by_hand() -> None:
         ('{"image": "a.png", "prompt": "p"}', "a line has image, prompt and label"),
         ('{"image": "a.png", "prompt": "p", "label": 1, "colour": 2}', "a line has image, prompt and label"),
         ('{"image": "a.png", "prompt": "p", "label": true}', "given True; it must be a number, not NaN or Inf"),
+        ('{"image": "a.png", "prompt": "p", "label": 1' + "0" * 400 + "}", "a number beyond the floats"),
         ('{"image": 5, "prompt": "p", "label": 1}', "image: given 5; it must be a string"),
         ('{"image": "a.png", "prompt": null, "label": 1}', "prompt: given None; it must be a string"),
         ('{"image": "a.png", "prompt": "p", "label": 1, "mask": ["m"]}', "mask: given .*; it must be a string"),

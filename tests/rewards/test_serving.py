@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.imaging import as_shown
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.server.admission import Limits
@@ -321,6 +322,28 @@ def test_pixels_of_all_requests_together_are_bounded(http: httpx.Client) -> None
         assert http.post(f"{url}/score", files=multipart(large)).status_code == 200
 
 
+def test_large_images_are_decoded_one_after_the_other(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding takes several times the size of an image: six requests of two megabytes made six gigabytes."""
+    under_way, most = 0, list[int]()
+
+    def counted(image: Image.Image) -> Image.Image:
+        nonlocal under_way
+        under_way += 1
+        most.append(under_way)
+        time.sleep(0.05)
+        under_way -= 1
+        return as_shown(image)
+
+    monkeypatch.setattr("retouch.rewards.wire._LARGE", 100)
+    monkeypatch.setattr("retouch.rewards.wire.as_shown", counted)
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(buffer, "PNG")
+    bodies = [one_picture(base64.b64encode(buffer.getvalue() + bytes([i])).decode()) for i in range(5)]
+    with serving({"b": Brightness()}) as url, ThreadPoolExecutor(5) as pool:
+        codes = list(pool.map(lambda body: http.post(f"{url}/score", **body).status_code, bodies))
+    assert codes == [200] * 5 and most == [1] * 5
+
+
 def test_no_memory_to_decode_is_no_fault_of_the_picture(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "PNG")
@@ -447,13 +470,18 @@ def test_labels_are_escaped() -> None:
 def test_items_and_outcomes_survive_the_frames_to_the_bit() -> None:
     source = picture(9)
     batch = [item(i, mask=half_mask(), source=source, group=2, metadata={"text": "é\ud83d\ude00"}) for i in range(3)]
-    rows, pixels = pack_items(batch)
+    rows, chunks = pack_items(batch)
+    pixels = b"".join(chunks)
     assert len(pixels) == sum(one.image.nbytes + 30 for one in batch) + source.nbytes  # the source once
     for there, here in zip(unpack_items(rows, pixels), batch, strict=True):
         assert (there.id, there.prompt, there.group, there.metadata) == (here.id, here.prompt, 2, here.metadata)
         for name in ("image", "mask", "source"):
             assert np.array_equal(getattr(there, name), getattr(here, name))
         assert there.reference is None
+    assert all(
+        np.shares_memory(np.frombuffer(chunk, np.uint8), one.image)
+        for chunk, one in zip(chunks[:1], batch[:1], strict=True)
+    )
     assert frames_of(pack(7, {"a": 0.1 + 0.2}, b"xyz")) == [(7, {"a": 0.1 + 0.2}, b"xyz")]
     for outcome in (Score(0.1 + 0.2, {"x": [1]}), Failure("bad_item", "m", True)):
         assert unpack_outcome(json.loads(json.dumps(pack_outcome(outcome)))) == outcome

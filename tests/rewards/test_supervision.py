@@ -231,6 +231,7 @@ async def scored(worker: worker_module.ProcessWorker, ids: range) -> list[float]
 def test_a_batch_that_was_written_in_part_ends_the_worker() -> None:
     """Found in use: the next batch was read as the rest of it, and its scores went to other items."""
     faults = [(1, MemoryError), (40, OSError), (5000, MemoryError)]  # in the head, in the text, in the pixels
+    large = item(0, image=np.zeros((64, 64, 3), np.uint8))
 
     async def trial() -> None:
         worker = worker_module.ProcessWorker(json.loads(BRIGHTNESS), "cpu")
@@ -240,7 +241,7 @@ def test_a_batch_that_was_written_in_part_ends_the_worker() -> None:
                 await working(worker)
                 write_in_part(worker, written, error)
                 with pytest.raises(worker_module.WorkerLost, match=rf"did not reach the worker \({error.__name__}\)"):
-                    await worker.score(["fn"], [item(0)], [time.monotonic() + 30])
+                    await worker.score(["fn"], [large], [time.monotonic() + 30])
                 assert not worker.ready
                 assert await scored(worker, range(1, 4)) == [brightness(item(i)) for i in range(1, 4)]
                 assert worker.restarts == count + 1
@@ -253,11 +254,14 @@ def test_a_batch_that_was_written_in_part_ends_the_worker() -> None:
 def write_in_part(worker: worker_module.ProcessWorker, count: int, error: type[Exception]) -> None:
     """The next frame breaks off after so many bytes."""
     assert worker._writer is not None
-    write = worker._writer.write
+    write, left = worker._writer.write, count
 
-    def half(frame: bytes) -> None:
-        write(frame[:count])
-        raise error("broken off")
+    def half(part: bytes) -> None:
+        nonlocal left
+        write(part[:left])
+        if left <= len(part):
+            raise error("broken off")
+        left -= len(part)
 
     worker._writer.write = half  # type: ignore[method-assign]
 
@@ -317,6 +321,29 @@ def test_a_frozen_worker_is_replaced_within_seconds(monkeypatch: pytest.MonkeyPa
                 await worker.score(["fn"], [large], [time.monotonic() + 300])
             assert time.monotonic() - started < 10
             assert await scored(worker, range(3)) == [brightness(item(i)) for i in range(3)]
+        finally:
+            await worker.stop()
+
+    asyncio.run(trial())
+
+
+def test_no_pulse_comes_between_the_slices_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker reads slowly: it is stopped and continued while a batch of megabytes is sent."""
+    monkeypatch.setattr(worker_module, "_PULSE_S", 0.02)
+    monkeypatch.setattr(worker_module, "_SILENT_PULSES", 10_000)
+
+    async def trial() -> None:
+        worker = worker_module.ProcessWorker(json.loads(BRIGHTNESS), "cpu")
+        await worker.start()
+        try:
+            await working(worker)
+            large = item(0, image=np.full((2048, 2048, 3), 51, np.uint8))
+            os.kill(worker.pid, signal.SIGSTOP)
+            scoring = asyncio.create_task(worker.score(["fn"], [large], [time.monotonic() + 60]))
+            await asyncio.sleep(0.5)
+            os.kill(worker.pid, signal.SIGCONT)
+            outcomes, _ = await scoring
+            assert values(outcomes["fn"]) == [brightness(large)] and worker.restarts == 0
         finally:
             await worker.stop()
 

@@ -69,7 +69,7 @@ class Observations:
     def _read(self, line: bytes) -> None:
         """Take in a line; one that a kill cut off, or that is not of this layout, counts as missing."""
         try:
-            told = cast("dict[str, Any]", plain_json.loads(line))
+            told = cast("dict[str, Any]", plain_json.loads(line, finite=True))
             asked = Asked(*(_text(told[name]) for name in ("file", "image", "item")))
             found = {name: (_text(one["by"]), _outcome(one)) for name, one in told["outcomes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -21,7 +21,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 SolverSteps = Annotated[int, Field(ge=1, le=1000)]
 Text = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Section(BaseModel):

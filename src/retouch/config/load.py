@@ -277,6 +277,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise ConfigError(f"override {override!r}: write it as key=value with a dotted key, like rollout.group_size=4")
+    if len(path) > yaml12.MAX_DEPTH:
+        raise ConfigError(f"override {override[:80]!r} ...: nested deeper than {yaml12.MAX_DEPTH} levels")
     path = _new_path(path)
     node = data
     for part in path[:-1]:

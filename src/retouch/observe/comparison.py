@@ -38,7 +38,7 @@ from retouch.observe.report import (
     rows_of,
     subtitle,
 )
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_dir import read_metrics, reading_records
 from retouch.rewards.base import UNSCORED
 
 _GRID_EXAMPLES = 8
@@ -137,7 +137,15 @@ def write_comparison(runs: Mapping[str, Path], out: Path, sampled: Sampled | Non
     Args:
         runs: run directories by name; see `run_names`.
         sampled: evaluations to show instead of the last one of each run.
+
+    Raises:
+        ConfigError: files that are not of a run.
     """
+    with reading_records(", ".join(map(str, runs.values()))):
+        return _write(runs, out, sampled)
+
+
+def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None) -> Comparison:
     records = [_read(name, path) for name, path in runs.items()]
     columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.by_kind["eval"]}
     conflicts = {} if sampled else example_conflicts(records)

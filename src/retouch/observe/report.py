@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from retouch.errors import ConfigError, RetouchError
+from retouch import plain_json
+from retouch.errors import RetouchError
 from retouch.observe.cost import COUNTED
 from retouch.observe.html import (
     COLOURS,
@@ -31,7 +30,7 @@ from retouch.observe.html import (
     table,
     verdict,
 )
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
 from retouch.observe.statistics import paired_difference
 from retouch.observe.timing import PARTS
 
@@ -61,7 +60,7 @@ _CURVES = {
 def leave_report(run: Path) -> None:
     """`write_report` at the end of a run; a failure is logged and does not fail the run."""
     try:
-        write_report(run)
+        _write(run)
     except (RetouchError, OSError) as error:  # such as a run directory that was deleted
         logger.error("no report of %s: %s", run, error)
     except Exception:
@@ -72,12 +71,15 @@ def write_report(run: Path) -> Path:
     """Write RUN/report.html -> its path.
 
     Raises:
-        ConfigError: not a run directory.
+        ConfigError: not a run directory, or files that are not of a run.
     """
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run directory (no config.yaml)")
+    with reading_records(run):
+        return _write(run)
+
+
+def _write(run: Path) -> Path:
+    config = read_config(run)
     records = read_metrics(run / "metrics.jsonl")
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     by_kind = records_by_kind(records)
     timed = by_kind["train"] + [record for record in by_kind["eval"] if "time" in record]
     points = milestones(by_kind["eval"])
@@ -192,7 +194,7 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
 
 def rows_of(run: Path, evaluation: Record) -> list[Record]:
     """The measures of each image of an evaluation."""
-    return read_metrics(run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
+    return read_rows(run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
 
 
 def change_of(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:
@@ -291,7 +293,10 @@ def _details(run: Path) -> str:
     environment = run / "environment.json"
     versions = ""
     if environment.is_file():
-        text = json.dumps(json.loads(environment.read_text(encoding="utf-8")), indent=2)
+        try:
+            text = json.dumps(plain_json.loads(environment.read_bytes()), indent=2)
+        except ValueError as error:
+            text = f"not readable: {error}"
         versions = f"<pre>{escape(text)}</pre>"
     return section("Run file", shown) + section("Environment", versions)
 

@@ -19,19 +19,21 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import yaml
 from filelock import FileLock, Timeout
 
 from retouch import plain_json
-from retouch.config import ConfigError, RunConfig, dump_run
+from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.disk import write_whole
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
 from retouch.observe.sinks import Sink, open_sinks, require_sinks
 from retouch.observe.timing import Stopwatch
+from retouch.rewards.foreign import one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,6 +57,8 @@ PACKAGES = (
 _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
 """Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
 
+
+_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "log.txt")
 
 _ENDS = ("finished", "stopped")
 """Events that end a run which did not fail."""
@@ -92,6 +96,7 @@ class RunDir:
         if not self.main:
             return
         self.lock()
+        _require_files(self.path)
         metrics = self.path / "metrics.jsonl"
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
@@ -261,8 +266,57 @@ class RunLock:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a truncated line is skipped."""
-    return list(_records(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+    """The records of a metrics.jsonl; a line that is cut off, or no record of a step, is skipped."""
+    return [one for one in read_rows(path) if type(one.get("step")) is int and isinstance(one.get("kind"), str)]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines, such as the rows of an evaluation; other lines are skipped.
+
+    Raises:
+        ConfigError: a folder or a pipe.
+    """
+    if not path.exists():
+        return []
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; delete it")
+    return list(_records(path.read_bytes().split(b"\n")))
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The run file of a run directory as it is written: its components may be unknown here.
+
+    Raises:
+        ConfigError: not a run directory, or not the file of a run.
+    """
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{run} is not a run directory (no config.yaml)")
+    try:
+        found = yaml12.parse(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: a run file is a mapping of keys; this one holds {type(found).__name__}")
+    return cast("dict[str, Any]", found)
+
+
+@contextmanager
+def reading_records(run: Path | str) -> Iterator[None]:
+    """Within it, a record without the fields of a run is an error of its files, not of this program.
+
+    Raises:
+        ConfigError: naming the run and the field.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{run}: its config.yaml, metrics.jsonl or evaluations are not those of a run ({type(error).__name__}: "
+            f"{one_line(str(error), most=200)}); restore them, or delete the run"
+        ) from error
 
 
 def environment() -> dict[str, Any]:
@@ -287,12 +341,23 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _records(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        try:
-            yield plain_json.loads(line)
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            record = plain_json.loads(line)
+            if isinstance(record, dict):
+                yield cast("dict[str, Any]", record)
+
+
+def _require_files(run: Path) -> None:
+    """Check what a run writes again or reads, before it waits for the other end of a pipe.
+
+    Raises:
+        ConfigError: something else is in the place of a file.
+    """
+    for path in (*(run / name for name in _FILES), *run.glob("config-*.yaml")):
+        if (path.is_symlink() or path.exists()) and not path.is_file():
+            raise ConfigError(f"{path} is not a file; delete it")
 
 
 def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:

@@ -206,7 +206,7 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
         if not line.strip():
             continue
         try:
-            row = plain_json.loads(line)
+            row = plain_json.loads(line, finite=True)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(row, dict) or not {"image", "prompt", "label"} <= row.keys() <= _LABELLED:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from retouch import plain_json
 from retouch.lines import TextLine, parse_lines
-from retouch.rewards.foreign import one_line
+from retouch.rewards.foreign import one_line, plain_detail
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {
@@ -278,6 +279,11 @@ _SLACK = 1e-6
 """Fraction of a bound by which rounding may exceed it."""
 
 
+def within(value: float, low: float, high: float) -> bool:
+    """Whether a value is in a declared range, up to rounding."""
+    return low - _SLACK * max(1.0, abs(low)) <= value <= high + _SLACK * max(1.0, abs(high))
+
+
 def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
     name, (low, high) = spec.name, spec.range
     if isinstance(outcome, Failure):
@@ -292,10 +298,10 @@ def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
         value = math.inf
     if not math.isfinite(value):
         return Failure("scorer_error", f"{name} returned {value}")
-    if not low - _SLACK * max(1.0, abs(low)) <= value <= high + _SLACK * max(1.0, abs(high)):
+    if not within(value, low, high):
         return Failure("scorer_error", f"{name} returned {value:g}, outside its range of {low:g} to {high:g}")
     try:
         # through JSON: the caller gets the same from local and remote scorers, and a bad detail fails its item alone
-        return Score(value, json.loads(_json(outcome.detail)))
-    except (TypeError, ValueError) as error:
-        return Failure("scorer_error", f"{name} returned a detail that is not JSON: {error}")
+        return Score(value, plain_detail(plain_json.loads(_json(outcome.detail), finite=True)))
+    except (TypeError, ValueError, RecursionError) as error:
+        return Failure("scorer_error", f"{name} returned a detail that is not JSON, or too long: {error}")

@@ -10,11 +10,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
-import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Literal
 
@@ -22,12 +21,15 @@ import numpy as np
 from PIL import Image
 from pydantic import ValidationError
 
+from retouch import plain_json
 from retouch.imaging import as_shown, mask_levels, to_rgb
 from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 
 MAX_PIXELS = 64 * 1024 * 1024
 """Maximum of one image: 8192 x 8192."""
+
+_LARGE = 4 * 1024 * 1024  # pixels
 
 FORMATS = ("PNG", "WEBP", "JPEG")
 """Formats of encoded images. Not everything that Pillow can open: EPS, for example, starts a program."""
@@ -53,6 +55,11 @@ class Room:
         self.pixels = pixels
         self.taken = 0
         self._lock = threading.Lock()
+        self._decoding = threading.Lock()
+
+    def decoding(self, pixels: int) -> AbstractContextManager[object]:
+        """Held while an image is decoded, which takes several times its size: large ones take turns."""
+        return self._decoding if pixels > _LARGE else nullcontext()
 
     def take(self, pixels: int) -> None:
         """Reserve room for an image before it is decoded.
@@ -92,6 +99,10 @@ class Share:
             raise BrokenMessage(f"the images of the request are over the limit of {self._most} pixels together")
         self._room.take(pixels)
         self._held += pixels
+
+    def decoding(self, pixels: int) -> AbstractContextManager[object]:
+        """See `Room.decoding`."""
+        return self._room.decoding(pixels)
 
     def give_back(self, pixels: int | None = None) -> None:
         """Release the room of an image that was not decoded, or (None) all of it."""
@@ -254,8 +265,9 @@ def decode_pixels(body: bytes, content_type: str, mode: Mode, share: Share) -> P
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:
             share.take(height := image.height, width := image.width)
             try:
-                shown = as_shown(image)
-                return np.asarray(to_rgb(shown)) if mode == "RGB" else mask_levels(shown)[0]
+                with share.decoding(height * width):
+                    shown = as_shown(image)
+                    return np.asarray(to_rgb(shown)) if mode == "RGB" else mask_levels(shown)[0]
             except BaseException:
                 share.give_back(height * width)
                 raise
@@ -284,20 +296,11 @@ def parse_reply(body: bytes) -> ScoreReply:
     """A reply, validated strictly.
 
     Raises:
-        BrokenMessage: not JSON, NaN or infinity, or not the schema.
+        BrokenMessage: not JSON, a number that no float holds, half of a surrogate pair, or not the schema.
     """
-
-    def finite(number: str) -> float:
-        value = float(number)
-        if not math.isfinite(value):  # NaN and Infinity are not JSON; 1e999 is
-            raise BrokenMessage(f"the reply holds {number}")
-        return value
-
     try:
-        return ScoreReply.model_validate(json.loads(body, parse_constant=finite, parse_float=finite))
-    except BrokenMessage:
-        raise
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and pydantic's ValidationError are ValueErrors
+        return ScoreReply.model_validate(plain_json.loads(body, finite=True))
+    except (ValueError, RecursionError) as error:  # pydantic's ValidationError is one
         problem = " ".join(problem_of(error).split())[:200]
         raise BrokenMessage(f"the reply is not of the protocol: {problem}") from None
 

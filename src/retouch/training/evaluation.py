@@ -36,7 +36,7 @@ from retouch.observe.guards import (
     region_of,
 )
 from retouch.observe.log import means_text
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_dir import read_rows
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -392,7 +392,7 @@ def record_evaluation(
         weights = {name: rewards.weights[name] for name in counted}
         gold = [name for name in rewards.evaluated if name not in rewards.trained]
         past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
-        earlier = [read_metrics(path / "rows.jsonl") for path in past]
+        earlier = [read_rows(path / "rows.jsonl") for path in past]
         alarms = evaluation_alarms(earlier, result.rows, weights, gold)
     save_evaluation(result, folder / f"step-{step:06d}", images)
     return alarms

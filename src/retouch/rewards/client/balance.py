@@ -170,29 +170,52 @@ class RetryBudget:
         self.per_second = per_second
         self._left = reserve
         self._at: float | None = None
-        self._requests = deque[float]()
-        self._shared = deque[float]()  # retries that requests paid for
+        self._requests = _Recent(window_s)
+        self._shared = _Recent(window_s)  # retries that requests paid for
 
     def request(self, now: float) -> None:
         """Count a first attempt."""
-        self._forget(now)
-        self._requests.append(now)
+        self._requests.add(now)
 
     def take(self, now: float) -> bool:
         """Whether one more attempt is allowed; if so, it is counted."""
-        self._forget(now)
         if self._at is not None:
             self._left = min(self.reserve, self._left + (now - self._at) * self.per_second)
         self._at = now
-        if len(self._shared) + 1 <= self.share * len(self._requests):
-            self._shared.append(now)
+        if self._shared.count(now) + 1 <= self.share * self._requests.count(now):
+            self._shared.add(now)
             return True
         if self._left < 1:
             return False
         self._left -= 1
         return True
 
+
+_PARTS = 100
+
+
+class _Recent:
+    """Number of events of the last `window_s` seconds. Those of a hundredth of it are counted together: the memory does
+    not grow with their number."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._counts = deque[tuple[float, float, int]]()  # times of the first and the last, number
+        self._all = 0
+
+    def add(self, now: float) -> None:
+        self._forget(now)
+        self._all += 1
+        if self._counts and now - self._counts[-1][0] < self._window_s / _PARTS:
+            first, _, number = self._counts.pop()
+            self._counts.append((first, now, number + 1))
+        else:
+            self._counts.append((now, now, 1))
+
+    def count(self, now: float) -> int:
+        self._forget(now)
+        return self._all
+
     def _forget(self, now: float) -> None:
-        for times in (self._requests, self._shared):
-            while times and times[0] <= now - self.window_s:
-                times.popleft()
+        while self._counts and self._counts[0][1] <= now - self._window_s:
+            self._all -= self._counts.popleft()[2]

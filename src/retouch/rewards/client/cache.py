@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from retouch import plain_json
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 from retouch.types import Outcome, Score
 
@@ -39,7 +42,13 @@ class ScoreCache:
                 for key in keys
                 if (row := connection.execute("SELECT value, detail FROM scores WHERE key = ?", (key,)).fetchone())
             ]
-        return {key: Score(value, json.loads(detail)) for key, (value, detail) in rows}
+        found: dict[bytes, Score] = {}
+        for key, (value, detail) in rows:
+            with suppress(ValueError, TypeError):  # a damaged row counts as missing
+                score = Score(float(value), dict(plain_json.loads(detail, finite=True)))
+                if math.isfinite(score.value):
+                    found[key] = score
+        return found
 
     def put(self, outcomes: Mapping[bytes, Outcome]) -> None:
         """Store the scores among the outcomes."""

@@ -101,7 +101,7 @@ class RewardClient:
         self.statistics = ClientStatistics()
         self._token = None if token is None else usable_token(token)
         self._cache = cache
-        self.revisions = Revisions(self.rewards)
+        self.revisions = Revisions(self.rewards, self._token)
         self._closing = threading.Lock()
         self._closed = False
         self._start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ import httpx
 
 from retouch import plain_json
 from retouch.rewards.addresses import is_local, retry_after_s
-from retouch.rewards.foreign import one_line
-from retouch.rewards.messages import ScoreReply
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.foreign import no_cookies, one_line, plain_detail
+from retouch.rewards.messages import ScoreReply, WireScore
+from retouch.rewards.protocol import RewardItem, within
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
 
@@ -59,6 +60,29 @@ class NotReady:
     final: bool = False
 
 
+@dataclass(frozen=True)
+class Declaration:
+    """The range of a scorer that its server declares at /info, for values of this revision."""
+
+    revision: str | None = None
+    low: float = -math.inf
+    high: float = math.inf
+
+    def allows(self, value: float, revision: str) -> bool:
+        """Whether a value may be of this scorer: one of another revision may have another range."""
+        return revision != self.revision or within(value, self.low, self.high)
+
+
+def _declaration(told: object) -> Declaration:
+    """The declaration of a scorer at /info; nothing where it is not of the protocol."""
+    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    try:
+        low, high = (float(bound) for bound in fields["range"])
+        return Declaration(str(fields["revision"]), low, high)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return Declaration()
+
+
 class Exchange:
     """Connections to servers that hold the same rewards; used from one event loop.
 
@@ -73,6 +97,7 @@ class Exchange:
         self._token = token
         self._note = note
         self._clients: dict[str, httpx.AsyncClient] = {}
+        self._declared: dict[str, dict[str, Declaration]] = {}
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -117,7 +142,9 @@ class Exchange:
         known = list(info["scorers"]) if isinstance(info.get("scorers"), dict) else []
         lacking = [name for name in self._rewards if name not in known]
         if lacking:
-            return NotReady(f"{url}: has no reward {', '.join(lacking)}; it has: {', '.join(known)}", final=True)
+            has = self._clean(", ".join(known))
+            return NotReady(f"{url}: has no reward {', '.join(lacking)}; it has: {has}", final=True)
+        self._declared[url] = {name: _declaration(info["scorers"][name]) for name in self._rewards}
         return None
 
     async def info(self, url: str) -> dict[str, Any]:
@@ -157,6 +184,7 @@ class Exchange:
             self._clients[url] = httpx.AsyncClient(
                 trust_env=not local,
                 headers=headers,
+                cookies=no_cookies(),
                 limits=_CONNECTIONS,
                 verify=not (local and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
             )
@@ -194,15 +222,27 @@ class Exchange:
     def _column(self, reply: ScoreReply, name: str, url: str) -> list[Outcome]:
         """Outcomes of one reward in the order of the ids, which are positions."""
         column: list[Outcome] = []
+        declared = self._declared.get(url, {}).get(name, Declaration())
+        revision = reply.scorers[name].revision if name in reply.scorers else ""
         for item in sorted(reply.items, key=lambda outcome: cast("int", outcome.id)):
             score, error = item.scores.get(name), item.errors.get(name)
             if score is not None and error is None:
-                column.append(Score(score.value, score.detail))
+                column.append(self._sound(score, declared, revision, f"{url}: {name}"))
             elif error is not None and score is None:
                 column.append(Failure(self._clean(error.code), self._clean(error.message), error.retryable))
             else:
                 column.append(Failure("bad_reply", f"{url}: neither or both of a score and an error for {name}"))
         return column
+
+    def _sound(self, score: WireScore, declared: Declaration, revision: str, who: str) -> Outcome:
+        """A score within what its server declares, with a detail for files and a terminal."""
+        if not declared.allows(score.value, revision):
+            bounds = f"{declared.low:g} to {declared.high:g}"
+            return Failure("bad_reply", f"{who} is {score.value:g}, outside its range of {bounds}")
+        try:
+            return Score(score.value, plain_detail(score.detail, self._token))
+        except ValueError as error:
+            return Failure("bad_reply", f"{who} has {error}")
 
 
 def _text(body: bytes) -> str:

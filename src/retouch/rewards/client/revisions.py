@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
+
+from retouch.rewards.foreign import one_line
+
+_LONGEST = 200  # characters of a revision
+_KEPT = 64  # newest revisions of a reward
+_LOGGED = 20  # changes
 
 logger = logging.getLogger(__name__)
 
 
 class Revisions:
-    """Revisions that servers report with every reply and at /info.
+    """Revisions that servers report with every reply and at /info; a server may report another one every time.
+
+    Args:
+        secret: token, which a server may echo.
 
     Attributes:
         changes: number of reports that differ from the server's last one, or from those of other servers.
     """
 
-    def __init__(self, rewards: Sequence[str]) -> None:
+    def __init__(self, rewards: Sequence[str], secret: str | None = None) -> None:
         self.changes = 0
+        self._secret = secret
         self._of: dict[str, dict[str, str]] = {name: {} for name in rewards}  # server -> revision
-        self._heard: dict[str, dict[str, float]] = {name: {} for name in rewards}  # revision -> when last
+        self._heard = {name: OrderedDict[str, float]() for name in rewards}  # revision -> when last, oldest first
 
     @property
     def known(self) -> bool:
@@ -29,7 +40,12 @@ class Revisions:
 
     def note(self, url: str, name: str, revision: str) -> None:
         """Record the revision of a reward at a server; log a change or a difference between servers once."""
-        self._heard[name][revision] = time.monotonic()
+        revision = one_line(revision, self._secret, _LONGEST)
+        heard = self._heard[name]
+        heard[revision] = time.monotonic()
+        heard.move_to_end(revision)
+        if len(heard) > _KEPT:
+            heard.popitem(last=False)
         known = self._of[name]
         before, others = known.get(url), {found for other, found in known.items() if other != url}
         if before == revision:
@@ -42,7 +58,8 @@ class Revisions:
         else:
             return
         self.changes += 1
-        logger.warning("%s: %s is %s: its scores may not compare", url, name, change)
+        if self.changes <= _LOGGED:
+            logger.warning("%s: %s is %s: its scores may not compare", url, name, change)
 
     def learn(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
         """Record replies of /info by server."""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from PIL import Image
 
 from retouch.rewards.addresses import base_url, is_local, retry_after_s
-from retouch.rewards.foreign import BrokenReply, Reply, fetch, one_line
+from retouch.rewards.foreign import BrokenReply, Reply, fetch, no_cookies, one_line
 from retouch.rewards.protocol import Pixels
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,9 @@ class JudgeClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         import httpx  # loading a run file needs no client
 
-        self._http = httpx.Client(headers=headers, trust_env=not is_local(self.address), timeout=timeout_s)
+        self._http = httpx.Client(
+            headers=headers, cookies=no_cookies(), trust_env=not is_local(self.address), timeout=timeout_s
+        )
 
     @property
     def served(self) -> str:

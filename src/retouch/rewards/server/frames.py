@@ -56,9 +56,17 @@ class Head:
 
 def pack(number: int, message: Mapping[str, Any], pixels: bytes = b"") -> bytes:
     """A whole frame."""
+    return b"".join(parts_of(number, message, [memoryview(pixels)]))
+
+
+def parts_of(number: int, message: Mapping[str, Any], pixels: Sequence[memoryview]) -> list[memoryview]:
+    """A frame as parts to be sent one after the other: its pixels, gigabytes at worst, are not copied."""
     text = json.dumps(message).encode()
-    fields = _FIELDS.pack(_MAGIC, number, len(text), len(pixels), zlib.crc32(pixels, zlib.crc32(text)))
-    return fields + _CHECK.pack(zlib.crc32(fields)) + text + pixels
+    crc = zlib.crc32(text)
+    for chunk in pixels:
+        crc = zlib.crc32(chunk, crc)
+    fields = _FIELDS.pack(_MAGIC, number, len(text), sum(map(len, pixels)), crc)
+    return [memoryview(fields + _CHECK.pack(zlib.crc32(fields)) + text), *pixels]
 
 
 def read_head(data: bytes) -> Head:
@@ -85,11 +93,11 @@ def read_message(head: Head, text: bytes, pixels: bytes) -> dict[str, Any]:
     return json.loads(text)
 
 
-def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], bytes]:
+def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], list[memoryview]]:
     """Items as JSON values that name their images by (offset, shape), and the bytes of the images; an image that
     several items share (the source of a group) is included once."""
     places: dict[int, list[Any]] = {}
-    chunks: list[bytes] = []
+    chunks: list[memoryview] = []
     offset = 0
     rows: list[dict[str, Any]] = []
     for item in items:
@@ -102,11 +110,11 @@ def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], bytes
                 continue
             if id(pixels) not in places:
                 places[id(pixels)] = [offset, *pixels.shape]
-                chunks.append(np.ascontiguousarray(pixels).tobytes())
+                chunks.append(np.ascontiguousarray(pixels).reshape(-1).data)
                 offset += len(chunks[-1])
             row[field] = places[id(pixels)]
         rows.append(row)
-    return rows, b"".join(chunks)
+    return rows, chunks
 
 
 def unpack_items(rows: Sequence[Mapping[str, Any]], pixels: bytes) -> list[RewardItem]:

@@ -6,7 +6,7 @@ loads them, and answers one batch at a time; before an answer it reports specs t
 A frame that was written in part ends the process, because the next bytes would be read as its rest. A reply carries the
 number of its batch, and one with another number ends the process too: no score can reach another item. The process
 answers a pulse every few seconds from a thread of its own, also while it scores; a process that is silent and
-takes no CPU time (stopped, frozen) is replaced.
+takes no CPU time (stopped, frozen), also while a batch is being sent to it, is replaced.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from retouch.rewards.server.frames import (
     BrokenFrame,
     pack,
     pack_items,
+    parts_of,
     read_head,
     read_message,
     unpack_outcome,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 _HANG_S = 60.0  # a worker that works this long past every deadline of its batch is stuck
 _RESTART_S = 0.2
 _UNLOADED_DEATHS = 3  # in a row: a worker that dies this often while it loads will not load
+
+_SLICE = 1024 * 1024  # bytes
 
 _PULSE_S = 2.0
 _SILENT_PULSES = 6  # unanswered in a row, without CPU time meanwhile: a ready worker is frozen
@@ -119,6 +122,7 @@ class ProcessWorker:
         self._numbers = itertools.count(NO_BATCH + 1)
         self._unanswered = 0
         self._ticks: int | None = None
+        self._sending = False
 
     @property
     def pid(self) -> int:
@@ -138,13 +142,12 @@ class ProcessWorker:
             raise WorkerLost("the worker is being started")
         # of one process: while the batch is packed, another process may take its place
         writer, replies, number = self._writer, self._replies, next(self._numbers)
-        frame = await asyncio.to_thread(_pack_batch, number, names, items, deadlines)  # copies megabytes
+        frame = await asyncio.to_thread(_pack_batch, number, names, items, deadlines)  # reads megabytes
         if writer is not self._writer:
             raise WorkerLost("the worker ended before it had the batch of the item")
         try:
             async with asyncio.timeout(max(0.0, max(deadlines) - time.monotonic()) + _HANG_S):
-                writer.write(frame)
-                await writer.drain()
+                await self._send(writer, frame)
                 reply = await replies.get()
         except TimeoutError:
             self._kill()
@@ -163,6 +166,17 @@ class ProcessWorker:
             raise WorkerLost("the worker answered another batch")
         outcomes = {name: [unpack_outcome(row) for row in column] for name, column in message["outcomes"].items()}
         return outcomes, Work(message["calls"], message["seconds"])
+
+    async def _send(self, writer: asyncio.StreamWriter, frame: Sequence[memoryview]) -> None:
+        """Write a frame in slices, of which the stream buffers one at a time; no pulse may come between them."""
+        self._sending = True
+        try:
+            for part in frame:
+                for start in range(0, len(part), _SLICE):
+                    writer.write(part[start : start + _SLICE])
+                    await writer.drain()
+        finally:
+            self._sending = False
 
     # --- the process ---
 
@@ -223,7 +237,8 @@ class ProcessWorker:
                 return
             before, self._ticks = self._ticks, _cpu_ticks(self.pid)
             self._unanswered = self._unanswered + 1 if self._ticks == before else 0
-            self._writer.write(pack(NO_BATCH, PULSE))
+            if not self._sending:
+                self._writer.write(pack(NO_BATCH, PULSE))
 
     async def _listen(self, replies: asyncio.Queue[Reply | None]) -> bool:
         """Read messages until the process ends -> whether it had loaded."""
@@ -293,9 +308,11 @@ def torch_device(device: str) -> str:
     return "cuda" if device.isdecimal() else device
 
 
-def _pack_batch(number: int, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> bytes:
+def _pack_batch(
+    number: int, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]
+) -> list[memoryview]:
     rows, pixels = pack_items(items)
-    return pack(number, {"rewards": list(names), "items": rows, "deadlines": list(deadlines)}, pixels)
+    return parts_of(number, {"rewards": list(names), "items": rows, "deadlines": list(deadlines)}, pixels)
 
 
 def _spec(fields: Mapping[str, Any]) -> ScorerSpec:
