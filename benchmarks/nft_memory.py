@@ -1,9 +1,9 @@
 """Peak memory of a DiffusionNFT step: the noised copies of one micro-batch at a time, against those of the whole step.
 
 Before, the copies of every micro-batch of a step, each with its condition, were kept from the forwards of the snapshots
-to the policy's last backward. Now each forward makes its own again. Both run in one process, in turns: `peak` are the
-bytes of tensors that an epoch of one optimizer step creates, at their maximum, on top of weights and snapshots; `cpu` is
-the process CPU time of the epoch (median, and the median of the ratios of neighbours).
+to the policy's last backward. Now each forward makes its own again. Both run in one process, in turns. `peak` is the
+maximum of the bytes of tensors that an epoch of one optimizer step creates, beside weights and snapshots; `cpu` is the
+process CPU time of the epoch (median, and the median of the ratios of neighbours).
 
 The network has the released width of text (4,096) and a text of 128 tokens beside 64 image tokens, in 6 blocks of width
 128: relative to a released FLUX.1-Fill its conditions are large and its activations are small, so that the share of
