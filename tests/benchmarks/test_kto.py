@@ -1,4 +1,4 @@
-"""KTO on labelled samples: the committed runs rise on every seed of both bases."""
+"""KTO on labelled samples: the committed runs rise on every seed of the tiny FLUX.1-Fill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KTO = [row for row in ROWS if row["arm"] == "kto"]
 
 
 def test_the_runs_are_of_the_run_files_and_bases_in_the_tree() -> None:
-    assert [(row["family"], row["seed"]) for row in KTO] == [(f, seed) for f in kto.FAMILIES for seed in range(3)]
+    assert [(row["family"], row["seed"]) for row in KTO] == [("flux_fill", seed) for seed in range(3)]
     for row in KTO:
         file = kto.config_file(row["family"])
         assert row["inputs"] == inputs.inputs(file)
