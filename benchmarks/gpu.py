@@ -12,6 +12,9 @@ another call with the same file measures them (a new file for new settings).
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
     python benchmarks/gpu.py --out benchmarks/results/gpu.json --table
     python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU
+
+Levers, each into a file of its own: --peft-lora takes peft's LoRA layers instead of the fused ones, --attention another
+kernel of the FLUX cells; every cell is measured with and without compilation.
 """
 
 from __future__ import annotations
@@ -25,18 +28,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from epochs import epochs
 from held import held_bytes, watched
 from loop_overhead import NoRewards, machine
+from peft.tuners.lora import Linear
 from random_models import random_weights, write_encoder, write_model
+from torch import nn
 
+from retouch.adapters.fused_lora import FusedLinear
 from retouch.config import RunConfig, derive, parse_run
 from retouch.doctor.memory import report_memory
 from retouch.engine import OutOfMemory
 from retouch.engine.speed import compile_blocks
+from retouch.families.base import Attention
 from retouch.observe.run_dir import read_metrics
 from retouch.tiny.signs import (
     draw_words,
@@ -123,6 +130,8 @@ class Sizes:
     tiny: bool
     side: int
     steps: int  # measured ones
+    attention: str | None = None  # of FLUX without a style adapter
+    peft_lora: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -131,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--side", type=int, default=512, help="of the images")
     parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps of a cell")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all cells together")
+    parser.add_argument("--attention", choices=get_args(Attention), help="kernel of the FLUX cells")
+    parser.add_argument("--peft-lora", action="store_true", help="peft's LoRA layers instead of the fused ones")
     parser.add_argument("--only", nargs="+", default=[""], help="cells that begin so, like flux_fill-lora-fast")
     parser.add_argument("--out", type=Path, help="JSON to write")
     parser.add_argument("--table", action="store_true", help="print what --out holds, run nothing")
@@ -142,10 +153,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if not given.dry_run and not torch.cuda.is_available():
         parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
     device = torch.device("cpu" if given.dry_run else "cuda")
-    sizes = Sizes(device, given.dry_run, 32 if given.dry_run else given.side, 1 if given.dry_run else given.steps)
+    toy = given.dry_run
+    levers = {"attention": given.attention, "peft_lora": given.peft_lora}
+    sizes = Sizes(device, toy, 32 if toy else given.side, 1 if toy else given.steps, **levers)
     wanted = [cell for cell in cells() if cell.name.startswith(tuple(given.only))]
     until = time.monotonic() + 60 * given.minutes
-    result = {"machine": machine() | gpu(device), "dry_run": given.dry_run, "side": sizes.side, "rows": []}
+    result = {
+        "machine": machine() | gpu(device),
+        "dry_run": given.dry_run,
+        "side": sizes.side,
+        "levers": levers,
+        "rows": [],
+    }
     rows = measured_before(given.out, result) if given.out else {}
     with tempfile.TemporaryDirectory() as work:
         for cell in wanted:
@@ -163,7 +182,8 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, dict[str, A
     if not file.exists():
         return {}
     before = json.loads(file.read_text(encoding="utf-8"))
-    if any(before[key] != result[key] for key in ("machine", "dry_run", "side")):
+    before = {"levers": {"attention": None, "peft_lora": False}, **before}
+    if any(before[key] != result[key] for key in ("machine", "dry_run", "side", "levers")):
         return {}
     names = {(cell.case.name, cell.speed, cell.compiled): cell.name for cell in cells()}
     rows = ((names.get((row["case"], row["speed"], row["compiled"])), row) for row in before["rows"])
@@ -225,6 +245,8 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         run.rewards = NoRewards(run.rewards)  # type: ignore[assignment]
         if sizes.tiny:
             run.costs.peak = 1e12  # so that FLOPs are counted, too
+        if sizes.peft_lora:
+            unfuse_lora(run.model.network)
         if cell.compiled:
             compile_blocks(run.model.network, "eager" if sizes.tiny else "inductor")  # toy sizes: the tracer alone
         held = watched(run, sizes.device)
@@ -250,6 +272,13 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         "max_abs_log_ratio": max(line["max_abs_log_ratio"] for line in steps),
         **reported([line["time"] for line in steps]),
     }
+
+
+def unfuse_lora(network: nn.Module) -> None:
+    """LoRA layers of peft, in place."""
+    for module in network.modules():
+        if isinstance(module, FusedLinear):
+            module.__class__ = Linear
 
 
 def reported(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -316,6 +345,7 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "dtype": "fp32" if sizes.tiny else "bf16",
                 "free_text_encoders": True,
                 "train": train,
+                **({"attention": sizes.attention} if takes_attention(case, sizes) else {}),
                 **({"max_sequence_length": 64} if sizes.tiny and case.family != "sd_inpaint" else {}),
             },
             "data": {"format": "self_bench", "path": str(data), "resolution": [side, side]},
@@ -346,6 +376,11 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
             "logging": {"dir": str(work / "runs"), "sinks": []},
         }
     )
+
+
+def takes_attention(case: Case, sizes: Sizes) -> bool:
+    """Whether the kernel of --attention is that of a case."""
+    return sizes.attention is not None and case.family == "flux_fill" and case.trained != "ip_adapter"
 
 
 def gpu(device: torch.device) -> dict[str, Any]:

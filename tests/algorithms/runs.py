@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -66,6 +68,21 @@ def base_weights(config: RunConfig) -> dict[str, Tensor]:
     run = build(config)
     run.close()
     return weights(run)
+
+
+def labelled(signs: Path, folder: Path, labels: tuple[Any, Any] = ("good", "bad")) -> Path:
+    """A manifest for KTO: signs with their words have the first label and blank ones the second, in turns."""
+    words, blank = (sorted((signs / name).glob("*_source.png")) for name in ("targets", "prompts"))
+    entries: list[dict[str, Any]] = []
+    for number, (source, other) in enumerate(zip(words, blank, strict=True)):
+        image, label = ((source, labels[0]), (other, labels[1]))[number % 2]
+        files = {"image_path": str(source), "mask_path": str(source).replace("_source", "_mask")}
+        own = {"id": number, "prompt": "The text is 'WORD'.", "label": label, "target_path": str(image)}
+        reference = Path(str(source).replace("_source", "_ref"))
+        entries.append(own | files | ({"reference_path": str(reference)} if reference.is_file() else {}))
+    path = folder / "labels.json"
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    return path
 
 
 class Scripted:

@@ -17,7 +17,7 @@ from retouch.observe.run_dir import read_metrics
 from tests.selection import cells
 from tests.tiny_models import WITH_BASE, tiny_model
 
-from .runs import Config, Use, base_weights, brightness, of_kind, train, weights
+from .runs import Config, Use, base_weights, brightness, labelled, of_kind, train, weights
 
 TRAIN = {"full": {"kind": "full"}, "lora": {"kind": "lora", "rank": 4, "alpha": 8}}
 
@@ -26,6 +26,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_weight": 0.1, "inner_epochs": 2},
     "ppo": {"kl_weight": 0.1, "inner_epochs": 2},
     "dpo": {"reference_refresh_every": 2, "inner_epochs": 2, "beta": 100.0},
+    "kto": {"beta": 100.0, "timesteps_per_image": 2},
     "nft": {"old_policy": "ramp_half", "kl_weight": 0.1, "inner_epochs": 2},
     "reward_gradient": {"trained_step": "all", "last_steps": 2},
 }
@@ -35,7 +36,7 @@ STEPS = 5
 CELLS = [
     *product(WITH_BASE, ALGORITHMS, TRAIN),
     *product(["qwen_image"], ["sft", "grpo", "nft", "reward_gradient"], ["lora"]),
-    *product(["qwen_image_edit"], ["sft", "grpo", "dpo", "nft", "reward_gradient"], ["lora"]),
+    *product(["qwen_image_edit"], ["sft", "grpo", "dpo", "kto", "nft", "reward_gradient"], ["lora"]),
     ("qwen_image_edit", "grpo", "full"),
 ]
 
@@ -57,9 +58,20 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
         training__max_steps=STEPS,
         training__checkpoint_every=2,
         ema={"decay": 0.9},
-        **({"data__path": overrides.pop("targets"), "data__target": "auto"} if algorithm == "sft" else {}),
-        **{name: value for name, value in overrides.items() if name != "targets"},
+        **data_of(algorithm, overrides.pop("signs", None)),
+        **overrides,
     )
+
+
+def data_of(algorithm: str, signs: Path | None) -> dict[str, Any]:
+    """Targets for SFT, and labelled images for KTO; `signs` is only read for these."""
+    if algorithm == "sft":
+        assert signs is not None
+        return {"data__path": str(signs / "targets"), "data__target": "auto"}
+    if algorithm == "kto":
+        assert signs is not None
+        return {"data": {"format": "manifest", "path": str(labelled(signs, signs)), "resolution": [32, 64]}}
+    return {}
 
 
 def guidance_of(family: str) -> float:
@@ -73,7 +85,7 @@ def test_a_cell_trains_and_resumes_bitwise(
     family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
 ) -> None:
     scripted(brightness)
-    resumes_bitwise(family, algorithm, kind, config, targets=str(signs / "targets"))
+    resumes_bitwise(family, algorithm, kind, config, signs=signs)
 
 
 def resumes_bitwise(family: str, algorithm: str, kind: str, config: Config, **make: Any) -> None:

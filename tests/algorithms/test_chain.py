@@ -104,10 +104,10 @@ def test_nft_is_held_to_the_reference_of_the_run_file(
             network: Any = run.model.network
             network.disable_adapters()
             with torch.no_grad():
-                base = nft.predict(run, micro.noised)
+                base = nft.predict(run, micro.noised())
             network.enable_adapters()
             with torch.no_grad():
-                old = nft.predict(run, micro.noised)  # nothing was updated: the policy is the old one
+                old = nft.predict(run, micro.noised())  # nothing was updated: the policy is the old one
             seen.append(float((base - old).square().mean()))
             assert torch.equal(micro.reference, base if reference == "base" else old)
         return loss, values, count

@@ -49,7 +49,7 @@ from tests.families.conftest import with_point_posterior
 from tests.selection import cells
 from tests.tiny_models import tiny_model
 
-from .runs import Config, Use, brightness, of_kind, train, weights
+from .runs import Config, Use, brightness, labelled, of_kind, train, weights
 from .test_cells import ALGORITHMS, guidance_of
 
 CELLS = [
@@ -91,6 +91,8 @@ def run_of(config: Config, styled: Path, algorithm: str, adapter: dict[str, Any]
         "training__checkpoint_every": 2,
         "ema": {"decay": 0.9},
     }
+    if algorithm == "kto":
+        settings["data"] = {"format": "manifest", "path": str(labelled(styled, styled)), "resolution": [32, 64]}
     return config(**{**settings, **overrides})
 
 

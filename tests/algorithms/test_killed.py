@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from retouch.adapters.lora import FILE
 from retouch.families import FAMILIES
-from tests.algorithms.test_cells import guidance_of
+from tests.algorithms.test_cells import data_of, guidance_of
 from tests.algorithms.test_resume import run_child
 from tests.conftest import small_run
 from tests.selection import cells
@@ -24,6 +24,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sft": {},
     "grpo": {"kl_weight": 0.1},
     "dpo": {"reference_refresh_every": 1, "beta": 100.0},
+    "kto": {"beta": 100.0},
     "nft": {"old_policy": "ramp_half", "kl_weight": 0.1},
     "reward_gradient": {"trained_step": "random"},
 }
@@ -46,7 +47,7 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) 
     elif algorithm == "grpo":
         overrides = {"rollout__window": {"size": 1, "range": [0, 0.5]}}
     else:
-        overrides = {"rollout__window": None}
+        overrides = {"rollout__window": None, **data_of(algorithm, signs)}
     data = small_run(
         signs,
         folder / "runs",

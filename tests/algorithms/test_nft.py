@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from retouch.config import RunConfig
 from retouch.engine import Engine
 from retouch.rewards.protocol import RewardItem
 from retouch.training import rollouts
+from retouch.training.noised import NoisedRows
 from retouch.types import Failure, Score
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
@@ -80,7 +82,7 @@ def differences(steps: Seen, monkeypatch: pytest.MonkeyPatch) -> list[tuple[floa
     def prepare(session: Any, *rest: Any) -> Any:
         prepared = real_prepare(session, *rest)
         with session.run.policy.use("old"):
-            waiting.append(nft.predict(session.run, prepared[0].noised))
+            waiting.append(nft.predict(session.run, prepared[0].noised()))
         return prepared
 
     def loss(run: Any, algorithm: Any, experience: Any, micro: Any, total: Any) -> Any:
@@ -335,6 +337,31 @@ def test_rows_of_an_epsilon_model_are_weighted_by_what_its_errors_grow_by(
     for sigma, weight in seen:
         torch.testing.assert_close(weight, 1 - sigma)  # a / (a + b)
     assert seen and 0 < max(float(t.max()) for t in times) <= 751
+
+
+def test_one_micro_batch_of_noised_copies_is_kept(
+    nft_run: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four, for the old policy, the reference and the trained one: the conditions of a step would fill a GPU."""
+    scripted(brightness)
+    made: list[weakref.ref[NoisedRows]] = []
+    most: list[int] = []
+    real, ask = nft.noised_copies, nft.predict
+
+    def watch(*arguments: Any) -> NoisedRows:
+        copies = real(*arguments)
+        made.append(weakref.ref(copies))
+        return copies
+
+    def count(*arguments: Any) -> Tensor:
+        most.append(sum(ref() is not None for ref in made))
+        return ask(*arguments)
+
+    monkeypatch.setattr(nft, "noised_copies", watch)
+    monkeypatch.setattr(nft, "predict", count)
+    sizes = {"optimizer__batch_size_per_device": 1, "optimizer__gradient_accumulation": 2, "training__max_steps": 2}
+    train(nft_run(algorithm={"kl_weight": 0.1, "old_policy": "frozen"}, **sizes))
+    assert most == [1] * len(most) and len(most) >= 2 * 2 * 2
 
 
 def test_the_value_of_the_first_loss_does_not_depend_on_the_rewards(nft_run: Config, scripted: Use) -> None:

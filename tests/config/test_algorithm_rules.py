@@ -328,6 +328,25 @@ OFFLINE = (PAIRS, "rewards={}")
                 "manifest; set data.format=manifest, or algorithm.pairs=online"
             ),
         ),
+        # labelled images
+        (
+            ("algorithm={name: kto}",),
+            (
+                "data.format: given 'self_bench', but kto trains on target_path and label of a manifest; set "
+                "data.format=manifest"
+            ),
+        ),
+        *(
+            (
+                (f"algorithm={{name: kto, {key}: {value}}}", *OFFLINE),
+                f"algorithm.{key}: given {value}, but kto samples no images; leave {key} out",
+            )
+            for key, value in (("resample_rounds", 1), ("inner_epochs", 2))
+        ),
+        (
+            ("algorithm={name: kto}", *OFFLINE, "rollout.window={size: 2}"),
+            "rollout.window: given, but kto samples no images; leave it out",
+        ),
         *(
             (
                 (f"algorithm={{name: dpo, pairs: offline, {key}: {value}}}", *OFFLINE),
@@ -438,6 +457,7 @@ def test_the_step_rule_of_a_run(overrides: tuple[str, ...], rule: str | None, ru
         ((DPO,), True, {"source", "mask"}),
         ((SFT, "rewards={}"), False, {"source", "mask"}),
         (("algorithm={name: dpo, pairs: offline}", *OFFLINE), False, {"source", "mask", "win", "lose"}),
+        (("algorithm={name: kto}", *OFFLINE), False, {"source", "mask", "target"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

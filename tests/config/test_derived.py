@@ -185,6 +185,7 @@ def test_forwards_of_an_image_that_is_noised_anew(algorithm: str, forwards: floa
         (("algorithm={name: nft}",), 2 * 10 + 2 * (2 + 3)),
         (("algorithm={name: dpo}",), 2 * 10 + 2 / 8 * (1 + 3)),
         (("algorithm={name: dpo, pairs: offline}", *PAIRS), 1 + 3),
+        (("algorithm={name: kto, timesteps_per_image: 2}", *PAIRS), 2 * (1 + 1 + 3)),
         (("algorithm={name: sft}", "rewards={}"), 3),
         (("model={family: flux_fill, path: tiny}",), 10 + 10 * 3),  # its guidance is embedded
     ],

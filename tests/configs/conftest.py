@@ -83,7 +83,7 @@ def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
 @pytest.fixture(scope="session")
 def signs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Eight signs in each data format: format -> what `path` takes. "described" is a manifest as users of JSON have it:
-    images, masks and descriptions, without a text to read and without targets."""
+    images, masks and descriptions, without a text to read and without targets; "labelled" has good and bad images."""
     folder = tmp_path_factory.mktemp("signs")
     words = draw_words(8, "train", 1)
     write_signs(folder, words, SIZE, 1)
@@ -104,11 +104,14 @@ def signs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for number, entry in enumerate(entries)
     ]
     (folder / "described.json").write_text(json.dumps(described), encoding="utf-8")
+    labelled = [{**entry, "label": ("good", "bad")[number % 2]} for number, entry in enumerate(entries)]
+    (folder / "labelled.json").write_text(json.dumps(labelled), encoding="utf-8")
     (folder / "prompts.txt").write_text("\n".join(entry["prompt"] for entry in entries), encoding="utf-8")
     return {
         "self_bench": folder,
         "manifest": folder / "manifest.json",
         "described": folder / "described.json",
+        "labelled": folder / "labelled.json",
         "prompts": folder / "prompts.txt",
     }
 
@@ -139,6 +142,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     for key, section in sections.items():
         if section:
             kind = "described" if "_manifest_" in path.stem else section["format"]
+            kind = "labelled" if (key, algorithm["name"]) == ("data", "kto") else kind
             overrides += [f"{key}.path={signs[kind]}", f"{key}.resolution={list(SIZE)}"]
             overrides += [f"{key}.image_root=null"] if "image_root" in section else []
     if "reference_strip" in published["data"]:
@@ -166,6 +170,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     if "num_steps" in published.get("evaluation", {}):
         overrides += ["evaluation.num_steps=4"]
     if algorithm["name"] == "sft":
+        return [*overrides, "rollout.num_steps=4", "training.max_steps=1", "training.mixed_precision=no"]
+    if algorithm["name"] == "kto":
         return [*overrides, "rollout.num_steps=4", "training.max_steps=1", "training.mixed_precision=no"]
     if rollout.get("window"):
         overrides += [f"rollout.window.size={min(2, rollout['window']['size'])}"]

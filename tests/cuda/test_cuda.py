@@ -62,8 +62,7 @@ def test_with_deterministic_kernels_a_run_resumes_bitwise(
     family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
 ) -> None:
     scripted(brightness)
-    targets = str(signs / "targets")
-    resumes_bitwise(family, algorithm, kind, config, targets=targets, training__deterministic=True)
+    resumes_bitwise(family, algorithm, kind, config, signs=signs, training__deterministic=True)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

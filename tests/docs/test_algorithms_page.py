@@ -15,9 +15,11 @@ PAGE = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
+import kto  # noqa: E402
 import nft  # noqa: E402
 import region  # noqa: E402
 import reward_gradient  # noqa: E402
+import row_weights  # noqa: E402
 import text_to_image  # noqa: E402
 from inputs import inputs  # noqa: E402
 
@@ -26,12 +28,15 @@ from retouch.config import derive, load_run  # noqa: E402
 
 
 def test_forwards_of_the_tiny_runs() -> None:
-    runs = [load_run(algorithms.config_file("flux_fill", name, "full")) for name in algorithms.ALGORITHMS]
+    names = ("sft", "grpo", "ppo", "dpo", "kto", "nft", "reward_gradient")
+    runs = [load_run(algorithms.config_file("flux_fill", name, "full")) for name in names]
     forwards = " | ".join(f"{derive(run).forwards_per_image:.1f}".removesuffix(".0") for run in runs)
     assert f"| network forwards per image, tiny FLUX runs | {forwards} |" in PAGE
 
 
-@pytest.mark.parametrize("benchmark", [algorithms, nft, region, text_to_image], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "benchmark", [algorithms, kto, nft, region, row_weights, text_to_image], ids=lambda module: module.__name__
+)
 def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]

@@ -14,7 +14,7 @@ README = REPOSITORY / "README.md"
 PAGE = README.read_text(encoding="utf-8")
 PROSE = " ".join(PAGE.split())
 
-COLUMNS = ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient", "vlm_grpo")
+COLUMNS = ("sft", "grpo", "ppo", "dpo", "kto", "nft", "reward_gradient", "vlm_grpo")
 VLM = {"qwen_image", "qwen_image_edit"}
 """Families whose text encoder tests/algorithms/test_vlm_grpo.py trains."""
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retouch import plain_json
+from retouch.adapters.fused_lora import fuse_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
 
@@ -35,6 +36,7 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
             "leave targets out to take those of the family"
         )
     network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=True))  # type: ignore[operator]
+    fuse_lora(network)
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

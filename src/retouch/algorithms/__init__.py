@@ -12,6 +12,7 @@ ALGORITHMS: Registry[type] = Registry(
         "grpo": "retouch.algorithms.grpo.config:GrpoConfig",
         "ppo": "retouch.algorithms.grpo.config:PpoConfig",
         "dpo": "retouch.algorithms.dpo.config:DpoConfig",
+        "kto": "retouch.algorithms.kto.config:KtoConfig",
         "nft": "retouch.algorithms.nft.config:NftConfig",
         "reward_gradient": "retouch.algorithms.reward_gradient.config:RewardGradientConfig",
         "vlm_grpo": "retouch.algorithms.vlm_grpo.config:VlmGrpoConfig",

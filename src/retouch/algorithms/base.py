@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retouch.config.presets import Preset, PresetKeys
     from retouch.config.run import RunConfig
     from retouch.core.rules import StepRule
+    from retouch.data.base import ItemFiles
     from retouch.rewards.base import RewardEntry
 
 
@@ -46,9 +47,9 @@ class AlgorithmSection(Section):
         return True
 
     @property
-    def takes_given_pairs(self) -> bool:
-        """Whether it trains on win_path and lose_path of a manifest."""
-        return False
+    def given_images(self) -> frozenset[str]:
+        """Images of a manifest that it trains on instead of rollouts: "win" and "lose", or "target"."""
+        return frozenset()
 
     @property
     def snapshots(self) -> frozenset[str]:
@@ -88,6 +89,13 @@ class AlgorithmSection(Section):
     def records_means(self) -> bool:
         """Whether sampling records the means of the trained steps."""
         return False
+
+    def check_items(self, items: Sequence[ItemFiles]) -> None:
+        """Refuse examples of `data` that it cannot train on.
+
+        Raises:
+            DataError: names the example.
+        """
 
     def trained_kind(self, run: RunConfig) -> str:
         """full, lora or ip_adapter: how much of the trained network is trained."""
@@ -264,6 +272,30 @@ class RlConfig(Objective):
             self._can_compare_with_the_base(run)
         super().check(run)
 
+    @property
+    def _no_rollouts(self) -> str:
+        """Why options of rollouts have no effect."""
+        return f"{'algorithm.pairs=offline' if 'win' in self.given_images else self.name} samples no images"
+
+    def takes_only_given_images(self, run: RunConfig, takes: str, remedy: str = "") -> None:
+        """Refuse data without images to train on, and options of rollouts.
+
+        Args:
+            takes: what of a manifest it trains on, as the end of a sentence.
+            remedy: another remedy than the format.
+        """
+        which = self._no_rollouts.removesuffix(" samples no images")
+        if run.data.format != "manifest":
+            raise ValueError(
+                f"data.format: given {run.data.format!r}, but {which} {takes}; set data.format=manifest{remedy}"
+            )
+        for name in ("rollout_policy", "resample_rounds", "inner_epochs", "combine"):
+            field = type(self).model_fields.get(name)
+            if field is not None and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"algorithm.{name}: given {getattr(self, name)!r}, but {self._no_rollouts}; leave {name} out"
+                )
+
     def _can_compare_with_the_base(self, run: RunConfig) -> None:
         """Refuse kl_reference=base where there is no reference, or no LoRA that can be left out."""
         given = "algorithm.kl_reference: given 'base', but"
@@ -278,7 +310,7 @@ class RlConfig(Objective):
 
     def _samples_by_the_ode(self, run: RunConfig) -> None:
         """Refuse options of stochastic steps."""
-        rollout, given_pairs = run.rollout, self.takes_given_pairs
+        rollout, given = run.rollout, bool(self.given_images)
         records = self.recorded_steps(run) > 0
         if run.optimizer.steps_per_forward is not None:
             rows = "takes every trained step as a row" if records else "trains no solver steps"
@@ -286,17 +318,17 @@ class RlConfig(Objective):
                 f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} {rows}; leave "
                 "it out"
             )
-        why = "algorithm.pairs=offline samples no images" if given_pairs else f"{self.name} samples by the ODE"
+        why = self._no_rollouts if given else f"{self.name} samples by the ODE"
         for name in ("noise_level", "eta", "step_rule"):
             if getattr(rollout, name) is not None:
                 raise ValueError(f"rollout.{name}: given {getattr(rollout, name)!r}, but {why}; leave {name} out")
         if rollout.window is not None:
-            untrained = "" if given_pairs or records else " and trains no steps of it"
+            untrained = "" if given or records else " and trains no steps of it"
             raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
-        if given_pairs and rollout.solver != "first_order":
+        if given and rollout.solver != "first_order":
             raise ValueError(f"rollout.solver: given {rollout.solver!r}, but {why}; leave it out")
         if rollout.shared_noise:
-            same = "" if given_pairs else ", and all images of a group would be the same"
+            same = "" if given else ", and all images of a group would be the same"
             raise ValueError(f"rollout.shared_noise: given true, but {why}{same}; set shared_noise=false")
 
 

@@ -22,7 +22,7 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
         needs = needs.union(*(entry.example_images() for entry in run.rewards.values()))
     if takes_references(run, scored=scored):
         needs |= {"reference"}
-    return needs | {"win", "lose"} if training and run.algorithm.takes_given_pairs else needs
+    return needs | run.algorithm.given_images if training else needs
 
 
 def takes_references(run: RunConfig, *, scored: bool) -> bool:

@@ -277,7 +277,7 @@ class ImageSection(DataSection):
                 f"{key}.reference: given {self.reference!r}, but nothing in the run reads a reference; set "
                 "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
             )
-        sft = not run.algorithm.trains_on_rewards and not run.algorithm.takes_given_pairs
+        sft = not run.algorithm.trains_on_rewards and not run.algorithm.given_images
         supervised = key == "warmup_data" or (key == "data" and sft and run.evaluation.data is not None)
         if self.reference == "half_box" and not supervised:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -83,6 +84,7 @@ class FamilySpec:
         embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
         adapter: the style adapter; None where the family has none.
         empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
+        unmasked_attention: whether its attention has no masks and goes through diffusers' choice of kernels.
         reference_width: width of a reference vector; None where references are not encoded.
     """
 
@@ -109,6 +111,7 @@ class FamilySpec:
     embedded_encoder: str | None = None
     adapter: AdapterFacts | None = None
     empty_prompt: str = ""
+    unmasked_attention: bool = False
     reference_width: int | None = None
 
     @property
@@ -234,6 +237,13 @@ Quantization = Literal["int8", "fp8", "nf4"]
 """How the matrices of a frozen network are stored; see `retouch.families.quantized`."""
 
 
+Attention = Literal["math", "torch_flash", "flash", "flash3"]
+"""Kernels of attention; see `retouch.families.attention`."""
+
+ATTENTION_PACKAGES: dict[Attention, str] = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
+"""Kernel -> module that has it, for kernels that are not torch's."""
+
+
 Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
 
@@ -278,6 +288,10 @@ class ModelSection(Section):
     """Storage of the matrices in the blocks of the frozen network, under LoRA or a style adapter: "int8" and "fp8"
     (e4m3) take 1 byte per weight, "nf4" (QLoRA, arXiv 2305.14314; bitsandbytes) 0.56; each use restores them in the
     precision of training. Rollouts, training and evaluation all use the quantized network. Null keeps `dtype`."""
+    attention: Attention | None = None
+    """Kernel of the network's attention, in rollouts, training and evaluation, for families without attention masks
+    (FLUX): torch's "math" or "torch_flash" (FlashAttention 2), or of other packages "flash" (flash-attn) or "flash3"
+    (FlashAttention 3, Hopper GPUs). Null is torch's choice for each input."""
     offload_text_encoders: bool = True
     """Keep the text encoders on the CPU and move them to the device only while they encode."""
     vae_batch: Literal["all", "one", "tiles"] = "all"
@@ -372,6 +386,18 @@ class ModelSection(Section):
             self.train.check(run, f"{key}.train")
         if self.quantize is not None:
             self._can_be_quantized(run, f"{key}.quantize: given {self.quantize!r}, but")
+        if self.attention is not None:
+            self._has_attention(f"{key}.attention: given {self.attention!r}, but")
+
+    def _has_attention(self, given: str) -> None:
+        if not self.spec.unmasked_attention:
+            able = ", ".join(name for name, section in FAMILIES.available().items() if section.spec.unmasked_attention)
+            raise ValueError(f"{given} {self.family} has no choice of kernels; leave attention out ({able} have it)")
+        if isinstance(self.train, TrainIpAdapter):
+            raise ValueError(f"{given} a style adapter brings attention of its own; leave attention out")
+        package = ATTENTION_PACKAGES.get(self.attention) if self.attention else None
+        if package is not None and find_spec(package) is None:
+            raise ValueError(f"{given} {package} is not installed; install it, or leave attention out")
 
     def _can_be_quantized(self, run: RunConfig, given: str) -> None:
         if isinstance(self.train, TrainFull):

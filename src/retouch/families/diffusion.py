@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from retouch.core.schedule import FlowSchedule, Schedule, flux_shift
+from retouch.families.attention import set_attention
 from retouch.families.base import ModelSection
 from retouch.families.embeddings import EmbeddingCache, open_cache
 from retouch.families.inputs import reference_encoder
@@ -79,6 +80,7 @@ class FamilyModel(ABC):
     ) -> None:
         self.config: Any = config or self.section.model_validate({})
         self.network: nn.Module = network
+        set_attention(network, self.config.attention)
         self.dtype: torch.dtype = network.dtype
         self.text = text
         self.scheduler = scheduler

@@ -37,7 +37,7 @@ def _steps(config: RunConfig, derived: Derived | VlmDerived) -> str:
         used = _count(derived.optimizer_steps_per_generation, "optimizer step")
         return f"It takes {steps}; {completions} completions of {_count(prompts, 'prompt')} are trained on for {used}."
     if not derived.global_images_per_epoch:
-        rows = "pair" if config.algorithm.takes_given_pairs else "image"
+        rows = "pair" if "win" in config.algorithm.given_images else "image"
         return f"It takes {steps} of {_count(derived.global_rows_per_step, rows)} each."
     supervised = config.algorithm.supervised_steps(config)
     warmup = f", the first {supervised} supervised" if supervised else ""

@@ -27,6 +27,8 @@ REDUCTIONS: dict[str, Reduction] = {
     "max_abs_log_ratio": "max",
     "logit": "mean",
     "preference_accuracy": "mean",
+    "label_accuracy": "mean",
+    "label_margin": "mean",
     "win_error_change": "mean",
     "lose_error_change": "mean",
     "positive_error": "mean",

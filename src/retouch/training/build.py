@@ -118,6 +118,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     for name, given in loaded.items():
         fit_one_batch(config, name, given)
     require_texts_of(config, {name: given.items for name, given in loaded.items()})
+    config.algorithm.check_items(data.items)
     needs_targets(config, warmup)
     enough_groups(config, derived, data)
     if held_out is not None:

@@ -41,12 +41,12 @@ class DpoConfig(RlConfig):
         return self.reference_refresh_every
 
     @property
-    def takes_given_pairs(self) -> bool:
-        return self.pairs == "offline"
+    def given_images(self) -> frozenset[str]:
+        return frozenset({"win", "lose"} if self.pairs == "offline" else ())
 
     @property
     def trains_on_rewards(self) -> bool:
-        return not self.takes_given_pairs
+        return self.pairs == "online"
 
     @property
     def snapshots(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class DpoConfig(RlConfig):
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
         per_member = self.timesteps_per_pair * (1 + backward)
-        if self.takes_given_pairs:
+        if self.given_images:
             return float(per_member)
         return guided * run.rollout.num_steps + per_member * self.inner_epochs * 2 / run.rollout.group_size
 
@@ -73,16 +73,7 @@ class DpoConfig(RlConfig):
                 "algorithm.kl_reference=base keeps the base as the reference; leave one of them out"
             )
         super().check(run)
-        if not self.takes_given_pairs:
-            return
-        if run.data.format != "manifest":
-            raise ValueError(
-                f"data.format: given {run.data.format!r}, but algorithm.pairs=offline takes win_path and lose_path "
-                "of a manifest; set data.format=manifest, or algorithm.pairs=online"
+        if self.given_images:
+            self.takes_only_given_images(
+                run, "takes win_path and lose_path of a manifest", ", or algorithm.pairs=online"
             )
-        for name in ("rollout_policy", "resample_rounds", "inner_epochs", "combine"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"algorithm.{name}: given {getattr(self, name)!r}, but algorithm.pairs=offline samples no images; "
-                    f"leave {name} out"
-                )

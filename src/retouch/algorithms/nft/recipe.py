@@ -24,7 +24,8 @@ be over the masked region; groups with zero reward variance are left out; a roll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -75,13 +76,14 @@ class Micro(NamedTuple):
 
     Attributes:
         rows: [B] indices into the experience.
-        noised: B x W noised copies, row-major.
+        noised: makes B x W noised copies, row-major, the same at each call. They are not kept between forwards: the
+            conditions of a step would fill a GPU.
         old: [B · W, C, h, w] as the network predicts; None while the policy is the old one (`Step.fresh`).
         reference: the same of the reference; None without a KL.
     """
 
     rows: Tensor
-    noised: NoisedRows
+    noised: Callable[[], NoisedRows]
     old: Tensor | None
     reference: Tensor | None
 
@@ -89,31 +91,38 @@ class Micro(NamedTuple):
 def prepare(
     session: Session, algorithm: NftConfig, experience: Experience, step: Step, chunks: tuple[Tensor, ...]
 ) -> list[Micro]:
-    """Noise every row of a step and compute the predictions of the snapshots, before the policy's first forward:
-    weights must not be swapped between a forward and its backward."""
-    run, noised = session.run, list[NoisedRows]()
-    for rows in chunks:
-        condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), run.engine.device)
-        generators = row_generators(experience.seed[rows], "nft", session.progress.position)
-        x0 = experience.latents[rows, 0]
-        noised.append(noised_copies(run, x0, condition, generators, algorithm.timesteps_per_image))
+    """Compute the predictions of the snapshots for every row of a step, before the policy's first forward: weights must
+    not be swapped between a forward and its backward."""
+    run, position = session.run, session.progress.position
+    noised = [partial(noised_rows, run, algorithm, experience, rows, position) for rows in chunks]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)
     with run.clock.part("train_forward"):
         if not step.fresh:
             with run.policy.use("old"):
-                old = [predict(run, rows) for rows in noised]
+                old = [predict(run, make()) for make in noised]
         if algorithm.kl_weight:
             with run.policy.use("reference"):
-                reference = [predict(run, rows) for rows in noised]
+                reference = [predict(run, make()) for make in noised]
     return [Micro(*parts) for parts in zip(chunks, noised, old, reference, strict=True)]
+
+
+def noised_rows(run: Run, algorithm: NftConfig, experience: Experience, rows: Tensor, position: int) -> NoisedRows:
+    """W noised copies of each of B rows.
+
+    Args:
+        position: optimizer step of the epoch, a part of their seeds.
+    """
+    condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), run.engine.device)
+    generators = row_generators(experience.seed[rows], "nft", position)
+    return noised_copies(run, experience.latents[rows, 0], condition, generators, algorithm.timesteps_per_image)
 
 
 def implicit_policies_loss(
     run: Run, algorithm: NftConfig, experience: Experience, micro: Micro, total: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
     """The loss of one forward of B x W rows -> (loss, metrics, rows that count)."""
-    device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised
+    device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised()
     weight = experience.weight[micro.rows].to(device)
     wide_weight = weight.repeat_interleave(copies)
     row_weight = wide_weight / noised.schedule.velocity_gain(noised.time)

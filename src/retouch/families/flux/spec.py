@@ -62,6 +62,7 @@ ADAPTER = AdapterFacts(
 
 FACTS: dict[str, Any] = {
     "prediction": "flow",
+    "unmasked_attention": True,
     "latent_channels": 16,
     "downsampling": 8,
     "size_multiple": 16,

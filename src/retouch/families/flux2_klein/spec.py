@@ -27,6 +27,7 @@ class Flux2KleinModel(ModelSection):
 
     spec: ClassVar[FamilySpec] = FamilySpec(
         family="flux2_klein",
+        unmasked_attention=True,
         prediction="flow",
         latent_channels=128,
         downsampling=16,

@@ -1,0 +1,49 @@
+"""Kernels of attention that diffusers dispatches to (`model.attention`)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry  # pyright: ignore[reportPrivateUsage]
+from torch import nn
+
+from retouch.config.errors import ConfigError
+from retouch.families.base import Attention
+
+NAMES: dict[Attention, str] = {
+    "math": "_native_math",
+    "torch_flash": "_native_flash",
+    "flash": "flash",
+    "flash3": "_flash_3",
+}
+"""`model.attention` -> the name in diffusers."""
+
+
+def set_attention(network: Any, kernel: Attention | None) -> None:
+    """Set the attention kernel of a diffusers network, in place; None keeps torch's choice.
+
+    diffusers also makes it the default of every network of the process; that is undone.
+
+    Raises:
+        ConfigError: the package is too old or missing.
+    """
+    if kernel is None:
+        return
+    before, _ = Registry.get_active_backend()
+    log = logging.getLogger("diffusers.models.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns that backends are experimental
+    try:
+        network.set_attention_backend(NAMES[kernel])
+    except RuntimeError as error:
+        raise ConfigError(f"model.attention: given {kernel!r}; {error}") from None
+    finally:
+        log.setLevel(level)
+        Registry.set_active_backend(before)  # type: ignore[arg-type]
+
+
+def attention_of(network: nn.Module) -> set[str | None]:
+    """Names in diffusers of the kernels that the attention layers of a network use; None is torch's choice."""
+    processors: list[Any] = [getattr(module, "processor", None) for module in network.modules()]
+    return {p._attention_backend for p in processors if hasattr(p, "_attention_backend")}
