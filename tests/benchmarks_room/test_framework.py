@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,14 @@ def test_columns_are_compared_over_the_items_that_both_have(tmp_path: Path) -> N
     assert "base: 10 images, failed scores: 1 x ocr" in table
     assert "trained: 8 images, 2 missing" in table
     assert "not comparable with published numbers: no evaluator" in table
+
+
+@pytest.mark.parametrize("detail", [{}, {"correct": "yes"}, {"correct": None}])
+def test_details_of_another_server_are_an_error_of_the_benchmark_file(tmp_path: Path, detail: dict[str, Any]) -> None:
+    (row,) = rows({0: [0.5]})
+    row = replace(row, metadata={"tag": "colors"}, outcomes={"geneval": Score(1.0, detail)})
+    with pytest.raises(ConfigError, match=r"has not the form that GenEval needs .*retouch reward serve"):
+        result_of(load_benchmark("geneval", tmp_path), {"base": Column([row], [], {})}, {"items": 1}, {})
 
 
 def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 import retouch
 from retouch.benchmarks.base import Benchmark, ImageRow
+from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
+from retouch.rewards.foreign import one_line
 from retouch.types import Failure
 
 
@@ -83,7 +85,7 @@ def result_of(
             }
             for name, column in columns.items()
         },
-        "measures": {name: benchmark.summary(column.rows) for name, column in columns.items()},
+        "measures": {name: _measured(benchmark, column.rows) for name, column in columns.items()},
         "intervals": intervals,
         "differences": differences,
         "published": {
@@ -95,6 +97,22 @@ def result_of(
             ],
         },
     }
+
+
+def _measured(benchmark: Benchmark, rows: Sequence[ImageRow]) -> dict[str, float]:
+    """The measures of some outputs.
+
+    Raises:
+        ConfigError: details of scores are not those of the benchmark's scorers: a server serves others by their names.
+    """
+    try:
+        return benchmark.summary(rows)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"rewards: a detail of a score has not the form that {benchmark.title} needs ({type(error).__name__}: "
+            f"{one_line(str(error))}); serve {', '.join(sorted(benchmark.rewards))} with `retouch reward serve`, or "
+            "leave url out"
+        ) from None
 
 
 def _departures(benchmark: Benchmark, columns: Mapping[str, Column]) -> list[str]:
@@ -147,14 +165,14 @@ def _flat(
         if pair is not None:
             return _differing(benchmark, rows, chosen, pair)
         (of,) = rows.values()
-        return benchmark.summary([row for key in chosen for row in of[key]])
+        return _measured(benchmark, [row for key in chosen for row in of[key]])
 
     return {name: list(limits) for name, limits in bootstrap_intervals(len(keys), measured).items()}
 
 
 def _differing(benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str]) -> dict[str, float]:
     """Differences of the measures of a pair of columns over some items."""
-    before, after = (benchmark.summary([row for key in keys for row in rows[name][key]]) for name in pair)
+    before, after = (_measured(benchmark, [row for key in keys for row in rows[name][key]]) for name in pair)
     return {name: after[name] - before[name] for name in after if name in before}
 
 
