@@ -1,11 +1,11 @@
-"""Does KTO learn from labels alone? Samples of each tiny base, labelled good or bad by OCR, without pairs or groups.
+"""Does KTO learn from labels alone? Samples of the tiny FLUX.1-Fill, labelled by OCR, without pairs or groups.
 
 The labels: 480 samples of the base, one for each word, good if OCR reads at most one letter of four wrong. KTO trains
-on both labels (the published files of configs/tiny), three seeds per base. The control has as many supervised steps on
+on both labels (configs/tiny/flux_fill_kto.yaml), three seeds. The control has as many supervised steps on
 the good samples alone. Forwards are those of training; held-out words, seeds and solver are those of
 benchmarks/algorithms.py.
 
-    python benchmarks/kto.py --out benchmarks/results/kto.json                    # 2 bases x 2 arms x 3 seeds
+    python benchmarks/kto.py --out benchmarks/results/kto.json                    # 2 arms x 3 seeds
     python benchmarks/kto.py --labels flux_fill --work runs/kto                   # the data of the published file alone
 
 A finished run is not repeated, an interrupted one is resumed, and other rows of --out are kept.
@@ -33,7 +33,7 @@ from retouch.rewards.scorers.ocr import OcrReward
 from retouch.types import Score
 from retouch.use.comparison import gains
 
-FAMILIES = ("flux_fill", "sd_inpaint")
+FAMILIES = ("flux_fill",)
 WORDS, SEED = 480, 4
 GOOD = 0.75
 """NED from which a sample is labelled good."""

@@ -194,26 +194,24 @@ def trained(name: str, seed: int, max_steps: int, work: Path) -> Row:
 @contextmanager
 def replaced(arm: Arm) -> Iterator[None]:
     """Train with the loss of an arm in this process."""
-    epoch_steps, plain_rate, whole = recipe.epoch_steps, session_module.learning_rate, load_run(FILE)
+    plain, plain_rate, whole = recipe.experiences, session_module.learning_rate, load_run(FILE)
     rl_steps = whole.training.max_steps - whole.algorithm.supervised_steps(whole)
 
     def rate(optimizer: Any, base: float, step: int, steps: int) -> float:
         return plain_rate(optimizer, base, step, rl_steps if base == optimizer.lr else steps)
 
-    def steps(session: Any, algorithm: Any, policy: str | None) -> Any:
-        def finish(rows: Experience) -> Experience:
+    def experiences(session: Any, algorithm: Any, policy: str | None) -> Iterator[Experience]:
+        for rows in plain(session, algorithm, policy):
             if arm.whole_groups:  # one seed per example and epoch, from which the copies draw time and noise
                 seeds = [derive_seed(p, session.progress.epoch) for p in rows.position.tolist()]
                 rows.seed = torch.tensor(seeds)
-            return arm.finish(rows)
-
-        return epoch_steps(session, algorithm, policy, finish)
+            yield arm.finish(rows)
 
     def loss(run: Any, algorithm: Any, experience: Experience, micro: Any, total: Tensor) -> Any:
         return row_loss(arm, run, algorithm, experience, micro, total)
 
     with (
-        patched(recipe, "epoch_steps", steps),
+        patched(recipe, "experiences", experiences),
         patched(recipe, "implicit_policies_loss", loss),
         patched(session_module, "learning_rate", rate),
     ):

@@ -90,10 +90,10 @@ def test_regression_weights_are_softmaxes_of_groups() -> None:
 
 
 def test_the_recipe_is_put_back() -> None:
-    before = recipe.implicit_policies_loss, recipe.epoch_steps, row_weights.session_module.learning_rate
+    before = recipe.implicit_policies_loss, recipe.experiences, row_weights.session_module.learning_rate
     with row_weights.replaced(row_weights.ARMS["RWR"]):
-        assert recipe.implicit_policies_loss is not before[0] and recipe.epoch_steps is not before[1]
-    assert (recipe.implicit_policies_loss, recipe.epoch_steps, row_weights.session_module.learning_rate) == before
+        assert recipe.implicit_policies_loss is not before[0] and recipe.experiences is not before[1]
+    assert (recipe.implicit_policies_loss, recipe.experiences, row_weights.session_module.learning_rate) == before
 
 
 def test_the_runs_are_of_the_run_file_and_base_in_the_tree_and_take_the_forwards_of_nft() -> None:
