@@ -72,7 +72,7 @@ LIVES_S = {"front": 6.0, "worker": 2.0}
 SCORED_BETWEEN = 100
 """Images that are scored between two kills, at least."""
 
-TARGETS = ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient", "vlm_grpo", "grpo_server")
+TARGETS = ("sft", "grpo", "ppo", "dpo", "kto", "nft", "reward_gradient", "vlm_grpo", "grpo_server")
 
 
 # --- the runs ---
@@ -109,6 +109,10 @@ def run_file(target: str, data: Path, runs: Path) -> dict[str, Any]:
         "sft": {"algorithm": {"name": "sft"}, "model": {**run["model"], "train": {"kind": "full"}}},
         "grpo": {"algorithm": {"name": "grpo", "inner_epochs": 2, "kl_weight": 0.1, "sft_steps": 1}},
         "dpo": {"algorithm": {"name": "dpo", "reference_refresh_every": 2, "beta": 100.0}},
+        "kto": {
+            "algorithm": {"name": "kto", "sft_steps": 1},
+            "data": {"format": "manifest", "path": str(data / "labels.json"), "resolution": list(SIZE)},
+        },
         "nft": {"algorithm": {"name": "nft", "old_policy": "ramp_half", "kl_weight": 0.1, "inner_epochs": 2}},
         "ppo": {"algorithm": {"name": "ppo"}},
         "reward_gradient": {
@@ -124,6 +128,8 @@ def run_file(target: str, data: Path, runs: Path) -> dict[str, Any]:
     if target == "sft":
         run["data"] = run.pop("warmup_data")
         del run["rewards"]
+    if target == "kto":
+        run["rollout"], run["rewards"] = {"num_steps": 2}, {}
     if target == "vlm_grpo":
         del run["warmup_data"], run["ema"], run["optimizer"]
         run["model"] = {**model_of("qwen_image_edit", data), "max_sequence_length": 256}
@@ -161,6 +167,19 @@ def write_data(folder: Path) -> None:
     write_signs(folder / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
     write_signs(folder / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
     write_edits(folder / "edits", 12, "train", 3)
+    signs = sorted((folder / "targets").glob("*_source.png"))
+    labelled = [
+        {
+            "id": number,
+            "prompt": f"The text is '{number}'.",
+            "image_path": str(sign),
+            "mask_path": str(sign).replace("_source", "_mask"),
+            "target_path": str(sign),
+            "label": "good" if number % 2 else "bad",
+        }
+        for number, sign in enumerate(signs)
+    ]
+    (folder / "labels.json").write_text(json.dumps(labelled), encoding="utf-8")
 
 
 class Process:

@@ -284,10 +284,8 @@ class SerialServer:
 
 def balance(requests: int = 88, seconds: float = 0.1) -> list[dict[str, Any]]:
     """Makespan of `requests` over four servers, one of them four times slower than `seconds`."""
-    from retouch.rewards.client.client import (
-        ClientOptions,
-        RewardClient,
-    )
+    from retouch.rewards.client.client import RewardClient
+    from retouch.rewards.client.config import RewardClientConfig
     from retouch.rewards.protocol import RewardItem
 
     loop = asyncio.new_event_loop()
@@ -299,7 +297,7 @@ def balance(requests: int = 88, seconds: float = 0.1) -> list[dict[str, Any]]:
     for way, most in (("least_outstanding", 4), ("round_robin", 4), ("round_robin", requests)):
         servers = [SerialServer(cost) for cost in costs]
         urls = [asyncio.run_coroutine_threadsafe(server.start(), loop).result() for server in servers]
-        options = ClientOptions(batch_size=1, balance=way, most=most)  # pyright: ignore[reportArgumentType]
+        options = RewardClientConfig(batch_size=1, balance=way, requests_per_server=most)  # pyright: ignore[reportArgumentType]
         with RewardClient(urls, ["r"], options=options) as client:
             started = time.perf_counter()
             client.score(items)

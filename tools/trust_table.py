@@ -24,6 +24,7 @@ NAMES = {
     "grpo": "GRPO",
     "ppo": "PPO",
     "dpo": "DPO",
+    "kto": "KTO",
     "nft": "DiffusionNFT",
     "reward_gradient": "reward gradients",
     "vlm_grpo": "VLM-GRPO",
@@ -244,7 +245,7 @@ FINDINGS = {
         "rewards/test_client.py",
         "test_neither_or_both_of_score_and_error_fails_alone",
     ),
-    "A value outside the range that its server declares trained": (
+    "A value outside the range that its server declared when it was ready trained": (
         "rewards/test_client.py",
         "test_a_value_outside_the_range_that_its_server_declares_is_a_failure",
     ),

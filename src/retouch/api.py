@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -242,9 +243,9 @@ def _images(given: ImageInput | Sequence[ImageInput] | None) -> tuple[Path | Ima
 
 def _boxes(given: Box | Sequence[Box] | None) -> tuple[Box, ...]:
     """No box, one, or several."""
-    if not given:
+    if given is None or len(given) == 0:
         return ()
-    return (cast("Box", given),) if isinstance(given[0], int) else tuple(cast("Sequence[Box]", given))
+    return (cast("Box", given),) if isinstance(given[0], Real) else tuple(cast("Sequence[Box]", given))
 
 
 def _given(image: ImageInput | None) -> Path | Image.Image | None:

@@ -52,6 +52,27 @@ def results(layer: Linear, dtype: torch.dtype, *shape: int, lowered: bool = Fals
     return [output.detach(), *gradients]  # type: ignore[list-item]
 
 
+def test_one_product_adds_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not peft's forward: that is taken where the layer is off or merged."""
+    _, fused = layers()
+    products: list[Tensor] = []
+    real = torch.addmm
+
+    def addmm(*args: Any, **kwargs: Any) -> Tensor:
+        products.append(real(*args, **kwargs))
+        return products[-1]
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    x = torch.randn(5, WIDTHS[0], dtype=torch.float64)
+    assert torch.equal(fused(x), products[0]) and len(products) == 1
+    fused.enable_adapters(False)
+    fused(x)
+    fused.enable_adapters(True)
+    fused.merge()
+    fused(x)
+    assert len(products) == 1
+
+
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4)])
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-13), (torch.float32, 5e-5)])
 def test_values_and_gradients_are_those_of_peft(dtype: torch.dtype, off: float, shape: tuple[int, ...]) -> None:

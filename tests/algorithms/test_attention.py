@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from retouch.families.attention import NAMES, attention_of
+from retouch.families.attention import NAMES
+from tests.families.conftest import attention_of
 
 from .runs import Config, brightness, of_kind, train
 

@@ -223,10 +223,11 @@ def test_columns_are_compared_over_the_items_that_both_have(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("detail", [{}, {"correct": "yes"}, {"correct": None}])
 def test_details_of_another_server_are_an_error_of_the_benchmark_file(tmp_path: Path, detail: dict[str, Any]) -> None:
+    text = f"name: geneval\npath: {tmp_path}\nrewards: {{geneval: {{url: 'http://127.0.0.1:9'}}}}\n"
     (row,) = rows({0: [0.5]})
     row = replace(row, metadata={"tag": "colors"}, outcomes={"geneval": Score(1.0, detail)})
     with pytest.raises(ConfigError, match=r"has not the form that GenEval needs .*retouch reward serve"):
-        result_of(load_benchmark("geneval", tmp_path), {"base": Column([row], [], {})}, {"items": 1}, {})
+        result_of(load_benchmark(file(tmp_path, text), None), {"base": Column([row], [], {})}, {"items": 1}, {})
 
 
 def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> None:

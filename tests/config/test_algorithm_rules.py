@@ -336,6 +336,13 @@ OFFLINE = (PAIRS, "rewards={}")
                 "data.format=manifest"
             ),
         ),
+        (
+            ("algorithm={name: kto, sft_steps: 2}", *OFFLINE),
+            (
+                "algorithm.sft_steps: given 2, but without warmup_data the warm-up would train on images with label "
+                "bad too; set warmup_data, or sft_steps=0"
+            ),
+        ),
         *(
             (
                 (f"algorithm={{name: kto, {key}: {value}}}", *OFFLINE),

@@ -13,13 +13,19 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import sample
 from retouch.types import Condition, Example
+
+
+def attention_of(network: nn.Module) -> set[str | None]:
+    """Names in diffusers of the kernels that the attention layers of a network use; None is torch's choice."""
+    processors: list[Any] = [getattr(module, "processor", None) for module in network.modules()]
+    return {p._attention_backend for p in processors if hasattr(p, "_attention_backend")}
 
 
 def random_example(number: int, height: int, width: int) -> Example:

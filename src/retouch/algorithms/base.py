@@ -224,7 +224,7 @@ class Objective(AlgorithmSection):
 
 
 class RlConfig(Objective):
-    """Base of every algorithm that trains on rewards."""
+    """Base of every algorithm but SFT: those that train on rewards, given pairs or labels, after a warm-up."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "sft_steps",
@@ -273,9 +273,9 @@ class RlConfig(Objective):
         super().check(run)
 
     @property
-    def _no_rollouts(self) -> str:
-        """Why options of rollouts have no effect."""
-        return f"{'algorithm.pairs=offline' if 'win' in self.given_images else self.name} samples no images"
+    def _takes_given(self) -> str:
+        """The choice by which the run trains on given images."""
+        return "algorithm.pairs=offline" if "win" in self.given_images else self.name
 
     def takes_only_given_images(self, run: RunConfig, takes: str, remedy: str = "") -> None:
         """Refuse data without images to train on, and options of rollouts.
@@ -284,7 +284,7 @@ class RlConfig(Objective):
             takes: what of a manifest it trains on, as the end of a sentence.
             remedy: another remedy than the format.
         """
-        which = self._no_rollouts.removesuffix(" samples no images")
+        which = self._takes_given
         if run.data.format != "manifest":
             raise ValueError(
                 f"data.format: given {run.data.format!r}, but {which} {takes}; set data.format=manifest{remedy}"
@@ -293,7 +293,7 @@ class RlConfig(Objective):
             field = type(self).model_fields.get(name)
             if field is not None and getattr(self, name) != field.default:
                 raise ValueError(
-                    f"algorithm.{name}: given {getattr(self, name)!r}, but {self._no_rollouts}; leave {name} out"
+                    f"algorithm.{name}: given {getattr(self, name)!r}, but {which} samples no images; leave {name} out"
                 )
 
     def _can_compare_with_the_base(self, run: RunConfig) -> None:
@@ -318,7 +318,7 @@ class RlConfig(Objective):
                 f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} {rows}; leave "
                 "it out"
             )
-        why = self._no_rollouts if given else f"{self.name} samples by the ODE"
+        why = f"{self._takes_given} samples no images" if given else f"{self.name} samples by the ODE"
         for name in ("noise_level", "eta", "step_rule"):
             if getattr(rollout, name) is not None:
                 raise ValueError(f"rollout.{name}: given {getattr(rollout, name)!r}, but {why}; leave {name} out")

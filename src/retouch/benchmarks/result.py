@@ -103,11 +103,13 @@ def _measured(benchmark: Benchmark, rows: Sequence[ImageRow]) -> dict[str, float
     """The measures of some outputs.
 
     Raises:
-        ConfigError: details of scores are not those of the benchmark's scorers: a server serves others by their names.
+        ConfigError: details of scores are not those of the benchmark's scorers: a server has others of their names.
     """
     try:
         return benchmark.summary(rows)
     except (KeyError, TypeError, ValueError, IndexError) as error:
+        if all(entry.url is None for entry in benchmark.rewards.values()):
+            raise
         raise ConfigError(
             f"rewards: a detail of a score has not the form that {benchmark.title} needs ({type(error).__name__}: "
             f"{one_line(str(error))}); serve {', '.join(sorted(benchmark.rewards))} with `retouch reward serve`, or "

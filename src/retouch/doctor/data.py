@@ -14,6 +14,7 @@ from retouch.data.base import DataError, ItemFiles
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.formats import Data
 from retouch.doctor.line import Line
+from retouch.errors import InputError
 from retouch.texts import has_text, reading_rewards, require_texts, scored_sections
 
 if TYPE_CHECKING:
@@ -87,13 +88,13 @@ def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
 
 
 def _checked(what: str, check: Callable[[], str | None]) -> Iterator[Line]:
-    """The result of a check in a line: a ConfigError must be fixed; None needs no line, as a package that is missing,
+    """The result of a check in a line: an InputError must be fixed; None needs no line, as a package that is missing,
     which the line of its extra reports."""
     try:
         found = check()
     except ImportError:
         return
-    except ConfigError as error:
+    except InputError as error:
         yield Line("fix", what, str(error))
     else:
         if found is not None:
@@ -101,10 +102,11 @@ def _checked(what: str, check: Callable[[], str | None]) -> Iterator[Line]:
 
 
 def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> None:
-    """Check for targets of supervised steps, and for enough examples of an epoch."""
+    """Check for the labels of KTO, for targets of supervised steps, and for enough examples of an epoch."""
     from retouch.training.build import enough_groups, needs_targets
 
     if not run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
+        run.algorithm.check_items(data.items)
         needs_targets(run, warmup)
         enough_groups(run, derive(run, world_size), data)
 

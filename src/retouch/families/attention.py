@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry  # pyright: ignore[reportPrivateUsage]
-from torch import nn
 
 from retouch.config.errors import ConfigError
+from retouch.errors import first_line
 from retouch.families.base import Attention
 
 NAMES: dict[Attention, str] = {
@@ -37,13 +37,7 @@ def set_attention(network: Any, kernel: Attention | None) -> None:
     try:
         network.set_attention_backend(NAMES[kernel])
     except RuntimeError as error:
-        raise ConfigError(f"model.attention: given {kernel!r}; {error}") from None
+        raise ConfigError(f"model.attention: given {kernel!r}; {first_line(error)}; or leave attention out") from None
     finally:
         log.setLevel(level)
         Registry.set_active_backend(before)  # type: ignore[arg-type]
-
-
-def attention_of(network: nn.Module) -> set[str | None]:
-    """Names in diffusers of the kernels that the attention layers of a network use; None is torch's choice."""
-    processors: list[Any] = [getattr(module, "processor", None) for module in network.modules()]
-    return {p._attention_backend for p in processors if hasattr(p, "_attention_backend")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -240,9 +239,6 @@ Quantization = Literal["int8", "fp8", "nf4"]
 Attention = Literal["math", "torch_flash", "flash", "flash3"]
 """Kernels of attention; see `retouch.families.attention`."""
 
-ATTENTION_PACKAGES: dict[Attention, str] = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
-"""Kernel -> module that has it, for kernels that are not torch's."""
-
 
 Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
@@ -395,9 +391,6 @@ class ModelSection(Section):
             raise ValueError(f"{given} {self.family} has no choice of kernels; leave attention out ({able} have it)")
         if isinstance(self.train, TrainIpAdapter):
             raise ValueError(f"{given} a style adapter brings attention of its own; leave attention out")
-        package = ATTENTION_PACKAGES.get(self.attention) if self.attention else None
-        if package is not None and find_spec(package) is None:
-            raise ValueError(f"{given} {package} is not installed; install it, or leave attention out")
 
     def _can_be_quantized(self, run: RunConfig, given: str) -> None:
         if isinstance(self.train, TrainFull):

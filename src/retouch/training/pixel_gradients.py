@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retouch.algorithms.base import RlConfig
-from retouch.errors import OutOfMemory
+from retouch.errors import OutOfMemory, first_line
 from retouch.rewards.gradient import PixelReward, combined_gradient, pixel_rewards
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
@@ -51,7 +51,7 @@ def latent_gradient(
     except torch.OutOfMemoryError as error:
         remedies = "" if checkpointing else "training.gradient_checkpointing=true, "
         raise OutOfMemory(
-            f"out of memory in the gradient of a reward through the decoder ({str(error).splitlines()[0]}); set "
+            f"out of memory in the gradient of a reward through the decoder ({first_line(error)}); set "
             f"{remedies}a smaller data.resolution, or the device of the reward's scorer to cpu"
         ) from error
     if problem:
@@ -65,7 +65,7 @@ def pulls(
     session: Session, algorithm: RlConfig, items: Sequence[RewardItem], position: Tensor, x0: Tensor, weight: Tensor
 ) -> Tensor:
     """-d reward / d latents [n, C, h, w] fp32 of the rewards with a `gradient_weight`, divided by its root mean square
-    and the number of elements of the region, times the sum of these weights; [0] without such rewards. A sample whose
+    and the number of elements of the region, times the sum of these weights. A sample whose
     gradient fails has 0, and counts as a failure.
 
     Args:
@@ -77,8 +77,6 @@ def pulls(
     run = session.run
     weights = {name: entry.gradient_weight for name, entry in run.config.rewards.items()}
     rewards = pixel_rewards(run.rewards, weights)
-    if not rewards:
-        return torch.zeros(0)
     result, failures = torch.zeros_like(x0), list[Failure]()
     asked = weight.nonzero().flatten().tolist()
     for i in asked:

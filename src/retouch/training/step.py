@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retouch.data.sampler import batch_examples, derive_seed
 from retouch.engine import Diverged, OutOfMemory
+from retouch.errors import first_line
 from retouch.observe import Metrics
 from retouch.training.dump import Numbers, StepTaken
 
@@ -91,7 +92,7 @@ class Step:
                 stepped = run.engine.step(self._lr)
             except torch.OutOfMemoryError as error:  # its moments are allocated in the first step
                 raise OutOfMemory(
-                    f"out of memory in the optimizer ({str(error).splitlines()[0]}); set optimizer.state=8bit or "
+                    f"out of memory in the optimizer ({first_line(error)}); set optimizer.state=8bit or "
                     "model.train.kind=lora, or training.sharding on several devices"
                 ) from error
             except Diverged as error:
@@ -161,7 +162,7 @@ class Attempt:
         self._forward.close()
         if not isinstance(error, torch.OutOfMemoryError):
             return False
-        self.problem = str(error).splitlines()[0]
+        self.problem = first_line(error)
         return True
 
     def chunks(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:

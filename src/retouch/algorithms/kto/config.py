@@ -51,6 +51,11 @@ class KtoConfig(RlConfig):
 
     def check(self, run: RunConfig, key: str = "") -> None:
         self.takes_only_given_images(run, "trains on target_path and label of a manifest")
+        if self.sft_steps and run.warmup_data is None:
+            raise ValueError(
+                f"algorithm.sft_steps: given {self.sft_steps}, but without warmup_data the warm-up would train on "
+                "images with label bad too; set warmup_data, or sft_steps=0"
+            )
         super().check(run)
 
     def check_items(self, items: Sequence[ItemFiles]) -> None:

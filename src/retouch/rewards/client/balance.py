@@ -164,7 +164,6 @@ class RetryBudget:
     """
 
     def __init__(self, window_s: float, share: float = 0.15, reserve: float = 15.0, per_second: float = 0.5) -> None:
-        self.window_s = window_s
         self.share = share
         self.reserve = reserve
         self.per_second = per_second

@@ -145,9 +145,9 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def compared_text(item: RewardItem, key: str) -> str | None:
-    """The text to compare an image with: the prompt, or under `key` of the metadata; None if the item has none."""
+    """The text to compare an image with: the prompt, or under `key` of the metadata; None if there is none."""
     text = item.metadata.get(key) if key else item.prompt
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) and (text.strip() or not key) else None
 
 
 def untold(item: RewardItem, key: str) -> Failure:

@@ -7,17 +7,17 @@ The published reader is PaddleOCR 2.10 (Chinese, with the angle classifier); rap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from retouch.errors import ConfigError
-from retouch.hub import require_hub
 from retouch.lines import Bounds
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.mask_generation import region_boxes
 from retouch.rewards.scorers.ocr_lines import OcrLinesReward
 from retouch.rewards.scorers.reading import FoundLine
+from retouch.rewards.scorers.weights import loading, train_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,16 +84,11 @@ class Sam2Predictor:
         Raises:
             ConfigError: transformers is missing, or there is no such model.
         """
-        try:
+        with train_extra():
             import torch
             from transformers import Sam2Model
-        except ImportError as error:
-            raise ConfigError(f'readability=sam2 needs {error.name}: pip install "retouch[train]"') from None
-        require_hub("segmenter", path)
-        try:
+        with loading("segmenter", path):
             model: Any = Sam2Model.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"segmenter: given {path!r}: {str(error).splitlines()[0]}") from None
         self.torch, self.device = torch, device
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.model.mask_decoder.dynamic_multimask_via_stability = False  # as MMMG builds its network
@@ -139,7 +134,9 @@ class RegionCounter:
         self.reader = OcrLinesReward(engine=engine).make()
         self.reader.load(device if engine == "paddleocr" else "cpu")
         self.revision = f"{self.predictor.revision} {self.reader.options.reader()}"
+        self._in_use = Lock()  # a judge's threads share the counter, whose predictor holds one image
 
     def __call__(self, image: Pixels) -> int:
-        [found] = self.reader.find_lines([image])
-        return count_regions(region_boxes(image, self.predictor).tolist(), text_lines(found))
+        with self._in_use:
+            [found] = self.reader.find_lines([image])
+            return count_regions(region_boxes(image, self.predictor).tolist(), text_lines(found))

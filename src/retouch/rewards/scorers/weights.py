@@ -111,6 +111,8 @@ def read_weights(file: Path, option: str = "path", *, mmap: bool = True) -> dict
     for key in ("state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{option}: {file} holds one {type(found).__name__}; expected weights by name")
     return dict(found)
 
 
@@ -120,9 +122,10 @@ def tensor_of(tensors: Mapping[str, Tensor], option: str, name: str) -> Tensor:
     Raises:
         ConfigError: the file of the option has none of this name.
     """
-    if name not in tensors:
+    found: Any = tensors.get(name)
+    if not hasattr(found, "float"):
         raise ConfigError(f"{option}: the file has no tensor {name}")
-    return tensors[name].float()
+    return found.float()
 
 
 def require_all(file: Path | str, missing: Sequence[str], unknown: Sequence[str]) -> None:
