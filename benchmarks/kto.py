@@ -1,11 +1,10 @@
 """Does KTO learn from labels alone? Samples of the tiny FLUX.1-Fill, labelled by OCR, without pairs or groups.
 
 The labels: 480 samples of the base, one for each word, good if OCR reads at most one letter of four wrong. KTO trains
-on both labels (configs/tiny/flux_fill_kto.yaml), three seeds. The control has as many supervised steps on
-the good samples alone. Forwards are those of training; held-out words, seeds and solver are those of
-benchmarks/algorithms.py.
+on both labels (configs/tiny/flux_fill_kto.yaml), three seeds. Forwards are those of training; held-out words, seeds and
+solver are those of benchmarks/algorithms.py.
 
-    python benchmarks/kto.py --out benchmarks/results/kto.json                    # 2 arms x 3 seeds
+    python benchmarks/kto.py --out benchmarks/results/kto.json                    # 3 seeds
     python benchmarks/kto.py --labels flux_fill --work runs/kto                   # the data of the published file alone
 
 A finished run is not repeated, an interrupted one is resumed, and other rows of --out are kept.
@@ -38,14 +37,11 @@ WORDS, SEED = 480, 4
 GOOD = 0.75
 """NED from which a sample is labelled good."""
 
-ARMS = ("kto", "sft on the good ones")
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--labels", choices=FAMILIES, help="write the labelled samples of one base, run nothing")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path("runs/kto"), help="folder for data and runs")
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
@@ -56,17 +52,17 @@ def main() -> None:
     if arguments.labels:
         make_labels(arguments.labels, arguments.work)
         return
-    for seed, family, arm in product(arguments.seeds, arguments.families, arguments.arms):
+    for seed, family in product(arguments.seeds, arguments.families):
         make_labels(family, arguments.work)
-        row = trained(family, arm, seed, arguments.work, arguments.set)
+        row = trained(family, seed, arguments.work, arguments.set)
         rows = sorted([r for r in rows if r["run"] != row["run"]] + [row], key=order)
         if arguments.out:
             write(rows, arguments.out)
     print(table(rows))
 
 
-def order(row: Row) -> tuple[int, int, int]:
-    return FAMILIES.index(row["family"]), ARMS.index(row["arm"]), row["seed"]
+def order(row: Row) -> tuple[int, int]:
+    return FAMILIES.index(row["family"]), row["seed"]
 
 
 def config_file(family: str) -> Path:
@@ -77,9 +73,9 @@ def config_file(family: str) -> Path:
 
 
 def make_labels(family: str, work: Path) -> None:
-    """Sample the base once for each word, read the samples, and write labels.json, and good.json with the good ones."""
+    """Sample the base once for each word, read the samples, and write labels.json."""
     folder, words = work / family, work / "data/labelled"
-    if (folder / "good.json").exists():
+    if (folder / "labels.json").exists():
         return
     if not (words / "self_bench.txt").exists():
         excluded = ("--exclude", str(work / "data/held_out"))
@@ -96,8 +92,7 @@ def make_labels(family: str, work: Path) -> None:
     for one, outcome in zip(entries, scorer.score([reward_item(one) for one in entries]), strict=True):
         assert isinstance(outcome, Score)
         one["label"] = "good" if outcome.value >= GOOD else "bad"
-    for name, kept in {"labels": entries, "good": [one for one in entries if one["label"] == "good"]}.items():
-        (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (folder / "labels.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 def entry(item: ItemFiles, images: Path) -> dict[str, Any]:
@@ -118,14 +113,10 @@ def reward_item(one: dict[str, Any]) -> RewardItem:
 # --- runs ---
 
 
-def trained(family: str, arm: str, seed: int, work: Path, changed: Sequence[str]) -> Row:
-    """Run an arm and measure it; the control has the optimizer and the steps of KTO."""
-    file, kto = config_file(family), arm == "kto"
-    labels = work / family / ("labels.json" if kto else "good.json")
-    name = f"{family}-{'kto' if kto else 'good'}-{seed}"
+def trained(family: str, seed: int, work: Path, changed: Sequence[str]) -> Row:
+    """Train on the labels and measure the run."""
+    file, labels, name = config_file(family), work / family / "labels.json", f"{family}-kto-{seed}"
     overrides = [f"data.path={labels}", *changed]
-    if not kto:
-        overrides += ["algorithm={name: sft}", "data.target=file"]
     options = [f"name={name}", f"seed={seed}", f"logging.dir={work}", "training.eval_every=20", "resume=auto"]
     environment = {"DATA_PATH": str(work / "data"), "LABELS_PATH": str(labels)}
     retouch("train", str(file), *options, *overrides, **environment)
@@ -135,13 +126,13 @@ def trained(family: str, arm: str, seed: int, work: Path, changed: Sequence[str]
     steps = [r for r in read_metrics(work / name / "metrics.jsonl") if r["kind"] == "train"]
     images = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation * len(steps)
     return {
-        "run": name, "family": family, "arm": arm, "seed": seed,
+        "run": name, "family": family, "arm": "kto", "seed": seed,
         "inputs": inputs(file, overrides=overrides[1:]),
         "labels": {label: sum(one["label"] == label for one in counted) for label in ("good", "bad")},
         "forwards": round(images * derive(run).forwards_per_image),
         "held_out": {n: {m: round(e.means()[m], 4) for m in MEASURES} for n, e in points.items() if n != "warmed up"},
         "gain": {m: [round(v, 4) for v in gain[m]] for m in MEASURES},
-        "label_margin": [round(r["label_margin"], 5) for r in (steps[0], steps[-1])] if kto else None,
+        "label_margin": [round(r["label_margin"], 5) for r in (steps[0], steps[-1])],
         "seconds": round(sum(r["time"]["step"] - r["time"]["eval"] - r["time"]["checkpoint"] for r in steps), 1),
     }  # fmt: skip
 

@@ -4,7 +4,6 @@ it replaces the loss of the NFT recipe in this process.
 Each loss is a weight times the flow-matching error `fm` of the same noised copies, of the same policy and reference:
 
     AWM uniform       A fm
-    AWM ghuber        A s fm^p / p, p = .25 as published
     RWR               softmax(A) K fm, over the K samples of a group: reward-weighted regression, the baseline
     DGPO b            sigmoid(z) A fm, z = b / K sum A (fm - fm_ref) over a group, whose copies share time and noise
     KTO b             4 / b (1 - sigmoid(z)), z = b sign(A) (g - max(mean g, 0)), g = fm_ref - fm: labels good and bad
@@ -17,8 +16,7 @@ forwards per image are those of NFT with a KL: a policy, its backward and a refe
 the rows of the same seed and KL .1 of benchmarks/results/nft.json (`NFT`), at as many optimizer steps.
 
     python benchmarks/row_weights.py --arms "KTO 100" --seeds 0 --out benchmarks/results/row_weights.json
-    python benchmarks/row_weights.py --arms "DGPO 100" --seeds 0 --max-steps 60 --out ...
-    python benchmarks/row_weights.py --arms RWR "AWM uniform" --seeds 0 --max-steps 40 --out ...
+    python benchmarks/row_weights.py --arms RWR "AWM uniform" "DGPO 100" --seeds 0 --max-steps 40 --out ...
 
 A finished run is not repeated, an interrupted one is resumed, and other rows of --out are kept.
 """
@@ -93,10 +91,6 @@ def awm(errors: Errors) -> Tensor:
     return errors.advantages * errors.fm
 
 
-def ghuber(errors: Errors, power: float = 0.25) -> Tensor:
-    return errors.advantages * errors.sigma * errors.fm.clamp(min=1e-8) ** power / power
-
-
 def dgpo(beta: float) -> Callable[[Errors], Tensor]:
     def rows(errors: Errors) -> Tensor:
         each = errors.weight * errors.advantages * (errors.fm.detach() - errors.reference)
@@ -133,9 +127,7 @@ def softmax_of_groups(rows: Experience) -> Experience:
 ARMS = {
     "RWR": Arm(awm, finish=softmax_of_groups),
     "AWM uniform": Arm(awm),
-    "AWM ghuber": Arm(ghuber),
     "DGPO 100": Arm(dgpo(100), 0.0, True),
-    "DGPO 100, KL .03": Arm(dgpo(100), 0.03, True),
     "KTO 100": Arm(kto(100)),
 }
 

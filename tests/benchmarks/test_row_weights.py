@@ -65,14 +65,6 @@ def test_kto_at_the_reference_has_the_sign_of_the_advantage() -> None:
     torch.testing.assert_close(slope(row_weights.kto(100), given), given.advantages.sign(), atol=1e-12, rtol=0)
 
 
-def test_ghuber_at_half_is_twice_huber() -> None:
-    """A s fm^(p - 1): at p = .5 it is 2 A s / (2 RMS)."""
-    given = errors(A, [3, 3, 8, 8])
-    huber = given.advantages * given.sigma / (2 * given.fm.detach().sqrt())
-    found = slope(lambda e: row_weights.ghuber(e, 0.5), given)
-    torch.testing.assert_close(found, 2 * huber, atol=1e-12, rtol=0)
-
-
 def test_dgpo_of_a_pair_is_dpo() -> None:
     """K = 2 and A = 1, -1: beta / 2 times its gradient is that of DPO."""
     given = errors([1.0, -1.0], [5, 5])
