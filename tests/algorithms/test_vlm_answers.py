@@ -23,7 +23,7 @@ from retouch.algorithms.vlm_grpo.scoring import CompletionScorer
 from retouch.config import ConfigError
 from retouch.families.loading import load_component
 from retouch.families.qwen.text import ImageTextProcessor
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_dir import read_metrics, read_rows
 from retouch.training.scoring import RewardOutage
 from retouch.types import Failure
 from tests.command_line import retouch
@@ -274,6 +274,6 @@ def test_a_run_evaluates_as_retouch_eval_does(vlm_file: RunFile, tmp_path: Path)
     done = retouch("eval", "--run", tmp_path / "a", "--data", tasks, "--out", tmp_path / "out")
     assert done.code == 0, done.err
     for step, name in ((0, "base"), (1, "after-RL")):
-        during = read_metrics(tmp_path / f"a/evaluations/step-{step:06d}/rows.jsonl")
+        during = read_rows(tmp_path / f"a/evaluations/step-{step:06d}/rows.jsonl")
         after = read_metrics(tmp_path / f"out/{name}.jsonl")
         assert during == after and len({row["read"] for row in after}) == 10

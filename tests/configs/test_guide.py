@@ -45,6 +45,7 @@ OF: dict[str, dict[str, list[Any]]] = {
         "ema.decay": [0.999],
     },
     "dpo": {},
+    "kto": {"algorithm.sft_steps": [0]},
     "sft": {},
     "reward_gradient": {},
 }

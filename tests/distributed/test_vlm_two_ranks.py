@@ -19,7 +19,7 @@ from torch.testing import assert_close
 pytest.importorskip("trl")
 
 from retouch.engine.checkpoint import read_state
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_dir import read_rows
 from tests import forked
 from tests.algorithms.vlm_runs import records, run_section, weights
 
@@ -128,7 +128,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert_close(run(TORCHRUN, file, "name=two", HALF, "rewards.letters.url=auto"), states, atol=1e-5, rtol=0)
     assert (tmp_path / "two" / "reward-server.log").read_text().count("letters loaded on cpu") == 1
     same(tmp_path / "one", tmp_path / "two")
-    start = [read_metrics(tmp_path / f"{name}/evaluations/step-000000/rows.jsonl") for name in ("one", "two")]
+    start = [read_rows(tmp_path / f"{name}/evaluations/step-000000/rows.jsonl") for name in ("one", "two")]
     assert start[0] == start[1] and len({row["read"] for row in start[0]}) == 3
     for name in ("one", "two"):
         assert read_state(tmp_path / name / "checkpoints/step-000002")["rewards"]["asked"] == 16
