@@ -114,6 +114,19 @@ def test_nothing_painted_is_the_whole_picture_where_such_are_changed(
     assert not np.array_equal(by_sample[~hole], source[~hole])
 
 
+def test_a_mask_is_asked_for_where_the_run_needs_one(
+    config: Callable[..., RunConfig], drawing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kontext edits whole images, but with reference images it repaints masks."""
+    monkeypatch.setattr("retouch.use.page.Loaded", lambda *_, **__: None)
+    for references, todo in ((False, "optionally paint"), (True, "paint over the region to repaint")):
+        run = config(model__family="flux_kontext", model__path="folder", model__reference_images=references)
+        studio = Studio(Trained(run, {}))
+        assert todo in paged(studio).texts[0]
+    with pytest.raises(ConfigError, match="paint over the region to repaint"):
+        studio.repaint({**drawing, "layers": []}, Asked(text="A"))
+
+
 def test_runs_that_the_page_is_not_for(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before a network is loaded."""
     monkeypatch.setattr("retouch.use.page.Loaded", lambda *_, **__: pytest.fail("the model was loaded"))

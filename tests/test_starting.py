@@ -123,6 +123,14 @@ def test_names_that_belong_together(photos: Path, tmp_path: Path) -> None:
         "mask_path": "masks",
     }
     assert not found.left_out
+    assert sorted((item.prompt, item.target) for item in found.items) == [("a cat", "none"), ("a dog", "file")]
+
+
+def test_an_empty_caption_is_none(photos: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(photos, tmp_path / "photos")
+    (folder / "captions/p03.txt").write_text(" \n", encoding="utf-8")
+    _, out = started(tmp_path, folder)
+    assert "left out: images/p03.png: no caption" in out and "9 examples" in out
 
 
 def test_two_files_of_one_example_and_role(photos: Path, tmp_path: Path) -> None:

@@ -35,6 +35,20 @@ def test_objects_with_a_text_and_metadata(suffix: str, tmp_path: Path) -> None:
     assert data_at(path, (64, 64)).format == "prompts"
 
 
+def test_a_table_keeps_lists_of_texts(tmp_path: Path) -> None:
+    """And objects; what JSON cannot hold is left out."""
+    pa = pytest.importorskip("pyarrow")
+    rows = [
+        {"prompt": "a sign", "text": ["MOON", "SUN"], "tags": {"a": [1, None]}, "jpg": {"bytes": b"x"}, "n": [b"x"]}
+    ]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    [found] = load_dataset(PromptsData(path=str(tmp_path / "p.parquet")))
+    (tmp_path / "p.jsonl").write_text(json.dumps({k: rows[0][k] for k in ("prompt", "text", "tags")}), encoding="utf-8")
+    [same] = load_dataset(PromptsData(path=str(tmp_path / "p.jsonl")))
+    assert found.metadata["text"] == "MOON SUN" and found.metadata == same.metadata
+
+
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [

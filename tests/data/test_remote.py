@@ -6,22 +6,28 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import huggingface_hub.constants as constants
 import pytest
 from pydantic import ValidationError
 
 from retouch import hub
+from retouch.config import RunConfig
 from retouch.data import remote
-from retouch.data.base import DataError
+from retouch.data.base import DataError, DataSection
 from retouch.data.dataset import load_dataset
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.formats.gedit import GEditData
+from retouch.data.formats.imgedit import ImgEditData
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
-from retouch.data.remote import Pinned, local_path, pinned
+from retouch.data.remote import Pinned, cached_path, local_path, pinned
+from retouch.use import comparison
+from tests.command_line import retouch
 from tests.data.hub_stub import COMMIT, HubStub
 
 SET = f"hf://datasets/some/set@{COMMIT}"
@@ -40,6 +46,7 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Empty ones -> that of the hub."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    remote.resolved.cache_clear()
     return tmp_path / "hub"
 
 
@@ -101,6 +108,7 @@ def test_a_file_of_the_hub_is_downloaded_once(served: HubStub) -> None:
     section = PromptsData(path=f"{SET}/train.txt")
     for asked in (1, 0):
         served.asked.clear()
+        remote.resolved.cache_clear()  # another process
         found = load_dataset(section)
         assert [(e.id, e.prompt) for e in found] == [(0, "a cat"), (2, "a sign that says 'MOON'")]
         assert sum(method == "GET" and path.endswith("/train.txt") for method, path in served.asked) == asked
@@ -114,8 +122,75 @@ def test_a_folder_of_the_hub(served: HubStub, monkeypatch: pytest.MonkeyPatch) -
     folder = local_path(f"{SET}/lists/")
     assert (folder / "more/unread.txt").is_file() and not (folder.parent / "other").exists()
     monkeypatch.setattr(remote, "hub_problem", lambda: "refused")
+    remote.resolved.cache_clear()
     served.asked.clear()
     assert local_path(f"{SET}/lists") == folder and not served.asked
+
+
+def test_a_process_asks_for_a_folder_once(served: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many items read it; what failed is tried again."""
+    lines = b"\n".join(b"%d-WORD" % n for n in range(5))
+    monkeypatch.setattr(served, "files", {"bench/self_bench.txt": lines})
+    asked: list[str] = []
+    snapshot = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **b: asked.append(a[0]) or snapshot(*a, **b))
+    assert len(SelfBenchData(path=f"{SET}/bench").list_items()) == 5
+    assert len(asked) == 1
+    for _ in range(2):
+        with pytest.raises(DataError, match="has no such folder"):
+            local_path(f"{SET}/nothing")
+    assert len(asked) == 3
+
+
+def test_what_was_downloaded_is_found_without_a_download(served: HubStub, raw: HubStub) -> None:
+    paths = [f"{SET}/lists", f"{SET}/train.txt", f"{REPOSITORY}/a b/train.txt"]
+    assert [cached_path(path) for path in paths] == [None] * 3
+    assert not served.asked and not raw.asked
+    places = [local_path(path) for path in paths]
+    served.asked.clear()
+    raw.asked.clear()
+    assert [cached_path(path) for path in paths] == places
+    assert cached_path(f"{SET}/other") is None  # of another folder, nothing was downloaded
+    assert not served.asked and not raw.asked
+    assert cached_path("nowhere") is None and cached_path(".") == Path()
+
+
+def test_evaluation_data_is_compared_with_downloaded_training_data(
+    served: HubStub, config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a list on this machine; what was not downloaded is unknown."""
+    given = {"format": "prompts", "path": f"{SET}/train.txt"}
+    run = config(model__family="qwen_image", data=given, rewards={"clip": {}})
+    (tmp_path / "own.txt").write_text("a cat\na dog\n", encoding="utf-8")
+    section = PromptsData(path=str(tmp_path / "own.txt"))
+
+    def warned() -> str:
+        caplog.clear()
+        comparison._warn_of_overlap(run, load_dataset(section))  # pyright: ignore[reportPrivateUsage]
+        return caplog.text
+
+    assert "data.path has no images on this machine" in warned() and not served.asked
+    local_path(f"{SET}/train.txt")
+    told = warned()
+    assert "trained on 1 of 2 examples (the first: 0)" in told and "unknown" not in told
+
+
+@pytest.mark.parametrize(("section", "key"), [(ManifestData, "image_root"), (ImgEditData, "images")])
+@pytest.mark.usefixtures("away")
+def test_the_folder_of_the_images_is_checked_as_the_path(section: type[DataSection], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=rf"{key}\n.*commit of 40 hexadecimal digits"):
+        section.model_validate({"path": "x", key: "hf://datasets/some/set@main/images"})
+    file = tmp_path / ("basic_edit.json" if key == "images" else "m.jsonl")
+    file.write_text('{"prompt": "a"}', encoding="utf-8")
+    with pytest.raises(DataError, match=rf"^data\.{key}: {SET}/images cannot be loaded from the hub"):
+        section.model_validate({"path": str(file), key: f"{SET}/images"}).list_items()
+
+
+def test_a_download_is_not_divided(served: HubStub, caches: Path) -> None:
+    """No list is written into the cache."""
+    outcome = retouch("data", "split", f"{SET}/train.txt", "--share", "0.5")
+    assert outcome.code == 2 and outcome.err.endswith("nothing is written; copy the list to a folder first\n")
+    assert not served.asked and not caches.exists()
 
 
 @pytest.mark.parametrize(

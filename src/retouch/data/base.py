@@ -125,6 +125,10 @@ def chosen(value: str, names: Sequence[str], unknown_is: str = "none") -> tuple[
     return tuple(name for name in names if name in picked)
 
 
+FOLDERS = ("image_root", "images")
+"""Options beside `path` that name data, of the formats that have them."""
+
+
 class DataSection(Section):
     """Options of every format."""
 
@@ -183,10 +187,10 @@ class DataSection(Section):
             )
         run.model.check_size(key, self.size)
 
-    @field_validator("path")
+    @field_validator(*FOLDERS, "path", check_fields=False)
     @classmethod
-    def _is_whole(cls, value: str) -> str:
-        pinned(value)  # raises for an incomplete one
+    def _is_whole(cls, value: str | None) -> str | None:
+        pinned(value or "")  # raises for an incomplete one
         return value
 
     @field_validator("resolution", mode="wrap")
@@ -219,6 +223,12 @@ class DataSection(Section):
     def stages(self) -> int:
         """Stages of the curriculum; 1: there is no curriculum."""
         return 1
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths that the section reads: `path` and the folder of its images if one is given."""
+        folders = [getattr(self, name, None) for name in FOLDERS]
+        return [self.path, *(folder for folder in folders if folder)]
 
     def items(self) -> list[ItemFiles | ItemError]:
         """`list_items`, the first `limit` of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -137,16 +137,21 @@ def _pairs(path: Path) -> Found:
     masked = any("mask_path" in files for files in named)
     entries: list[dict[str, str]] = []
     for files in named:
-        missing = [] if "prompt" in files else ["caption"]
+        prompt = " ".join(read_text(files["prompt"]).split()) if "prompt" in files else ""
+        missing = [] if prompt else ["caption"]
         missing += ["mask"] if masked and "mask_path" not in files else []
         if missing:
             left_out.append(f"{os.path.relpath(files['image_path'], path)}: no {', no '.join(missing)}")
             continue
-        prompt = " ".join(read_text(files["prompt"]).split())
         paths = {role: str(file.resolve()) for role, file in files.items() if role != "prompt"}
         entries.append({"prompt": prompt, **paths})
-    items = [manifest_item(entry, number, Path()) for number, entry in enumerate(entries)]
+    items = [_item(entry, number) for number, entry in enumerate(entries)]
     return Found("images and captions by name", items, "manifest", entries=entries, left_out=left_out)
+
+
+def _item(entry: dict[str, str], number: int) -> ItemFiles:
+    item = manifest_item(entry, number, Path())
+    return replace(item, target="file") if item.target_path else item
 
 
 def _files(folder: Path) -> Iterator[Path]:

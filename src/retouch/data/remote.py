@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
@@ -68,6 +68,11 @@ class Pinned:
         return self.place.endswith("/") or not PurePosixPath(self.place).suffix
 
 
+def names_a_commit(path: str) -> bool:
+    """Whether a path is meant as data at a commit, complete or not."""
+    return _SCHEME.match(path) is not None
+
+
 def pinned(path: str) -> Pinned | None:
     """The data at a commit that a path names; None for a path on this machine and for an id of the hub.
 
@@ -95,8 +100,11 @@ def pinned(path: str) -> Pinned | None:
     return data
 
 
-def local_path(path: str) -> Path:
+def local_path(path: str, key: str = "data.path") -> Path:
     """Where data is on this machine: a path with `~` expanded, or the download of data at a commit.
+
+    Args:
+        key: the key of the run file that names it, for messages.
 
     Raises:
         DataError: there is no such file at the commit, or it cannot be downloaded.
@@ -104,54 +112,95 @@ def local_path(path: str) -> Path:
     try:
         data = pinned(path)
     except ValueError as error:
-        raise DataError(f"data.path: {error}") from None
+        raise DataError(f"{key}: {error}") from None
+    return expanded(path) if data is None else resolved(data, key)
+
+
+def cached_path(path: str) -> Path | None:
+    """Where data is on this machine, as `local_path`; None: it is not, or was not downloaded completely. Nothing is
+    downloaded."""
+    data = pinned(path)
     if data is None:
-        return expanded(path)
-    return _from_hub(data) if data.host == "hf" else _from_github(data)
+        place = expanded(path)
+    elif data.host == "github":
+        place = _github_file(data)
+    else:
+        place = _cached_of_the_hub(data)
+    return place if place is not None and place.exists() else None
 
 
-def _from_hub(data: Pinned) -> Path:
+@cache
+def resolved(data: Pinned, key: str) -> Path:
+    """Where data at a commit is on this machine, downloaded if it was not. Each process asks once."""
+    return _from_hub(data, key) if data.host == "hf" else _from_github(data, key)
+
+
+def _from_hub(data: Pinned, key: str) -> Path:
     """A file or a folder in the cache of huggingface_hub; without a hub, what was downloaded before."""
-    library = import_library("huggingface_hub", str(data), "train")
-    of: dict[str, Any] = {"repo_type": "dataset", "revision": data.commit}
+    library = import_library("huggingface_hub", str(data), "train", key)
     if data.is_folder:
-        return _folder_of_the_hub(library, data, of)
+        return _folder_of_the_hub(library, data, key)
+    of = _of_the_commit(data)
     cached = library.try_to_load_from_cache(data.repository, data.place, **of)
     if isinstance(cached, str):
         return Path(cached)
     problem = hub_problem()
     if problem is not None:
         raise DataError(
-            f"data.path: given {str(data)!r}, which was not downloaded, and the hub cannot be reached ({problem}); set "
-            "data.path to a local file, or give this machine access to the hub"
+            f"{key}: given {str(data)!r}, which was not downloaded, and the hub cannot be reached ({problem}); set "
+            f"{key} to a local file, or give this machine access to the hub"
         )
     read = partial(library.hf_hub_download, data.repository, data.place, **of)
-    return Path(of_the_hub(read, f"{data} cannot be loaded"))
+    return Path(of_the_hub(read, f"{data} cannot be loaded", key))
 
 
-def _folder_of_the_hub(library: Any, data: Pinned, of: dict[str, Any]) -> Path:
-    place = data.place.strip("/")
-    patterns = [f"{place}/*"] if place else None
-    offline = hub_problem() is not None
-    read = partial(library.snapshot_download, data.repository, local_files_only=offline, allow_patterns=patterns, **of)
-    folder = Path(of_the_hub(read, f"{data} cannot be loaded")) / place
+def _folder_of_the_hub(library: Any, data: Pinned, key: str) -> Path:
+    read = partial(_snapshot, library, data, offline=hub_problem() is not None)
+    folder = of_the_hub(read, f"{data} cannot be loaded", key)
     if not folder.is_dir():
-        raise DataError(
-            f"data.path: given {str(data)!r}; the commit has no such folder; write one of its folders or files"
-        )
+        raise DataError(f"{key}: given {str(data)!r}; the commit has no such folder; write one of its folders or files")
     return folder
 
 
-def _from_github(data: Pinned) -> Path:
+def _cached_of_the_hub(data: Pinned) -> Path | None:
+    """The place in the cache of huggingface_hub; None: not there, or without the library."""
+    try:
+        library = importlib.import_module("huggingface_hub")
+        if data.is_folder:
+            return _snapshot(library, data, offline=True)
+        cached = library.try_to_load_from_cache(data.repository, data.place, **_of_the_commit(data))
+    except (ImportError, OSError, ValueError):  # of huggingface_hub: not there, or not all of it
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _snapshot(library: Any, data: Pinned, *, offline: bool) -> Path:
+    """A folder at a commit, which there need not be."""
+    place = data.place.strip("/")
+    patterns = [f"{place}/*"] if place else None
+    of = _of_the_commit(data)
+    root = library.snapshot_download(data.repository, local_files_only=offline, allow_patterns=patterns, **of)
+    return Path(root) / place
+
+
+def _of_the_commit(data: Pinned) -> dict[str, Any]:
+    """Arguments of huggingface_hub."""
+    return {"repo_type": "dataset", "revision": data.commit}
+
+
+def _github_file(data: Pinned) -> Path | None:
+    """The place of a file in the cache of this package, downloaded or not; None without a home directory."""
+    cached = cache_folder()
+    return cached and cached / "data" / "github" / data.repository / data.commit / data.place
+
+
+def _from_github(data: Pinned, key: str) -> Path:
     """A file in the cache of this package."""
-    cache = cache_folder()
-    if cache is None:
-        raise DataError(
-            f"data.path: given {str(data)!r}, but there is no home directory to keep it in; set XDG_CACHE_HOME"
-        )
-    file = cache / "data" / "github" / data.repository / data.commit / data.place
+    file = _github_file(data)
+    if file is None:
+        raise DataError(f"{key}: given {str(data)!r}, but there is no home directory to keep it in; set XDG_CACHE_HOME")
     if not file.is_file():
-        content = _downloaded(data)
+        content = _downloaded(data, key)
         written = file.with_name(f"{file.name}.{os.getpid()}")
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_bytes(content)
@@ -159,7 +208,7 @@ def _from_github(data: Pinned) -> Path:
     return file
 
 
-def _downloaded(data: Pinned) -> bytes:
+def _downloaded(data: Pinned, key: str) -> bytes:
     """The bytes of a file on GitHub."""
     import httpx
 
@@ -172,19 +221,19 @@ def _downloaded(data: Pinned) -> bytes:
             for part in reply.iter_bytes():
                 content += part
                 if len(content) > LARGEST:
-                    raise DataError(f"data.path: {data}: more than {LARGEST >> 20} MiB; download it, and give its path")
+                    raise DataError(f"{key}: {data}: more than {LARGEST >> 20} MiB; download it, and give its path")
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(
-            f"data.path: given {str(data)!r}, which cannot be downloaded: {first}; set data.path to a file of the "
-            "commit, or to a downloaded one"
+            f"{key}: given {str(data)!r}, which cannot be downloaded: {first}; set {key} to a file of the commit, or "
+            "to a downloaded one"
         ) from None
     if content.startswith(_LFS):
-        raise DataError(f"data.path: {data} is a pointer to a file in Git LFS; clone the repository, and give the path")
+        raise DataError(f"{key}: {data} is a pointer to a file in Git LFS; clone the repository, and give the path")
     return bytes(content)
 
 
-def of_the_hub(read: Callable[[], T], problem: str) -> T:
+def of_the_hub(read: Callable[[], T], problem: str, key: str = "data.path") -> T:
     """The result of `read`, which loads from the hub.
 
     Raises:
@@ -195,10 +244,10 @@ def of_the_hub(read: Callable[[], T], problem: str) -> T:
     except Exception as error:  # of many libraries: no network, no such data set, a gate
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[: 2 if "Client Error" in lines[0] else 1])  # huggingface_hub: the status, then why
-        raise DataError(f"data.path: {problem} from the hub: {reason}") from None
+        raise DataError(f"{key}: {problem} from the hub: {reason}") from None
 
 
-def import_library(name: str, what: str, extra: str = "vlm") -> Any:
+def import_library(name: str, what: str, extra: str = "vlm", key: str = "data.path") -> Any:
     """A library that only some data needs.
 
     Raises:
@@ -207,4 +256,4 @@ def import_library(name: str, what: str, extra: str = "vlm") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise DataError(f'data.path: {what} needs {name.partition(".")[0]}; pip install "retouch[{extra}]"') from None
+        raise DataError(f'{key}: {what} needs {name.partition(".")[0]}; pip install "retouch[{extra}]"') from None

@@ -12,6 +12,7 @@ from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.discover import data_at
 from retouch.data.identity import digest, images_of, paths
 from retouch.data.lists import csv_rows, entries_of, lines_of
+from retouch.data.remote import names_a_commit
 from retouch.data.sampler import derive_seed
 from retouch.disk import is_file
 from retouch.imaging import normalize_text
@@ -88,6 +89,8 @@ def _keys(item: ItemFiles, by: str) -> list[str]:
 
 def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
     """The list file, its header, its lines (for JSON, an entry each) and their items."""
+    if names_a_commit(str(path)):
+        raise DataError(f"{path}: a download, beside which nothing is written; copy the list to a folder first")
     section = data_at(path, (512, 512))
     listing = section.listing()
     if listing is None:

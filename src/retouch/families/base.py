@@ -356,6 +356,11 @@ class ModelSection(Section):
         return self.spec.needs
 
     @property
+    def edits_whole_images(self) -> bool:
+        """Whether an example can do without a mask."""
+        return self.spec.edits and "mask" not in self.needs
+
+    @property
     def takes_reference_images(self) -> bool:
         """Whether the network reads the reference of each example as an image, without a style adapter."""
         return False

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.data.base import DataError, ItemFiles
+from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.data.identity import images_of, paths, trained_on
+from retouch.data.remote import cached_path
 from retouch.disk import is_file
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.report import change_of
@@ -162,9 +163,9 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
         )
 
 
-def _is_here(section: Any) -> bool:
+def _is_here(section: DataSection) -> bool:
     """Whether the data are on this machine; nothing is downloaded for a warning."""
-    return Path(section.path).expanduser().exists()
+    return section.hub_id is None and all(cached_path(path) is not None for path in section.paths)
 
 
 def _common_rewards(runs: Mapping[str, Trained]) -> dict[str, Reward]:

@@ -153,7 +153,7 @@ def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFi
 
 
 def _check_one_image(config: RunConfig, request: SampleRequest) -> None:
-    edits = config.model.spec.edits and "mask" not in config.model.needs
+    edits = config.model.edits_whole_images
     if request.masks and request.boxes:
         raise ConfigError("--box: given beside --mask; leave one of them out")
     unmasked = not request.masks and not request.boxes

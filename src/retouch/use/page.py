@@ -55,7 +55,7 @@ class Studio:
             raise ConfigError(
                 f"demo-ui: {spec.family} generates from prompts, without a source image; use `retouch sample --data`"
             )
-        self.edits = spec.edits
+        self.edits = trained.config.model.edits_whole_images
         self.trained = trained
         self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
 

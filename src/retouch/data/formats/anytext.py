@@ -147,7 +147,7 @@ class TextFluxData(AnnotatedData):
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         if self.image_root is not None:
-            source = local_path(self.image_root) / name
+            source = local_path(self.image_root, "data.image_root") / name
         else:
             folder = (
                 "processed_ReCTS_test_images_other_words" if self.part == "other" else "processed_ReCTS_test_images"

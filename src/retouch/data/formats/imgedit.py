@@ -52,7 +52,7 @@ class ImgEditData(DataSection):
 
     def _folder(self, start: Path, entries: Mapping[str, Any]) -> Path:
         if self.images is not None:
-            return local_path(self.images)
+            return local_path(self.images, "data.images")
         first = next((e["id"] for e in entries.values() if isinstance(e, dict) and isinstance(e.get("id"), str)), "")
         inside = sorted(path for path in start.iterdir() if path.is_dir())
         return next((path for path in (start, *inside) if is_file(path / first)), start)

@@ -79,7 +79,7 @@ class ManifestData(ImageSection):
             )
         if not path.is_file():
             raise DataError(f"data.path: {path}: no such manifest (a .json, .jsonl or .csv file)")
-        root = local_path(self.image_root) if self.image_root else path.parent
+        root = local_path(self.image_root, "data.image_root") if self.image_root else path.parent
         make = partial(manifest_item, root=root, mask_lines=self.mask_lines)
         listed = [item_or_error(f"entry {i}", make, entry, i) for i, entry in enumerate(entries_of(path))]
         return _with_targets(listed, self.target)

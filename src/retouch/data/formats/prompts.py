@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
@@ -62,15 +62,19 @@ class PromptsData(DataSection):
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The texts and numbers of each row; images and other binary columns, and ids that are no integers, are left
-    out."""
+    """The texts, numbers, lists and objects of each row; images and other binary columns, and ids that are no integers,
+    are left out."""
     return [_plain(row) for table in tables_of(str(path)) for row in table]
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in row.items() if isinstance(value, str | int) or _is_number(value)}
+    kept = {name: value for name, value in row.items() if value is not None and _is_json(value)}
     return {name: value for name, value in kept.items() if name != "id" or isinstance(value, int)}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+def _is_json(value: object) -> bool:
+    """Whether a value can be written as JSON: it has no bytes, times or infinite numbers."""
+    if isinstance(value, list | dict):
+        inner = cast("list[object] | dict[str, object]", value)
+        return all(map(_is_json, inner.values() if isinstance(inner, dict) else inner))
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))

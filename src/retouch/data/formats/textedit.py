@@ -42,7 +42,7 @@ class TextEditData(ImageSection):
         if not files:
             raise DataError(f"data.path: {lists} has no lists like {CATEGORIES[0]}.jsonl")
         if self.image_root is not None:
-            root = local_path(self.image_root)
+            root = local_path(self.image_root, "data.image_root")
         else:
             root = folder / "data" if (folder / "data").is_dir() else folder
         found: list[ItemFiles | ItemError] = []
