@@ -405,6 +405,13 @@ def test_a_server_that_reports_another_revision_every_time(caplog: pytest.LogCap
     assert len(revisions._heard["r"]) == 64
 
 
+def test_long_revisions_that_differ_at_their_end_are_two() -> None:
+    revisions = Revisions(["r"], None)
+    for end in ("first", "second"):
+        revisions.note("http://a", "r", "x" * 1000 + end)
+    assert revisions.changes == 1
+
+
 def test_cookies_of_a_server_are_not_kept() -> None:
     with FakeServer(lambda asked, n: Answer(reply(asked.ids), 200, {"Set-Cookie": f"c{n}=1"})) as server:
         with client_of(server.url) as client:

@@ -41,10 +41,9 @@ class Revisions:
 
     def note(self, url: str, name: str, revision: str) -> None:
         """Record the revision of a reward at a server; log a change or a difference between servers once."""
-        if len(revision) > _LONGEST:  # what differs may stand at its end
-            digest = hashlib.blake2b(revision.encode(errors="replace"), digest_size=8).hexdigest()
-            revision = f"{digest} {revision}"
-        revision = one_line(revision, self._secret, _LONGEST)
+        whole, revision = revision, one_line(revision, self._secret, _LONGEST)
+        if len(whole) > _LONGEST:  # it may differ from another one at its end
+            revision += " " + hashlib.blake2b(whole.encode(errors="replace"), digest_size=8).hexdigest()
         heard = self._heard[name]
         heard[revision] = time.monotonic()
         heard.move_to_end(revision)
