@@ -440,10 +440,10 @@ def test_names_that_no_file_can_have(arguments: tuple[str, ...]) -> None:
     outcome = retouch(*arguments, "x" * 300)
     assert outcome.code == 2
     name = "x" * 80
-    assert outcome.err in (
-        f"error: {name}: file name too long; give another path\n",
-        f"error: {name!r} ...: this path is too long; names have at most 255 bytes\n",
-    )
+    says = f"{name}: file name too long; give another path"
+    if arguments == ("data", "validate"):  # where a path may also name data at a commit
+        says = f"{name!r} ...: this path is too long; names have at most 255 bytes"
+    assert outcome.err == f"error: {says}\n"
 
 
 def test_links_that_lead_to_themselves(tmp_path: Path) -> None:
