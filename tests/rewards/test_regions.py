@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,23 @@ def test_a_counter_joins_segmenter_and_reader(tmp_path: Path, monkeypatch: pytes
     assert "rapidocr" in counter.revision and counter.revision.startswith(f"{tmp_path} local")
     monkeypatch.setattr(regions, "region_boxes", lambda image, predictor: torch.tensor([[0.0, 0, 20, 20]] * 3))
     assert counter(np.full((64, 64, 3), 127, np.uint8)) == 3
+
+
+def test_threads_of_a_judge_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predictor holds one image: another thread's would replace it between two predictions."""
+    counter, held, mixed = RegionCounter(tiny_sam(tmp_path), "rapidocr", "cpu"), list[int](), list[int]()
+
+    def boxes(image: Any, predictor: Any) -> torch.Tensor:
+        held[:] = [int(image[0, 0, 0])]
+        time.sleep(0.1)
+        mixed.extend(value for value in held if value != int(image[0, 0, 0]))
+        return torch.tensor([[0.0, 0, 20, 20]])
+
+    monkeypatch.setattr(regions, "region_boxes", boxes)
+    images = [np.full((64, 64, 3), value, np.uint8) for value in (10, 200)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(counter, images)) == [1, 1]
+    assert mixed == []
 
 
 def test_sam2_is_an_option_of_mmmg(tmp_path: Path) -> None:
