@@ -6,10 +6,12 @@ import base64
 import io
 import json
 import math
+import os
 import pickle
 import re
 import socket
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -43,7 +45,7 @@ from retouch.rewards.server.telemetry import (
     Telemetry,
 )
 from retouch.rewards.server.worker import torch_device, worker_environment
-from retouch.rewards.wire import encode_request, parse_multipart
+from retouch.rewards.wire import BrokenMessage, Room, Share, decode_pixels, encode_request, parse_multipart
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Brightness,
@@ -342,6 +344,60 @@ def test_large_images_are_decoded_one_after_the_other(http: httpx.Client, monkey
     with serving({"b": Brightness()}) as url, ThreadPoolExecutor(5) as pool:
         codes = list(pool.map(lambda body: http.post(f"{url}/score", **body).status_code, bodies))
     assert codes == [200] * 5 and most == [1] * 5
+
+
+def test_images_that_wait_to_be_decoded_hold_no_batch_up(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of them as the loop has threads, which also pack batches, filled all of these."""
+    go = threading.Event()
+
+    def held(image: Image.Image) -> Image.Image:
+        assert go.wait(30)
+        return as_shown(image)
+
+    monkeypatch.setattr("retouch.rewards.wire.as_shown", held)
+    count = min(32, (os.cpu_count() or 1) + 4) + 1
+    bodies = [one_picture(base64.b64encode(png_file() + bytes([i])).decode()) for i in range(count)]
+    with serving({"b": Brightness()}) as url, ThreadPoolExecutor(count) as pool:
+        waiting = [pool.submit(http.post, f"{url}/score", **body) for body in bodies]
+        try:
+            until(lambda: metrics(url)["retouch_requests_waiting"] == count)
+            raw = multipart([item(image=np.zeros((256, 256, 3), np.uint8))])
+            assert http.post(f"{url}/score", files=raw, timeout=10).status_code == 200
+            assert not any(one.done() for one in waiting)
+        finally:
+            go.set()
+        assert [one.result().status_code for one in waiting] == [200] * count
+
+
+def png_file() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+def test_the_metadata_of_a_file_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 200 MB took 4 GB. A profile of the usual size is read over."""
+    monkeypatch.setattr("retouch.rewards.wire._MAX_METADATA", 30_000)
+    opened = list[int]()
+    monkeypatch.setattr("retouch.rewards.wire.as_shown", lambda image: opened.append(1) or as_shown(image))
+    for size, refused in ((20_000, False), (40_000, True)):
+        buffer = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(buffer, kind, icc_profile=b"x" * size)
+        share = Share(Room(1000), 1000)
+        body = with_text(buffer.getvalue(), size) if kind == "PNG" else buffer.getvalue()
+        if refused:
+            with pytest.raises(BrokenMessage, match="bytes of metadata"):
+                decode_pixels(body, "", "RGB", share)
+        else:
+            assert decode_pixels(body, "", "RGB", share).shape == (16, 16, 3)
+    assert opened == [1]
+
+
+def with_text(png: bytes, size: int) -> bytes:
+    """A PNG file with a text of `size` bytes behind its header."""
+    chunk = b"tEXta\0" + b"x" * (size - 2)
+    return png[:33] + struct.pack(">I", size) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[33:]
 
 
 def test_no_memory_to_decode_is_no_fault_of_the_picture(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,14 @@ from pydantic import ValidationError
 from retouch import plain_json
 from retouch.imaging import as_shown, mask_levels, to_rgb
 from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
+from retouch.rewards.metadata import metadata_bytes
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 
 MAX_PIXELS = 64 * 1024 * 1024
 """Maximum of one image: 8192 x 8192."""
 
 _LARGE = 4 * 1024 * 1024  # pixels
+_MAX_METADATA = 8 * 1024 * 1024  # bytes of a file: Pillow keeps several copies
 
 FORMATS = ("PNG", "WEBP", "JPEG")
 """Formats of encoded images. Not everything that Pillow can open: EPS, for example, starts a program."""
@@ -261,6 +263,8 @@ def decode_pixels(body: bytes, content_type: str, mode: Mode, share: Share) -> P
     """
     if content_type.startswith("image/x-raw"):
         return _decode_raw(body, content_type, mode, share)
+    if (size := metadata_bytes(body)) > _MAX_METADATA:
+        raise BrokenMessage(f"{size} bytes of metadata, over the limit of {_MAX_METADATA}; send pixels only")
     try:
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:
             share.take(height := image.height, width := image.width)

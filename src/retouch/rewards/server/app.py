@@ -13,6 +13,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ from retouch.rewards.wire import NoRoom, Room, Share, decode_items, parse_multip
 from retouch.types import Failure, Outcome, Score
 
 _SMALL = 64 * 1024  # bytes of a body whose images are decoded in well under a millisecond
+_DECODERS = 4  # threads; large images take turns within them
 _MARKS = 1000  # JSON values, and commas of text, per item of a request
 _KEPT_REPLIES = 256
 _KEPT_REPLY = 1024 * 1024  # bytes; larger replies are not kept
@@ -125,6 +127,7 @@ class _Front:
         self._admission = Admission(limits)
         self._replies = Replies()
         self._room = Room(limits.all_pixels)
+        self._decoders = ThreadPoolExecutor(_DECODERS, "decode")  # their own: they may wait, batches may not
         self._batcher = Batcher(worker, limits.max_batch, limits.max_wait_ms / 1000, self._telemetry.batch)
 
     @asynccontextmanager
@@ -134,6 +137,7 @@ class _Front:
         yield
         await self._batcher.stop()
         await self._worker.stop()
+        self._decoders.shutdown(wait=False, cancel_futures=True)
 
     async def livez(self) -> dict[str, str]:
         return {"status": "alive"}
@@ -220,7 +224,8 @@ class _Front:
         message, parts = request.message, request.parts
         raw = parts is not None and all(kind.startswith("image/x-raw") for _, kind in parts.values())
         size = request.size if raw else _SMALL + 1  # a small file may hold many pixels
-        decoded = await _aside(size, decode_items, message, parts, share)
+        executor = None if raw else self._decoders
+        decoded = await _aside(size, decode_items, message, parts, share, executor=executor)
         items = [item for item in decoded if isinstance(item, RewardItem)]
         outcomes = await self._batcher.score(message.rewards, items, request.deadline)
         broken = [Failure("bad_item", one) for one in decoded if isinstance(one, str)]
@@ -241,9 +246,11 @@ class _Request:
     size: int
 
 
-async def _aside(size: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run `work` in a thread, unless it is so small that a thread would cost more."""
-    return work(*arguments) if size <= _SMALL else await asyncio.to_thread(work, *arguments)
+async def _aside(size: int, work: Callable[..., Any], *arguments: Any, executor: Executor | None = None) -> Any:
+    """The result of `work` in a thread of `executor` (None: of the loop), or here where a thread would cost more."""
+    if size <= _SMALL:
+        return work(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
 
 
 def _parse(
