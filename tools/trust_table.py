@@ -252,6 +252,18 @@ FINDINGS = {
         "rewards/test_client.py",
         "test_a_value_outside_the_range_that_its_server_declares_is_a_failure",
     ),
+    "A value outside the range of a revision that its server took up later trained": (
+        "rewards/test_client.py",
+        "test_the_range_of_another_revision_is_read_again",
+    ),
+    "Large images that waited to be decoded held up batches": (
+        "rewards/test_serving.py",
+        "test_images_that_wait_to_be_decoded_hold_no_batch_up",
+    ),
+    "200 MB of text in an image made gigabytes": (
+        "rewards/test_serving.py",
+        "test_the_metadata_of_a_file_is_bounded",
+    ),
     "Names of the rewards of a server passed to the terminal as they were": (
         "rewards/test_client.py",
         "test_names_of_rewards_of_a_server_are_one_short_line",

@@ -375,6 +375,25 @@ def test_a_value_outside_the_range_that_its_server_declares_is_a_failure() -> No
         assert values(client.score(items(3))["r"]) == [0.5, 1e30, -0.1]
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_range_of_another_revision_is_read_again(ready: bool) -> None:
+    """Also where nobody asked whether the server is ready."""
+    info = {"scorers": {"r": {"range": [0, 1], "revision": "1"}}}
+    revision = "1"
+
+    def script(asked: Asked, number: int) -> Answer:
+        told = reply(asked.ids, lambda i: (0.5, 1.5, 1e30)[i])
+        return Answer({**told, "scorers": {"r": {"revision": revision}}})
+
+    with FakeServer(script, info=info) as server, client_of(server.url) as client:
+        assert not ready or client.wait_ready(5.0) == []
+        kinds = [type(one) for one in client.score(items(3))["r"]]
+        assert kinds == [Score, Failure, Failure]
+        info["scorers"]["r"], revision = {"range": [0, 2], "revision": "2"}, "2"
+        kinds = [type(one) for one in client.score(items(3))["r"]]
+        assert kinds == [Score, Score, Failure]
+
+
 @pytest.mark.parametrize(
     "told", [5, {}, {"range": 5}, {"range": ["x", 1], "revision": "1"}, {"range": [10**400, 1], "revision": "1"}]
 )

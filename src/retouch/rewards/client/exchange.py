@@ -11,7 +11,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -98,6 +99,8 @@ class Exchange:
         self._note = note
         self._clients: dict[str, httpx.AsyncClient] = {}
         self._declared: dict[str, dict[str, Declaration]] = {}
+        self._asked_for: dict[str, dict[str, str]] = {}  # url -> the revisions for which /info was last read
+        self._asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -122,7 +125,9 @@ class Exchange:
         except BrokenMessage as error:
             return self._bad_reply(url, error, len(items))
         else:
-            return self._outcomes(body, len(items), url) if status == 200 else self._refusal(url, status, headers, body)
+            if status == 200:
+                return await self._outcomes(body, len(items), url, until)
+            return self._refusal(url, status, headers, body)
         return Refusal(Failure("unavailable", problem, retryable=True), reached=reached)
 
     async def readiness(self, url: str, timeout_s: float) -> NotReady | None:
@@ -144,13 +149,29 @@ class Exchange:
         if lacking:
             has = self._clean(", ".join(known))
             return NotReady(f"{url}: has no reward {', '.join(lacking)}; it has: {has}", final=True)
-        self._declared[url] = {name: _declaration(info["scorers"][name]) for name in self._rewards}
+        self._declare(url, info)
         return None
 
-    async def info(self, url: str) -> dict[str, Any]:
+    def _declare(self, url: str, info: Mapping[str, Any]) -> None:
+        told = info.get("scorers")
+        scorers = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+        self._declared[url] = {name: _declaration(scorers.get(name)) for name in self._rewards}
+
+    async def _keep_declared(self, url: str, revisions: dict[str, str], until: float) -> None:
+        """Read /info again, once for each change of revisions: another revision may have another range."""
+        async with self._asking[url]:
+            declared = self._declared.get(url, {})
+            changed = any(declared.get(name, Declaration()).revision != one for name, one in revisions.items())
+            if changed and self._asked_for.get(url) != revisions:
+                info = await self.info(url, min(CONNECT_S, max(0.0, until - time.monotonic())))
+                if info:
+                    self._asked_for[url] = revisions
+                    self._declare(url, info)
+
+    async def info(self, url: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:
         """The server's reply of /info; empty if it does not answer."""
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(timeout_s):
                 return _json_object((await self._fetch("GET", url, "/info", _MAX_STATUS, httpx.Timeout(CONNECT_S)))[2])
         except (httpx.HTTPError, TimeoutError, BrokenMessage) as error:
             logger.warning("%s", self._clean(f"{url}: {type(error).__name__} {error}".strip()))
@@ -190,7 +211,7 @@ class Exchange:
             )
         return self._clients[url]
 
-    def _outcomes(self, body: bytes, count: int, url: str) -> Columns:
+    async def _outcomes(self, body: bytes, count: int, url: str, until: float) -> Columns:
         """Check a reply against the request, and sort it."""
         try:
             reply = parse_reply(body)
@@ -199,9 +220,10 @@ class Exchange:
                 raise BrokenMessage(f"{count} items were requested; the reply has {len(ids)}, or other ids")
         except BrokenMessage as error:
             return self._bad_reply(url, error, count)
-        for name, scorer in reply.scorers.items():
-            if name in self._rewards:
-                self._note(url, name, scorer.revision)
+        revisions = {name: scorer.revision for name, scorer in reply.scorers.items() if name in self._rewards}
+        for name, revision in revisions.items():
+            self._note(url, name, revision)
+        await self._keep_declared(url, revisions, until)
         return {name: self._column(reply, name, url) for name in self._rewards}
 
     def _bad_reply(self, url: str, error: BrokenMessage, count: int) -> Columns:
