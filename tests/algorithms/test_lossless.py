@@ -160,6 +160,19 @@ def test_a_step_that_does_not_fit_is_taken_in_halves(
     assert len(told) == 1 and "optimizer.batch_size_per_device=1 from the start" in told[0]
 
 
+def test_a_resumed_run_keeps_the_halved_rows(config: Config, scripted: Use) -> None:
+    """With memory for all again: other forwards would add up to other bits."""
+    scripted(brightness)
+    options = {"training__checkpoint_every": 1, "optimizer__lr": 1e-3, "optimizer__batch_size_per_device": 2}
+    options |= {"optimizer__gradient_accumulation": 2, "algorithm": {"name": "sft"}, "rollout__window": None}
+    options |= {"rollout__noise_level": None}
+    whole, _ = train_in(config(name="whole", training__max_steps=2, **options), fits=1)
+    train_in(config(name="cut", training__max_steps=1, **options), fits=1)
+    resumed, rows = train_in(config(name="cut", training__max_steps=2, resume="auto", **options), fits=10**6)
+    assert rows == 1
+    assert all(torch.equal(resumed[n], whole[n]) for n in whole)
+
+
 def test_what_cannot_be_halved_ends_the_run_with_a_remedy(config: Config, scripted: Use) -> None:
     scripted(brightness)
     with pytest.raises(OutOfMemory, match=r"with one row in a forward \(tried to allocate 2 rows\); set training.grad"):

@@ -216,6 +216,7 @@ class _State(_Part):
     progress: _Progress
     config: Annotated[str, Field(max_length=2**20)]
     evaluated_at: Count | None = None
+    rows_per_forward: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     rewards: _Rewards | None = None
     base: dict[str, str | None] | None = None
 

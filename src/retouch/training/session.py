@@ -397,6 +397,8 @@ class Session:
             if dump.loss_scale is not None:
                 self.run.engine.set_loss_scale(float.fromhex(dump.loss_scale))
             return
+        # halved before the checkpoint: sums of other forwards would round differently
+        self.rows_per_forward = min(self.rows_per_forward, state.get("rows_per_forward") or self.rows_per_forward)
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
         self.run.dir.open(self.progress.step, evaluated=self._evaluated_at == self.progress.step)
         self._saved_at = self.progress.step
@@ -436,6 +438,7 @@ class Session:
             "progress": asdict(self.progress),
             "config": dump_run(self.config),
             "evaluated_at": self._evaluated_at,
+            "rows_per_forward": self.rows_per_forward,
             "rewards": of_all(self.run.engine.gather_list([self._counted])),
         }
 
