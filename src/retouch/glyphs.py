@@ -96,7 +96,7 @@ def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) 
     Unlike `glyph_correlation` it neither moves nor scales the ink: blur does not change the order of the fonts.
     """
     left, top, right, bottom = box = mask_box(mask)
-    ink = _contrast(image[top:bottom, left:right].astype(np.float64))
+    ink = contrast(image[top:bottom, left:right].astype(np.float64))
     return {name: _correlation(ink, _spaced(text, name, box)) for name in FONTS}
 
 
@@ -122,7 +122,7 @@ def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
 
     Ink is the distance in colour from the ground, whose colour is the median of the crop's border.
     """
-    distance = _contrast(crop.astype(np.float64))
+    distance = contrast(crop.astype(np.float64))
     box = _ink_box(distance)
     if box is None:
         return None
@@ -135,7 +135,7 @@ def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
 def ink_box(crop: NDArray[np.uint8]) -> Box | None:
     """Box of the ink of a crop [h, w, 3]: pixels with more than half of the greatest contrast to the ground; None
     without ink."""
-    return _ink_box(_contrast(crop.astype(np.float64)))
+    return _ink_box(contrast(crop.astype(np.float64)))
 
 
 def _ink_box(distance: Ink) -> Box | None:
@@ -158,7 +158,7 @@ def rendered_ink(text: str, name: str, spaced: bool) -> Ink:
     return np.zeros(_CANVAS[::-1]) if found is None else found
 
 
-def _contrast(pixels: NDArray[np.float64]) -> Ink:
+def contrast(pixels: NDArray[np.float64]) -> Ink:
     """Distance in colour from the ground, [h, w] in [0, 255]; all 0 if nothing stands out."""
     distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
     return distance if distance.max() >= 24 else np.zeros_like(distance)

@@ -14,14 +14,19 @@ from pydantic import ValidationError
 from retouch.glyph_structure import LETTERS, letter_pixels, packaged, structure_of
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.character_boxes import aligned, spans
-from retouch.rewards.scorers.glyph_structure import GlyphStructureReward, GlyphStructureScorer, equal_slices
+from retouch.rewards.scorers.glyph_structure import (
+    GlyphStructureReward,
+    GlyphStructureScorer,
+    equal_slices,
+    fitted_slices,
+)
 from retouch.tiny.broken_letters import draw_word
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Score
 
 
-def sign(word: str = "MOKA", text: str | None = None) -> RewardItem:
-    drawn = draw_sign(word, (64, 128), 3, "CaladeaBold")
+def sign(word: str = "MOKA", text: str | None = None, height: int = 64) -> RewardItem:
+    drawn = draw_sign(word, (height, 2 * height), 3, "CaladeaBold")
     return RewardItem(0, "", np.asarray(drawn.picture), np.asarray(drawn.mask), metadata={"text": text or word})
 
 
@@ -37,7 +42,7 @@ def loaded(options: tuple[tuple[str, Any], ...]) -> GlyphStructureScorer:
     return scorer
 
 
-@pytest.mark.parametrize("options", [{"boxes": "equal"}, {"boxes": "recognised", "detect": False}])
+@pytest.mark.parametrize("options", [{"boxes": "equal"}, {"boxes": "fitted"}, {"boxes": "recognised", "detect": False}])
 def test_whole_words_score_above_broken_ones(options: dict[str, Any]) -> None:
     """Means over words: of the strokes, a third is gone."""
     whole = [sign(word) for word in ("MOKA", "TUFI", "BERU", "HADE")]
@@ -76,7 +81,7 @@ def test_a_letter_that_is_not_found_counts_as_broken_and_no_letter_is_a_failure(
     judged = [value for _, value in found.detail["letters"]]
     assert judged[-1] is None and found.value == pytest.approx(sum(judged[:-1]) / 5, abs=1e-3)
     blank = replace(sign(), image=np.full((64, 128, 3), 200, np.uint8))
-    for options in ({"boxes": "equal"}, {"boxes": "recognised", "detect": False}):
+    for options in ({"boxes": "equal"}, {"boxes": "fitted"}, {"boxes": "recognised", "detect": False}):
         [outcome] = scored([blank], **options)
         assert isinstance(outcome, Failure) and outcome.code == "bad_item" and "no box" in outcome.message
     [outcome] = scored([sign(text="你好")])
@@ -117,9 +122,33 @@ def test_boxes_by_hand() -> None:
     assert equal_slices((3, 1, 13, 9), 4) == [(3, 1, 5, 9), (5, 1, 8, 9), (8, 1, 11, 9), (11, 1, 13, 9)]
 
 
-def test_options_of_the_recogniser_without_it() -> None:
-    with pytest.raises(ValidationError, match="recognises nothing"):
-        GlyphStructureReward(boxes="equal", detect=False)
+def test_fitted_slices_by_hand() -> None:
+    """A wide and a narrow letter: the cut leaves the middle for the gap, and each box ends a pixel beside its ink."""
+    distance = np.zeros((12, 20))
+    distance[3:9, 2:12] = 200
+    distance[4:9, 14:17] = 200
+    assert equal_slices((2, 3, 17, 9), 2)[0][2] == 10
+    assert fitted_slices(distance, (2, 3, 17, 9), 2) == [(1, 2, 13, 10), (13, 3, 18, 10)]
+    distance[4:9, 14:17] = 90  # less than half of the greatest contrast is no ink
+    assert fitted_slices(distance, (2, 3, 17, 9), 2)[1] is None
+
+
+def test_fitted_slices_stay_within_the_crop() -> None:
+    assert fitted_slices(np.full((6, 9), 50.0), (0, 0, 9, 6), 1) == [(0, 0, 9, 6)]
+
+
+def test_small_whole_letters_score_higher_in_fitted_slices() -> None:
+    """Signs of 32 x 64 pixels, the size of the tiny base's."""
+    words = ("MOKA", "TUFI", "BERU", "HADE", "KEGI", "ZERU")
+    small = [sign(word, height=32) for word in words]
+    equal, fitted = ([o.value for o in scored(small, boxes=boxes)] for boxes in ("equal", "fitted"))
+    assert np.mean(fitted) > np.mean(equal) + 0.1
+
+
+@pytest.mark.parametrize("boxes", ["equal", "fitted"])
+def test_options_of_the_recogniser_without_it(boxes: str) -> None:
+    with pytest.raises(ValidationError, match=f"boxes '{boxes}', which recognises nothing"):
+        GlyphStructureReward.model_validate({"boxes": boxes, "detect": False})
 
 
 # --- the differentiable function ---

@@ -80,6 +80,7 @@ CASES = (
     Case("recognizer", {"value": "probability"}, beside_the_box),
     Case("recognizer", {"line": "ink"}, beside_the_box),
     Case("glyph_structure", {"boxes": "equal"}, beside_the_box),
+    Case("glyph_structure", {"boxes": "fitted"}, beside_the_box),
     Case("glyph_structure", {"boxes": "equal", "over": "worst_quarter"}, beside_the_box),
     Case("seam", {}, far_from_the_edge, 2e-3),  # `score` rounds the luminance
     Case("preservation", {}, masked),

@@ -10,10 +10,11 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from retouch.config.base import Unit
-from retouch.glyphs import ink_box
+from retouch.glyphs import contrast, ink_box
 from retouch.imaging import Box, normalize_text
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
@@ -25,7 +26,10 @@ from retouch.rewards.scorers.weights import file_digest
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from retouch.glyphs import Ink
 
 
 class GlyphStructureReward(RewardEntry):
@@ -35,9 +39,10 @@ class GlyphStructureReward(RewardEntry):
     cpu_only = "the network is small and runs on the CPU; leave device out"
 
     scorer: Literal["glyph_structure"] = "glyph_structure"
-    boxes: Literal["recognised", "equal"] = "recognised"
-    """Letters in the boxes of rapidocr's characters; or in slices of equal width between the first and the last ink of
-    the crop, for one line of evenly spaced letters."""
+    boxes: Literal["recognised", "fitted", "equal"] = "recognised"
+    """Letters in the boxes of rapidocr's characters; or, for one line of evenly spaced letters, slices of equal width
+    between the first and the last ink of the crop. Fitted slices are cut where there is least ink, and end around the
+    ink of their letter: for letters of few pixels."""
     over: Literal["mean", "worst_quarter"] = "mean"
     """Mean over all letters, or over the quarter that is most likely broken."""
     crop_margin: Unit = 0.0
@@ -49,9 +54,11 @@ class GlyphStructureReward(RewardEntry):
 
     @model_validator(mode="after")
     def _reads_its_options(self) -> GlyphStructureReward:
-        for name in ("detect", "threads") if self.boxes == "equal" else ():
+        for name in ("detect", "threads") if self.boxes != "recognised" else ():
             if (given := getattr(self, name)) != GlyphStructureReward.model_fields[name].default:
-                raise ValueError(f"{name}: given {given!r} with boxes 'equal', which recognises nothing; leave it out")
+                raise ValueError(
+                    f"{name}: given {given!r} with boxes {self.boxes!r}, which recognises nothing; leave it out"
+                )
         return self
 
     def make(self) -> GlyphStructureScorer:
@@ -114,11 +121,13 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
             boxes.append(None if place is None or ink is None else _within(found[place].box, ink))
         return boxes
 
-    def _equal(self, crop: Pixels, asked: str) -> list[Box | None]:
+    def _sliced(self, crop: Pixels, asked: str) -> list[Box | None]:
         line = ink_box(crop)
         if line is None or line[2] - line[0] < len(asked):
             return [None] * len(asked)
-        return list(equal_slices(line, len(asked)))
+        if self.options.boxes == "equal":
+            return list(equal_slices(line, len(asked)))
+        return fitted_slices(contrast(crop), line, len(asked))
 
     def _judged(self, image: Tensor, item: RewardItem) -> tuple[Tensor, dict[str, Any]] | Failure:
         """Value and detail of an image [3, H, W] in [0, 1]; `item.image` is the same, rounded, and gives the boxes."""
@@ -131,7 +140,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         if isinstance(text, Failure):
             return text
         crop, asked = crop_for(item, margin), normalize_text(text)
-        boxes = self._equal(crop, asked) if self._reader is None else self._recognised(crop, asked)
+        boxes = self._sliced(crop, asked) if self._reader is None else self._recognised(crop, asked)
         known = {i: index for i, char in enumerate(asked) if (index := index_of(char)) is not None}
         if not known:
             return Failure("bad_item", f"{asked!r} holds none of the letters A-Z, a-z and 0-9, which alone are judged")
@@ -164,3 +173,40 @@ def equal_slices(line: Box, count: int) -> list[Box]:
     left, top, right, bottom = line
     edges = [left + round(i * (right - left) / count) for i in range(count + 1)]
     return [(a, top, b, bottom) for a, b in pairwise(edges)]
+
+
+def fitted_slices(distance: Ink, line: Box, count: int) -> list[Box | None]:
+    """A box for each of `count` letters: its slice of the line, around its ink.
+
+    A cut is the column with the least ink within a third of a slice of where equal slices are cut, the nearest such
+    column. The room around the ink is .08 of the height of the line, at least a pixel. None for a slice without ink.
+
+    Args:
+        distance: Distance from the colour of the ground, [h, w].
+        line: Box of the ink.
+    """
+    left, top, right, bottom = line
+    columns = distance[top:bottom].sum(axis=0)
+    reach = max(1, (right - left) // (3 * count))
+    cuts = [
+        min(range(b - reach, b + reach + 1), key=lambda x: (columns[x], abs(x - b)))
+        for _, _, b, _ in equal_slices(line, count)[:-1]
+    ]
+    room = max(1, round(0.08 * (bottom - top)))
+    ink = distance > distance.max() / 2
+    return [_around(ink, (a, top, b, bottom), room) for a, b in pairwise([left, *cuts, right])]
+
+
+def _around(ink: NDArray[np.bool_], box: Box, room: int) -> Box | None:
+    """The box of the ink inside `box`, and `room` pixels on each side as far as the crop goes."""
+    left, top, right, bottom = box
+    rows, columns = np.nonzero(ink[top:bottom, left:right])
+    if not len(rows):
+        return None
+    height, width = ink.shape
+    return (
+        max(0, left + int(columns.min()) - room),
+        max(0, top + int(rows.min()) - room),
+        min(width, left + int(columns.max()) + 1 + room),
+        min(height, top + int(rows.max()) + 1 + room),
+    )
