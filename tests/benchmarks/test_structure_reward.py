@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -90,10 +90,11 @@ def test_with_reward_gradients_the_second_reward_is_faster_and_no_better_at_the_
         assert early[measure][1] > 0 and late[measure][1] < 0 < late[measure][2]
 
 
-def test_whole_small_letters_in_equal_slices_score_about_two_thirds() -> None:
+@pytest.mark.parametrize(("boxes", "value"), [("equal", 0.67), ("fitted", 0.88)])
+def test_values_of_whole_small_letters(boxes: Literal["equal", "fitted"], value: float) -> None:
     """Signs as they are in the data, right by construction."""
     signs = [draw_sign(word, (32, 64), 3) for word in draw_words(96, "held_out", 3)]
-    scorer = GlyphStructureReward(boxes="equal").make()
+    scorer = GlyphStructureReward(boxes=boxes).make()
     scorer.load("cpu")
     scores = scorer.score(
         [
@@ -101,4 +102,4 @@ def test_whole_small_letters_in_equal_slices_score_about_two_thirds() -> None:
             for i, s in enumerate(signs)
         ]
     )
-    assert fmean(one.value for one in scores if isinstance(one, Score)) == pytest.approx(0.67, abs=0.03)
+    assert fmean(one.value for one in scores if isinstance(one, Score)) == pytest.approx(value, abs=0.03)
