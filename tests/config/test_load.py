@@ -87,6 +87,15 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
     assert yaml12.parse(yaml.dump({"a": text}, Dumper=yaml12.Dumper)) == {"a": text}  # as a string
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("seed", "1_000"), ("optimizer.lr", "1_0.0"), ("training.max_steps", "'1_0'")]
+)
+def test_text_with_digits_and_underscores_is_no_number(key: str, value: str, run_with: RunWith) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: given '1_0.*number without _"):
+        run_with(f"{key}={value}")
+    assert run_with("name=1_000").name == "1_000"
+
+
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(i)}: &{chr(i)} [{', '.join([f'*{chr(i - 1)}'] * 9)}]\n" for i in range(ord("b"), ord("k"))
 )

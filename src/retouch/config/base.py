@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -65,6 +65,15 @@ class Section(BaseModel):
                 if isinstance(value, str) and value in values:
                     _tell(f"{key}: {value}", f"{key}: {values[value]}")
                     section[key] = values[value]
+        return section
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _no_separators(cls, value: object, read: ModelWrapValidatorHandler[Self]) -> Self:
+        section = read(value)
+        for key, given in cast("Mapping[str, object]", value).items() if isinstance(value, Mapping) else ():
+            if isinstance(given, str) and "_" in given and isinstance(getattr(section, key, None), int | float):
+                raise ValueError(f"{key}: given {given!r}, which is text in YAML 1.2; write the number without _")
         return section
 
     @model_validator(mode="before")
