@@ -59,13 +59,12 @@ class Errors(NamedTuple):
 
     Attributes:
         fm, reference: [B] mean-squared errors of the velocity, of the policy with gradient.
-        sigma, advantages, weight: [B].
+        advantages, weight: [B].
         group: [B] the sample's example and the number of the copy, as one number.
     """
 
     fm: Tensor
     reference: Tensor
-    sigma: Tensor
     advantages: Tensor
     weight: Tensor
     group: Tensor
@@ -225,7 +224,6 @@ def row_loss(
         Errors(
             fm,
             denoising_rows(micro.reference, target),
-            noised.time,
             experience.advantages[micro.rows].repeat_interleave(copies),
             wide,
             position + torch.arange(copies).repeat(len(weight)),

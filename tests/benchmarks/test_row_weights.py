@@ -34,7 +34,6 @@ def errors(advantages: list[float], group: list[int], at_reference: bool = False
     values = {
         "fm": (reference.clone() if at_reference else fm).requires_grad_(),
         "reference": reference,
-        "sigma": torch.full((len(group),), 0.5, dtype=torch.float64),
         "advantages": torch.tensor(advantages, dtype=torch.float64),
         "weight": torch.ones(len(group), dtype=torch.float64),
         "group": torch.tensor(group),
