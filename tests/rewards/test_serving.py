@@ -274,6 +274,19 @@ def test_hostile_bodies_are_refused_in_bounded_memory(http: httpx.Client, body: 
     assert grown < 300
 
 
+@pytest.mark.parametrize("binary", [True, False], ids=["multipart", "json"])
+def test_text_of_a_request_is_bounded(http: httpx.Client, binary: bool) -> None:
+    """200 MB of metadata took 4 GB: a character takes up to four times its bytes, in each of several copies."""
+    large = item(1, image=picture(1, 200, 200))  # images are no text
+    wordy = RewardItem(1, "", large.image, metadata={"note": "x" * 3000})
+    with serving({"b": Brightness()}, limits=Limits(text=2000)) as url:
+        for given, status in ((large, 200), (wordy, 413)):
+            body: dict[str, Any] = {"files": multipart([given])} if binary else {"json": as_json([given])}
+            response = http.post(f"{url}/score", **body)
+            assert response.status_code == status
+        assert "bytes of prompts and metadata, over the limit of 2000" in response.json()["error"]
+
+
 @pytest.mark.parametrize("announced", [True, False], ids=["with its length", "in chunks"])
 def test_a_gigabyte_is_refused_and_never_held(http: httpx.Client, announced: bool) -> None:
 

@@ -23,6 +23,7 @@ class Limits:
     Attributes:
         body: bytes of one request; a larger one gets 413.
         bodies: bytes of all open requests; a request beyond gets 429.
+        text: bytes of one request that are no images (prompts, metadata); more get 413.
         items: items of one request; more get 413.
         pixels: pixels of all images of one request; images beyond fail before they are decoded.
         all_pixels: decoded pixels of all open requests; a request beyond gets 429.
@@ -36,6 +37,7 @@ class Limits:
 
     body: int = 256 * 1024 * 1024
     bodies: int = 1024 * 1024 * 1024
+    text: int = 16 * 1024 * 1024
     items: int = 1024
     pixels: int = 256 * 1024 * 1024
     all_pixels: int = 512 * 1024 * 1024

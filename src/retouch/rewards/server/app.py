@@ -266,6 +266,7 @@ def _parse(
         if "manifest" not in parts:
             raise ValueError('a multipart request needs a part "manifest"')
         manifest, _ = parts.pop("manifest")
+        _require_little_text(len(manifest), limits)
     elif content_type.partition(";")[0].strip().lower() in ("", "application/json"):
         manifest, parts = body, None
     else:  # a web page may post other types to any address without being asked
@@ -274,6 +275,8 @@ def _parse(
     if marks > _MARKS * limits.items:  # before they become objects
         raise TooLarge(f"{marks} values, over the limit of {_MARKS * limits.items}")
     message = ScoreRequest.model_validate_json(manifest)
+    if parts is None:
+        _require_little_text(len(manifest) - _image_bytes(message), limits)
     if len(message.items) > limits.items:
         raise TooLarge(f"{len(message.items)} items, over the limit of {limits.items}")
     digest = hashlib.blake2b(message.model_dump_json(exclude={"deadline_ms"}).encode(), digest_size=16)
@@ -281,6 +284,16 @@ def _parse(
         for field in (name.encode(), kind.encode(), content):
             digest.update(len(field).to_bytes(8, "big") + field)
     return message, parts, digest.digest()
+
+
+def _require_little_text(size: int, limits: Limits) -> None:
+    """Characters of any script take up to four times their bytes, in each of several copies."""
+    if size > limits.text:
+        raise TooLarge(f"{size} bytes of prompts and metadata, over the limit of {limits.text}")
+
+
+def _image_bytes(message: ScoreRequest) -> int:
+    return sum(len(getattr(item, field) or "") for item in message.items for field in PICTURES)
 
 
 def _reply(
