@@ -127,7 +127,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
             return [None] * len(asked)
         if self.options.boxes == "equal":
             return list(equal_slices(line, len(asked)))
-        return fitted_slices(contrast(crop), line, len(asked))
+        return fitted_slices(contrast(crop.astype(np.float64)), line, len(asked))
 
     def _judged(self, image: Tensor, item: RewardItem) -> tuple[Tensor, dict[str, Any]] | Failure:
         """Value and detail of an image [3, H, W] in [0, 1]; `item.image` is the same, rounded, and gives the boxes."""
