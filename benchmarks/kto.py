@@ -1,7 +1,7 @@
-"""Does KTO learn from labels alone? Samples of the tiny FLUX.1-Fill, labelled by OCR, without pairs or groups.
+"""Does KTO learn from labels alone? Samples of the tiny bases, labelled by OCR, without pairs or groups.
 
-The labels: 480 samples of the base, one for each word, good if OCR reads at most one letter of four wrong. KTO trains
-on both labels (configs/tiny/flux_fill_kto.yaml), three seeds. Forwards are those of training; held-out words, seeds and
+The labels: 480 samples of the base, one for each word, good if OCR reads at most one letter of four wrong (two of four
+for Stable Diffusion, whose samples are worse). KTO trains on both labels (configs/tiny/*_kto.yaml), three seeds. Forwards are those of training; held-out words, seeds and
 solver are those of benchmarks/algorithms.py.
 
     python benchmarks/kto.py --out benchmarks/results/kto.json                    # 3 seeds
@@ -32,10 +32,10 @@ from retouch.rewards.scorers.ocr import OcrReward
 from retouch.types import Score
 from retouch.use.comparison import gains
 
-FAMILIES = ("flux_fill",)
+FAMILIES = ("flux_fill", "sd_inpaint")
 WORDS, SEED = 480, 4
-GOOD = 0.75
-"""NED from which a sample is labelled good."""
+GOOD = {"flux_fill": 0.75, "sd_inpaint": 0.5}
+"""NED from which a sample of a base is labelled good."""
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def make_labels(family: str, work: Path) -> None:
     scorer.load("cpu")
     for one, outcome in zip(entries, scorer.score([reward_item(one) for one in entries]), strict=True):
         assert isinstance(outcome, Score)
-        one["label"] = "good" if outcome.value >= GOOD else "bad"
+        one["label"] = "good" if outcome.value >= GOOD[family] else "bad"
     (folder / "labels.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
