@@ -4,7 +4,7 @@ Every run is the published file of configs/tiny for GRPO with the options of an 
 on the data and with the evaluation of benchmarks/algorithms.py. Clip and mask act from the second update on a batch of
 rollouts on: those arms take two passes over each (`inner_epochs`), hence half as many rollouts.
 
-    python benchmarks/step_options.py --out benchmarks/results/step_options.json          # 5 arms x 2 bases x 3 seeds
+    python benchmarks/step_options.py --out benchmarks/results/step_options.json          # 4 arms x 2 bases x 3 seeds
     python benchmarks/step_options.py --arms plain --families flux_fill --seeds 0         # a trial
 
 A finished run is not repeated, an interrupted one is resumed, and other rows of --out are kept.
@@ -30,7 +30,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "step weight std": ("algorithm.step_weight=std",),
     "2 passes, clip": (TWO,),
     "2 passes, mask 1e-5": (TWO, "algorithm.clip_range=1e-4", "algorithm.kl_mask_threshold=1e-5"),
-    "2 passes, mask 1e-3": (TWO, "algorithm.clip_range=1e-4", "algorithm.kl_mask_threshold=1e-3"),
 }
 """Arm -> its overrides; the mask needs the default of the clip range, which it does not read."""
 

@@ -23,7 +23,9 @@ KTO = [row for row in ROWS if row["arm"] == "kto"]
 
 
 def test_the_runs_are_of_the_run_files_and_bases_in_the_tree() -> None:
-    assert [(row["family"], row["seed"]) for row in KTO] == [(family, seed) for family in kto.FAMILIES for seed in range(3)]
+    assert [(row["family"], row["seed"]) for row in KTO] == [
+        (family, seed) for family in kto.FAMILIES for seed in range(3)
+    ]
     for row in KTO:
         file = kto.config_file(row["family"])
         assert row["inputs"] == inputs.inputs(file)
