@@ -1,8 +1,8 @@
 """Does KTO learn from labels alone? Samples of the tiny bases, labelled by OCR, without pairs or groups.
 
 The labels: 480 samples of the base, one for each word, good if OCR reads at most one letter of four wrong (two of four
-for Stable Diffusion, whose samples are worse). KTO trains on both labels (configs/tiny/*_kto.yaml), three seeds. Forwards are those of training; held-out words, seeds and
-solver are those of benchmarks/algorithms.py.
+for Stable Diffusion, whose samples are worse). KTO trains on both labels (configs/tiny/*_kto.yaml), three seeds.
+Forwards are those of training; held-out words, seeds and solver are those of benchmarks/algorithms.py.
 
     python benchmarks/kto.py --out benchmarks/results/kto.json                    # 3 seeds
     python benchmarks/kto.py --labels flux_fill --work runs/kto                   # the data of the published file alone
