@@ -60,13 +60,10 @@ def test_the_page_says_what_was_found() -> None:
     assert third["glyph_correlation"][2] < 0 and third["ocr.ned"][2] < 0
     each = [row["against_ocr"] for row in COMPARED["nft"]]
     assert all(found[measure][1] > 0 for found in each for measure in ("glyph_correlation", "ocr.ned"))
-    rounded = {measure: sorted(round(found[measure][0], 3) for found in each) for measure in each[0]}
-    assert (rounded["glyph_correlation"][0], rounded["glyph_correlation"][-1]) == (0.027, 0.032)
-    assert rounded["ocr.ned"][0] > 0.095 and rounded["ocr.ned"][-1] < 0.125
-    assert (rounded["outside_l1"][0], rounded["outside_l1"][-1]) == (0.002, 0.003)
-    alone = [row["seconds"] for row in RESULT["rows"] if (row["algorithm"], row["arm"]) == ("nft", "ocr")]
-    both = [row["seconds"] for row in COMPARED["nft"]]
-    assert round(sum(both) / sum(alone), 1) == 1.5
+    rounded = {measure: sorted(round(found[measure][0], 2) for found in each) for measure in each[0]}
+    assert (rounded["ocr.ned"][0], rounded["ocr.ned"][-1]) == (0.16, 0.2)
+    assert (rounded["glyph_correlation"][0], rounded["glyph_correlation"][-1]) == (0.04, 0.06)
+    assert sorted(round(found["outside_l1"][0], 3) for found in each)[:: len(each) - 1] == [0.001, 0.005]
 
 
 def test_the_trial_was_run_with_the_settings_that_lie_here() -> None:
