@@ -20,6 +20,7 @@ import nft  # noqa: E402
 import region  # noqa: E402
 import reward_gradient  # noqa: E402
 import row_weights  # noqa: E402
+import step_options  # noqa: E402
 import text_to_image  # noqa: E402
 from inputs import inputs  # noqa: E402
 
@@ -35,7 +36,9 @@ def test_forwards_of_the_tiny_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "benchmark", [algorithms, kto, nft, region, row_weights, text_to_image], ids=lambda module: module.__name__
+    "benchmark",
+    [algorithms, kto, nft, region, row_weights, step_options, text_to_image],
+    ids=lambda module: module.__name__,
 )
 def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
