@@ -135,6 +135,9 @@ def test_fitted_slices_by_hand() -> None:
 
 def test_fitted_slices_stay_within_the_crop() -> None:
     assert fitted_slices(np.full((6, 9), 50.0), (0, 0, 9, 6), 1) == [(0, 0, 9, 6)]
+    for width in range(3, 12):
+        found = fitted_slices(np.full((6, width), 50.0), (0, 0, width, 6), 3)
+        assert all(box is None or (0 <= box[0] < box[2] <= width and (box[1], box[3]) == (0, 6)) for box in found)
 
 
 def test_small_whole_letters_score_higher_in_fitted_slices() -> None:

@@ -433,12 +433,16 @@ class Session:
         if self.run.engine.any(problem is not None):
             raise problem or CheckpointError(f"{folder}: another process cannot go on from it; see its log")
 
+    @property
+    def _halved(self) -> bool:
+        return self.rows_per_forward < self.config.optimizer.batch_size_per_device
+
     def _state(self) -> dict[str, Any]:
         return {
             "progress": asdict(self.progress),
             "config": dump_run(self.config),
             "evaluated_at": self._evaluated_at,
-            "rows_per_forward": self.rows_per_forward,
+            "rows_per_forward": self.rows_per_forward if self._halved else None,
             "rewards": of_all(self.run.engine.gather_list([self._counted])),
         }
 

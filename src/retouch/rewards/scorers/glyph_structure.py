@@ -189,7 +189,7 @@ def fitted_slices(distance: Ink, line: Box, count: int) -> list[Box | None]:
     columns = distance[top:bottom].sum(axis=0)
     reach = max(1, (right - left) // (3 * count))
     cuts = [
-        min(range(b - reach, b + reach + 1), key=lambda x: (columns[x], abs(x - b)))
+        min(range(b - reach, min(b + reach + 1, right)), key=lambda x: (columns[x], abs(x - b)))
         for _, _, b, _ in equal_slices(line, count)[:-1]
     ]
     room = max(1, round(0.08 * (bottom - top)))
