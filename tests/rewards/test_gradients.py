@@ -80,7 +80,6 @@ CASES = (
     Case("recognizer", {"value": "probability"}, beside_the_box),
     Case("recognizer", {"line": "ink"}, beside_the_box),
     Case("glyph_structure", {"boxes": "equal"}, beside_the_box),
-    Case("glyph_structure", {"boxes": "fitted"}, beside_the_box),
     Case("glyph_structure", {"boxes": "equal", "over": "worst_quarter"}, beside_the_box),
     Case("seam", {}, far_from_the_edge, 2e-3),  # `score` rounds the luminance
     Case("preservation", {}, masked),
@@ -89,6 +88,7 @@ CASES = (
     Case("clip", {}, beside_the_centre),  # 32 pixels high: nothing is resized
     Case("pickscore", {}, beside_the_centre, 2e-4),
     Case("hpsv2", {}),
+    Case("glyph_structure", {"boxes": "fitted"}, beside_the_box),
 )
 
 
