@@ -161,7 +161,7 @@ class FamilyModel(ABC):
 
     @classmethod
     def kept(cls, name: str, network: Any) -> Any:
-        """What stays in memory of a component that was loaded; it may be changed in place."""
+        """The part of a loaded component that stays in memory; the component may be changed in place."""
         return network
 
     @classmethod
@@ -207,8 +207,8 @@ class FamilyModel(ABC):
         return self.arranged(self.texts().encode(prompts))
 
     def guided_texts(self, examples: Sequence[Example], guidance_scale: float) -> dict[str, Tensor]:
-        """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where it takes a second forward,
-        those of the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
+        """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where that takes a second
+        forward, those of the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
         tensors = self.text_tensors([example.prompt for example in examples])
         tensors["guidance"] = torch.full((len(examples),), guidance_scale, device=self.device)
         if self.config.forwards_of_guidance(guidance_scale) > 1:

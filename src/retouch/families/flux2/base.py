@@ -1,11 +1,11 @@
 """Shared parts of the families on FLUX.2's network: autoencoder, tokens, positions, schedule, and toy networks.
 
 The families differ in their text encoder and its chat, and in guidance: classifier-free, or embedded, an input of the
-network. Latents are 2 x 2 patches of the autoencoder's cells, normalized by the statistics of its batch norm. The tokens
-of the noisy latents are followed by those of the source and of the reference, which differ in the first axis of their
-positions: 0, 10, 20. Inpainting blends latents as well (`retouch.families.blending`). Everything equals diffusers'
-pipelines on the same weights, sizes and states (tests/families/test_flux2_*.py), with these differences: images keep the
-size of the examples, and a mask is binary on the latent grid.
+network. Latents are 2 x 2 patches of the autoencoder's cells, normalized by the statistics of its batch norm. The
+tokens of the noisy latents are followed by those of the source and of the reference, which differ in the first axis of
+their positions: 0, 10, 20. Inpainting blends latents as well (`retouch.families.blending`). Everything equals
+diffusers' pipelines on the same weights, sizes and states (tests/families/test_flux2_*.py), with these differences:
+images keep the size of the examples, and a mask is binary on the latent grid.
 
 Legend: B samples, C latent channels, h w latent sides, N image tokens, S text tokens, D width.
 """
@@ -82,8 +82,7 @@ class Flux2Model(FamilyModel):
     @staticmethod
     @abstractmethod
     def states(model: Any, tokenizer: Any, length: int) -> Any:
-        """A callable from prompts to states [B, S, D] of a `language_model`, as `retouch.families.text.TextEncoders` takes
-        it.
+        """A callable from prompts to states [B, S, D] of a `language_model`, for `retouch.families.text.TextEncoders`.
 
         Args:
             length: S, tokens that a prompt is padded or cut to.
@@ -91,7 +90,7 @@ class Flux2Model(FamilyModel):
 
     @classmethod
     def kept(cls, name: str, network: Any) -> Any:
-        """Of the text encoder the language model, up to the last layer whose states are used."""
+        """The language model of the text encoder, up to the last layer whose states are used; others whole."""
         if name != "text_encoder":
             return network
         model = cls.language_model(network)
