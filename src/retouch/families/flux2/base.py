@@ -70,6 +70,8 @@ class Flux2Model(FamilyModel):
     source. The text is the family's own."""
 
     autoencoder_class = Flux2Autoencoder
+    tokenizer_class: ClassVar[Any] = AutoTokenizer
+    """Of transformers, or of its interface."""
     patch = 1
     embeds_guidance: ClassVar[bool]
     """Whether the scale of guidance is an input of the network."""
@@ -103,7 +105,7 @@ class Flux2Model(FamilyModel):
     ) -> TextEncoders:
         kind = getattr(transformers, config.spec.networks["text_encoder"])
         encoder = load_component(kind, path, "text_encoder", dtype)
-        tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
+        tokenizer = load_component(cls.tokenizer_class, path, "tokenizer", None)
         states = cls.states(cls.language_model(encoder), tokenizer, config.max_sequence_length)
         cls.kept("text_encoder", encoder)
         return TextEncoders({"text": states}, device, config.offload_text_encoders)
