@@ -71,7 +71,7 @@ class Flux2Model(FamilyModel):
 
     autoencoder_class = Flux2Autoencoder
     tokenizer_class: ClassVar[Any] = AutoTokenizer
-    """Of transformers, or of its interface."""
+    """Class that tokenizer/ is loaded by."""
     patch = 1
     embeds_guidance: ClassVar[bool]
     """Whether the scale of guidance is an input of the network."""
