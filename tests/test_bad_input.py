@@ -123,6 +123,7 @@ def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: 
             ),
         ),
         (["sample", "--count", "0", "--out", "x"], "Invalid value for '--count': "),
+        (["data", "synth", "--out", "x", "--length", "1000000"], "Invalid value for '--length': "),
     ],
 )
 def test_commands_and_options_that_do_not_exist(arguments: list[str], message: str) -> None:
