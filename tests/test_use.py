@@ -742,3 +742,50 @@ def test_a_picture_of_no_numbers_is_not_written_as_a_black_one(
     outcome = retouch("sample", "--run", run, "--data", signs / "held_out", "--out", tmp_path / "out")
     assert outcome.code == 1 and "its sample contains NaN or Inf; the weights are broken" in outcome.err
     assert not list((tmp_path / "out").glob("*.png"))
+
+
+# --- damaged checkpoints ---
+
+STATES = ["{}", "[]", '{"config": 3}', '{"progress": 3, "config": "a: 1"}', '{"config": "a: [1"}', "["]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_damaged_state_of_a_checkpoint_is_one_line(
+    finished: Finished, signs: Path, tmp_path: Path, state: str
+) -> None:
+    run = Path(shutil.copytree(finished("lora"), tmp_path / "run"))
+    folder = run / "checkpoints/step-000004"
+    (folder / "state.json").write_text(state)
+    for command in (
+        ("export", run, "--to", "safetensors", "--out", tmp_path / "out"),
+        ("sample", "--run", run, "--data", signs / "held_out", "--out", tmp_path / "images"),
+        ("eval", "--run", run),
+    ):
+        outcome = retouch(*command)
+        message = f"error: {folder}: damaged (state.json: its size differs from complete.json); copy it again, or "
+        assert (outcome.code, outcome.err.splitlines()[-1]) == (2, f"{message}delete it to resume from the one before")
+
+
+def test_a_flipped_bit_is_found_wherever_weights_of_a_checkpoint_are_named(
+    finished: Finished, signs: Path, tmp_path: Path
+) -> None:
+    """By its run, its folder of weights, and as the adapter that another run starts from."""
+    run = Path(shutil.copytree(finished("lora"), tmp_path / "run"))
+    folder = run / "checkpoints/step-000004"
+    file = folder / "ema/pytorch_lora_weights.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    sample = ("sample", "--config", run / "config.yaml", "--data", signs / "held_out", "--out", tmp_path / "images")
+    begin = f"logging.dir={tmp_path}", "name=next", "resume=null"
+    for command in (
+        ("export", run, "--to", "safetensors"),
+        ("export", folder / "ema", "--to", "safetensors"),
+        (*sample, "--weights", folder),
+        (*sample, "--weights", folder / "ema"),
+        ("train", run / "config.yaml", *begin, f"model.train.initial_adapter={run}"),
+        ("train", run / "config.yaml", *begin, f"model.train.initial_adapter={file}"),
+    ):
+        outcome = retouch(*command)
+        assert outcome.code == 2, command
+        message = f"damaged (ema/{file.name}: its SHA-256 differs from complete.json)"
+        assert message in outcome.err.splitlines()[-1], outcome.err

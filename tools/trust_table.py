@@ -304,6 +304,26 @@ FINDINGS = {
         "test_machine.py",
         "test_freed_memory_is_returned_to_the_system",
     ),
+    "A damaged state of a checkpoint ended `export`, `sample` and `eval` in a traceback, or held them up": (
+        "test_use.py",
+        "test_a_damaged_state_of_a_checkpoint_is_one_line",
+    ),
+    "A flipped bit in the checkpoint that an initial adapter came from was not detected": (
+        "test_use.py",
+        "test_a_flipped_bit_is_found_wherever_weights_of_a_checkpoint_are_named",
+    ),
+    "A checkpoint whose list of files was emptied, or to which tensors were added, was loaded": (
+        "engine/test_integrity.py",
+        "test_tensors_that_were_added_are_named",
+    ),
+    "A device in place of a file of a checkpoint was read without end": (
+        "engine/test_integrity.py",
+        "test_a_pipe_or_a_device_in_place_of_the_state_is_not_read",
+    ),
+    "The run file within a damaged state ended a resume in a traceback": (
+        "engine/test_integrity.py",
+        "test_a_run_file_of_a_state_that_is_none",
+    ),
 }
 """Fault that trials showed -> (file below tests/, test that failed before)."""
 

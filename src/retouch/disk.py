@@ -56,6 +56,24 @@ def write_whole(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def read_bounded(path: Path, most: int) -> bytes:
+    """The content of a file, which is neither a pipe, which would be waited for, nor a device.
+
+    Args:
+        most: its size in bytes, at most.
+
+    Raises:
+        OSError: not a file, or larger.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    with path.open("rb") as stream:
+        found = stream.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+    return found
+
+
 def is_file(path: Path) -> bool:
     """Whether a path from a list or an option is a file; a name that is too long for one is not."""
     try:

@@ -19,6 +19,7 @@ from retouch.adapters.comfyui import comfyui_tensors
 from retouch.adapters.initial_lora import initial_lora, lora_file
 from retouch.adapters.lora import FILE, add_lora, folded_lora, is_update
 from retouch.adapters.trainee import LoraWeights, make_trainable
+from retouch.complete import record_files
 from retouch.config import ConfigError
 from retouch.engine import Policy
 from retouch.families import FAMILIES
@@ -68,7 +69,9 @@ def test_a_checkpoint_and_a_run_directory_stand_for_their_newest_averaged_weight
         for part in parts:
             shutil.copytree(folder, run / f"checkpoints/step-{step}" / part)
         if step != "000012":  # a run that was killed while it wrote this one
-            (run / f"checkpoints/step-{step}/complete.json").write_text("{}", encoding="utf-8")
+            checkpoint = run / f"checkpoints/step-{step}"
+            complete = {"files": record_files(checkpoint)}
+            (checkpoint / "complete.json").write_text(json.dumps(complete), encoding="utf-8")
     assert lora_file(str(run)) == run / "checkpoints/step-000010/weights" / FILE
     first = run / "checkpoints/step-000002"
     assert lora_file(str(first)) == first / "ema" / FILE

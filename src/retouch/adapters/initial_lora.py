@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from retouch import plain_json
 from retouch.adapters.lora import ADAPTER, FILE, adapted_modules
-from retouch.adapters.weights_folder import newest_weights
+from retouch.complete import newest_weights, verify_weights
 from retouch.config.errors import ConfigError
 from retouch.errors import first_line
 
@@ -120,6 +120,7 @@ def lora_file(given: str) -> Path:
 
     Raises:
         ConfigError: no such file.
+        CheckpointError: a damaged checkpoint.
     """
     path = Path(given).expanduser()
     if path.is_dir():
@@ -134,6 +135,7 @@ def lora_file(given: str) -> Path:
         raise ConfigError(f"{KEY}: given {given!r}; no such file or folder; set {KEY} to a LoRA file or a checkpoint")
     if path.suffix != ".safetensors":
         raise ConfigError(f"{KEY}: given {given!r}; expected a .safetensors file; convert it to safetensors")
+    verify_weights(path.parent)
     return path
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import yaml
-
 from retouch.adapters import FORMATS
+from retouch.complete import complete_checkpoints
 from retouch.config.errors import nearest
 from retouch.config.load import parse_run
 from retouch.disk import file_problem, writing
-from retouch.engine.saved import complete_checkpoints, read_state
+from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.use.trained import weights_folder
 
@@ -38,7 +37,8 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
         out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
-    config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
+    run = saved_run_file(sound_state(folder.parent), folder.parent)
+    config = parse_run(run, source=f"{folder.parent}: state.json").model
 
     from safetensors import SafetensorError
 
