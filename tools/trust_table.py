@@ -324,6 +324,14 @@ FINDINGS = {
         "engine/test_integrity.py",
         "test_a_run_file_of_a_state_that_is_none",
     ),
+    "A LoRA with factors of another number of dimensions, or a config that is none, ended in a traceback": (
+        "adapters/test_initial_lora.py",
+        "test_a_lora_config_that_is_none_is_refused",
+    ),
+    "A LoRA of integers was cut to whole numbers, one of NaN trained until its first gradient": (
+        "adapters/test_initial_lora.py",
+        "test_a_file_that_does_not_fit_is_refused",
+    ),
 }
 """Fault that trials showed -> (file below tests/, test that failed before)."""
 

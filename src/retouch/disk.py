@@ -67,11 +67,9 @@ def read_bounded(path: Path, most: int) -> bytes:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a file", str(path))
-    with path.open("rb") as stream:
-        found = stream.read(most + 1)
-    if len(found) > most:
-        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
-    return found
+    if path.stat().st_size > most:
+        raise OSError(errno.EINVAL, f"more than {most} bytes", str(path))
+    return path.read_bytes()
 
 
 def is_file(path: Path) -> bool:
