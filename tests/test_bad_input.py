@@ -391,6 +391,33 @@ def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to
     assert refused(retouch("export", folder, "--to", to, "--out", tmp_path / "out")).startswith(f"{folder}: damaged (")
 
 
+# --- limits of the machine ---
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("can't start new thread"), "no more threads are allowed"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+        (RuntimeError("could not create a primitive"), "out of memory"),
+        (OSError(24, "Too many open files"), "too many open files"),
+        (OSError(12, "Cannot allocate memory", "x.safetensors"), "out of memory"),
+        (ImportError("libx.so: failed to map segment from shared object"), "a library could not be loaded into memory"),
+    ],
+)
+def test_a_limit_of_the_machine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, limit: str
+) -> None:
+    def exhausted(run: Path) -> Path:
+        raise error
+
+    monkeypatch.setattr("retouch.observe.report.write_report", exhausted)
+    outcome = retouch("report", tmp_path)
+    line = f"error: {limit}; see `ulimit -a`, or use a machine with more\n"
+    assert (outcome.code, outcome.err) == (1, line)
+
+
 # --- an installation without extras ---
 
 

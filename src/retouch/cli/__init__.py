@@ -129,4 +129,26 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         return 2, f"{str(error.filename)[:80]}: {(error.strerror or '').lower()}; give another path"
     if isinstance(error, OSError) and (problem := file_problem(error)):
         return 1, problem
+    if limit := _limit_reached(error):
+        return 1, f"{limit}; see `ulimit -a`, or use a machine with more"
     return None
+
+
+_LIMITS = {
+    "can't start new thread": "no more threads are allowed",
+    "can't allocate memory": "out of memory",
+    "Cannot allocate memory": "out of memory",
+    "could not create a primitive": "out of memory",  # oneDNN
+    "failed to map segment": "a library could not be loaded into memory",
+    "Too many open files": "too many open files",
+}
+"""Part of an error's text -> the limit of the machine or of the shell."""
+
+
+def _limit_reached(error: Exception) -> str | None:
+    """The limit that an error of Python, torch or the system reports; None for another error. torch's errors of a GPU
+    are `OutOfMemory`."""
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    text = str(error) if isinstance(error, OSError | RuntimeError | ImportError) else ""
+    return next((limit for part, limit in _LIMITS.items() if part in text), None)
