@@ -391,6 +391,31 @@ def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to
     assert refused(retouch("export", folder, "--to", to, "--out", tmp_path / "out")).startswith(f"{folder}: damaged (")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_every_command_as_a_stop(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Also one of which a library makes another error."""
+
+    def interrupted(run: Path) -> Path:
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            raise ModelFilesError("x.safetensors cannot be read") from None
+        raise AssertionError
+
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, *ENDING)}
+    run = finished("full")
+    monkeypatch.setattr("retouch.observe.report.write_report", interrupted)
+    try:
+        for one in handlers:
+            signal.signal(one, signal.SIG_DFL)
+        assert retouch("report", run).code == 3
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+
+
 # --- limits of the machine ---
 
 

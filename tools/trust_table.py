@@ -344,6 +344,22 @@ FINDINGS = {
         "test_bad_input.py",
         "test_a_limit_of_the_machine_is_one_line",
     ),
+    "A signal ended every command but `train` without a message, or as an error of a file that it could not read": (
+        "test_bad_input.py",
+        "test_a_signal_ends_every_command_as_a_stop",
+    ),
+    "An export that was killed left a part of its files under its name": (
+        "test_use.py",
+        "test_an_export_appears_whole_or_not_at_all",
+    ),
+    "Two processes that sampled into one folder replaced images of each other": (
+        "test_use.py",
+        "test_two_processes_that_sample_into_one_folder",
+    ),
+    "A kill left half of an image, a list, a report or a run file": (
+        "test_disk.py",
+        "test_what_could_not_be_written_whole_leaves_nothing",
+    ),
 }
 """Fault that trials showed -> (file below tests/, test that failed before)."""
 

@@ -51,9 +51,12 @@ def file_in(path: str | Path, name: str) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file at once: a reader, or a start after a kill, never finds a part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -21,7 +21,7 @@ from retouch import __version__
 from retouch.cli import data, rewards, runs, use
 from retouch.disk import file_problem
 from retouch.errors import RetouchError, Stopped
-from retouch.training.stopping import interrupted
+from retouch.training.stopping import interrupt_on_signals, interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
@@ -66,6 +66,7 @@ def main() -> None:
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
     interrupted.clear()
+    interrupt_on_signals()
     try:
         code = app(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
     except (KeyboardInterrupt, typer.Abort):

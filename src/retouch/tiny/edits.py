@@ -19,6 +19,8 @@ from PIL import Image, ImageDraw
 
 from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
+from retouch.disk import write_whole
+from retouch.imaging import write_png
 
 SIDE = 32
 
@@ -108,10 +110,10 @@ def write_edits(folder: Path, count: int, half: Half, seed: int) -> int:
     for number in range(count):
         edit = draw_edit(random, half)
         names = {"image_path": f"{number:04d}_source.png", "mask_path": f"{number:04d}_shape.png"}
-        edit.source.save(folder / names["image_path"])
-        edit.mask.save(folder / names["mask_path"])
+        write_png(edit.source, folder / names["image_path"])
+        write_png(edit.mask, folder / names["mask_path"])
         entries.append({**names, "prompt": edit.instruction, "colour": edit.colour})
-    (folder / "manifest.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    write_whole(folder / "manifest.json", json.dumps(entries, indent=1) + "\n")
     return count
 
 

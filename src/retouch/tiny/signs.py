@@ -22,8 +22,9 @@ from PIL import Image
 
 from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
+from retouch.disk import write_whole
 from retouch.glyphs import FONTS, write_spaced
-from retouch.imaging import Box, mask_box
+from retouch.imaging import Box, mask_box, write_png
 
 Half = Literal["train", "held_out"]
 
@@ -176,14 +177,14 @@ def write_signs(
     _require_new(out, listing)
     for n, word in enumerate(words, first_id):
         sign = draw_sign(word, size, seed)
-        (sign.picture if with_targets else sign.ground).save(out / f"test{n}_source.png")
-        sign.mask.save(out / f"test{n}_mask.png")
+        write_png(sign.picture if with_targets else sign.ground, out / f"test{n}_source.png")
+        write_png(sign.mask, out / f"test{n}_mask.png")
         shown = _other_word(sign, words[n - first_id - 1], seed) if styled else sign
         if with_targets or styled:
-            shown.picture.crop(mask_box(shown.mask)).save(out / f"test{n}_ref.png")
+            write_png(shown.picture.crop(mask_box(shown.mask)), out / f"test{n}_ref.png")
     # the list comes last: an incomplete folder has none, and cannot be read
     captions = [misheard(word, caption_noise, seed) for word in words]
-    listing.write_text("".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)), encoding="utf-8")
+    write_whole(listing, "".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)))
 
 
 def _other_word(sign: Sign, word: str, seed: int) -> Sign:
@@ -247,13 +248,13 @@ def write_texts(
     entries: list[dict[str, Any]] = []
     for n, words in enumerate(groups):
         sign = draw_texts(words, size, seed)
-        (sign.picture if with_targets else sign.ground).save(out / f"sign{n}.png")
+        write_png(sign.picture if with_targets else sign.ground, out / f"sign{n}.png")
         told = [misheard(word, caption_noise, seed) for word in words]
         lines = [{"text": text, "box": list(box)} for text, box in zip(told, sign.boxes, strict=True)]
         entry = {"id": n, "prompt": TEXTS_PROMPT.format(" ".join(told)), "image_path": f"sign{n}.png", "lines": lines}
         entries.append(entry)
     # the list comes last: an incomplete folder has none, and cannot be read
-    manifest.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    write_whole(manifest, json.dumps(entries, indent=1) + "\n")
 
 
 def _require_new(out: Path, listing: Path) -> None:
