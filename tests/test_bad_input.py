@@ -4,6 +4,7 @@ and what to set. Never a traceback."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from retouch.errors import ConfigError, ImageProblem, ModelFilesError
 from retouch.families.loading import tiny_path
 from retouch.imaging import open_image
+from retouch.observe.log import LogFile
 from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.training.stopping import ENDING
@@ -414,6 +416,25 @@ def test_a_signal_ends_every_command_as_a_stop(
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
+
+
+def test_names_in_data_do_not_change_the_terminal(tmp_path: Path) -> None:
+    """A list may come from anybody; its paths are shown in messages and tables."""
+    name = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
+    (tmp_path / "list.json").write_text(json.dumps([{"image_path": f"{name}.png", "prompt": "a"}]))
+    for command in (("data", "validate"), ("data", "split")):
+        outcome = retouch(*command, tmp_path / "list.json")
+        shown = outcome.out + outcome.err
+        assert outcome.code == 2
+        assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\x0d.png: no such file" in shown
+        assert not set(shown) & {"\x1b", "\x07", "\x9b", "\r"}
+    log = LogFile(tmp_path / "log.txt")
+    try:
+        logging.getLogger("retouch").warning("%s\n\t%s", name, "second line")
+    finally:
+        log.close()
+    logged = (tmp_path / "log.txt").read_bytes().decode()
+    assert logged.endswith("\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x0d\n\tsecond line\n")
 
 
 # --- limits of the machine ---

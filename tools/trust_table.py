@@ -360,6 +360,14 @@ FINDINGS = {
         "test_disk.py",
         "test_what_could_not_be_written_whole_leaves_nothing",
     ),
+    "Paths in a list of data passed escape sequences to terminal and log": (
+        "test_bad_input.py",
+        "test_names_in_data_do_not_change_the_terminal",
+    ),
+    "A plug-in that ends the program made a command end with success": (
+        "config/test_plugins.py",
+        "test_the_message_about_a_plugin_that_cannot_be_imported_names_its_own_remedy",
+    ),
 }
 """Fault that trials showed -> (file below tests/, test that failed before)."""
 

@@ -21,6 +21,7 @@ from retouch import __version__
 from retouch.cli import data, rewards, runs, use
 from retouch.disk import file_problem
 from retouch.errors import RetouchError, Stopped
+from retouch.plain_text import printable
 from retouch.training.stopping import interrupt_on_signals, interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -107,7 +108,7 @@ def _fail(message: str, code: int) -> None:
         content = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps(content), encoding="utf-8")
-    typer.echo(message, err=True)
+    typer.echo(printable(message), err=True)
     sys.exit(code)
 
 
