@@ -368,6 +368,10 @@ FINDINGS = {
         "config/test_plugins.py",
         "test_the_message_about_a_plugin_that_cannot_be_imported_names_its_own_remedy",
     ),
+    "Two processes that wrote signs or edits into one folder mixed their images": (
+        "data/test_synth.py",
+        "test_two_processes_do_not_mix_their_images_in_one_folder",
+    ),
 }
 """Fault that trials showed -> (file below tests/, test that failed before)."""
 

@@ -75,6 +75,35 @@ def read_bounded(path: Path, most: int) -> bytes:
     return path.read_bytes()
 
 
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Within it, no other process gets here for the same folder. The kernel ends the lock with this process; on file
+    systems and machines without locks there is none.
+
+    Raises:
+        ConfigError: another process is there.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another process is writing there; wait for it, or choose another --out"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        yield
+    finally:
+        os.close(held)
+
+
 def is_file(path: Path) -> bool:
     """Whether a path from a list or an option is a file; a name that is too long for one is not."""
     try:
