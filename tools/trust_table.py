@@ -317,7 +317,78 @@ FINDINGS = {
         "rewards/test_faults.py",
         "test_the_memory_of_the_budget_does_not_grow_with_the_requests",
     ),
-    "Freed memory stayed with the server": ("test_machine.py", "test_freed_memory_is_returned_to_the_system"),
+    "Freed memory stayed with the server": (
+        "test_machine.py",
+        "test_freed_memory_is_returned_to_the_system",
+    ),
+    "A damaged state of a checkpoint ended `export`, `sample` and `eval` in a traceback, or held them up": (
+        "test_use.py",
+        "test_a_damaged_state_of_a_checkpoint_is_one_line",
+    ),
+    "A flipped bit in the checkpoint that an initial adapter came from was not detected": (
+        "test_use.py",
+        "test_a_flipped_bit_is_found_wherever_weights_of_a_checkpoint_are_named",
+    ),
+    "A checkpoint whose list of files was emptied, or to which tensors were added, was loaded": (
+        "engine/test_integrity.py",
+        "test_tensors_that_were_added_are_named",
+    ),
+    "A device in place of a file of a checkpoint was read without end": (
+        "engine/test_integrity.py",
+        "test_a_pipe_or_a_device_in_place_of_the_state_is_not_read",
+    ),
+    "The run file within a damaged state ended a resume in a traceback": (
+        "engine/test_integrity.py",
+        "test_a_run_file_of_a_state_that_is_none",
+    ),
+    "A LoRA with factors of another number of dimensions, or a config that is none, ended in a traceback": (
+        "adapters/test_initial_lora.py",
+        "test_a_lora_config_that_is_none_is_refused",
+    ),
+    "A LoRA of integers was cut to whole numbers, one of NaN trained until its first gradient": (
+        "adapters/test_initial_lora.py",
+        "test_a_file_that_does_not_fit_is_refused",
+    ),
+    "A flipped bit in precomputed embeddings was not detected, other tensors in them ended in a traceback": (
+        "families/test_embeddings.py",
+        "test_an_entry_that_was_changed_is_not_used",
+    ),
+    "A pipe in place of a file of embeddings was waited for": (
+        "families/test_embeddings.py",
+        "test_a_pipe_in_place_of_the_identity_is_not_waited_for",
+    ),
+    "Too little memory, threads or file handles ended a command in a traceback": (
+        "test_bad_input.py",
+        "test_a_limit_of_the_machine_is_one_line",
+    ),
+    "A signal ended every command but `train` without a message, or as an error of a file that it could not read": (
+        "test_bad_input.py",
+        "test_a_signal_ends_every_command_as_a_stop",
+    ),
+    "An export that was killed left a part of its files under its name": (
+        "test_use.py",
+        "test_an_export_appears_whole_or_not_at_all",
+    ),
+    "Two processes that sampled into one folder replaced images of each other": (
+        "test_use.py",
+        "test_two_processes_that_sample_into_one_folder",
+    ),
+    "A kill left half of an image, a list, a report or a run file": (
+        "test_disk.py",
+        "test_what_could_not_be_written_whole_leaves_nothing",
+    ),
+    "Paths in a list of data passed escape sequences to terminal and log": (
+        "test_bad_input.py",
+        "test_names_in_data_do_not_change_the_terminal",
+    ),
+    "A plug-in that ends the program made a command end with success": (
+        "config/test_plugins.py",
+        "test_the_message_about_a_plugin_that_cannot_be_imported_names_its_own_remedy",
+    ),
+    "Two processes that wrote signs or edits into one folder mixed their images": (
+        "data/test_synth.py",
+        "test_two_processes_do_not_mix_their_images_in_one_folder",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 
