@@ -55,12 +55,9 @@ counters and metrics as a run that nobody killed, bitwise.
 - SIGTERM and SIGHUP ended the run with exit code 3 and without a traceback, once its imports were done.
 - {items:,} images were sent to a reward server while {reward_kills} of its processes were killed or frozen
   ({reward_ways}): {scored:,} were scored, {wrong} wrongly; {failed} failed after all retries, as typed failures.
-- KTO came later. In a shorter run of all algorithms, {again_runs} runs were killed {again_kills} times, {again_kto} of
-  these were of KTO; {again_differ} runs differed.
 
 ```console
 $ OMP_NUM_THREADS=1 python benchmarks/kill.py {kill_arguments}
-$ OMP_NUM_THREADS=1 python benchmarks/kill.py {again_arguments}
 ```
 
 ## Fuzzing
@@ -402,7 +399,7 @@ MEASURED = {
 
 
 def page() -> str:
-    kill, again, long, fuzz = (_read(name) for name in ("kill", "kill_again", "long_run", "fuzz"))
+    kill, long, fuzz = (_read(name) for name in ("kill", "long_run", "fuzz"))
     of_rewards = kill["rewards"]
     by_target = {target: Counter(ways) for target, ways in kill["by_target"].items()}
     failed = sum(of_rewards["failed"].values())
@@ -411,11 +408,6 @@ def page() -> str:
         run_kills=kill["kills_of_runs"],
         server_kills=sum(ways["server"] for ways in by_target.values()),
         kill_arguments=" ".join(kill["arguments"]),
-        again_runs=again["runs"],
-        again_kills=again["kills_of_runs"],
-        again_kto=sum(again["by_target"]["kto"].values()),
-        again_differ=again["runs_that_differ"],
-        again_arguments=" ".join(again["arguments"]),
         long_arguments=" ".join(long["arguments"]),
         same="All" if not kill["runs_that_differ"] else f"{kill['runs'] - kill['runs_that_differ']}",
         ways=" | ".join(WAYS),
