@@ -386,6 +386,7 @@ FINDINGS = {
         "data/test_synth.py",
         "test_two_processes_do_not_mix_their_images_in_one_folder",
     ),
+    "A number of over 4,300 digits in a list ended in a traceback": ("fuzz/test_data.py", "test_corpus"),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 
