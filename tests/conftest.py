@@ -5,8 +5,10 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 import yaml
 from hypothesis import settings
 
-from retouch.config import RunConfig, parse_run
+from retouch.config import RunConfig, parse_run, yaml12
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -39,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_sessionstart() -> None:
+    """What is written need not outlive the machine, and published run files are read for hundreds of tests."""
+    os.fsync = lambda fd: None
+    yaml12.parse = _remembered(yaml12.parse)
+
+
+def _remembered(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same, where a text was parsed before."""
+    once = functools.lru_cache(512)(lambda text: pickle.dumps(parse(text)))
+    return lambda text: pickle.loads(once(text))
 
 
 def pytest_collection_finish() -> None:

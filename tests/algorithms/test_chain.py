@@ -25,7 +25,7 @@ from retouch.training.step import Step
 from retouch.training.supervised import begin_snapshot
 from tests.conftest import small_run
 
-from .runs import Config, brightness, of_kind, train, weights
+from .runs import Config, brightness, of_kind, same_weights, train, weights
 
 LORA = {"kind": "lora", "rank": 3, "alpha": 5.0}
 STRONG = {"optimizer__lr": 3e-3, "optimizer__sft_lr": 3e-3}
@@ -162,7 +162,7 @@ def test_sft_then_grpo_then_nft_in_three_run_files(config: Config, scripted: Any
         assert [r["step"] for r in of_kind(records, "train")] == [1, 2]
         middle = str(whole.dir.path / "checkpoints/step-000001")
         again, _ = train(config(model__train=LORA, name=f"stage{number}", resume=middle, **options))
-        assert all(torch.equal(t, weights(again)[n]) for n, t in weights(whole).items())
+        assert same_weights(weights(whole), weights(again))
         before = whole.dir.path
 
 

@@ -33,7 +33,7 @@ from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.selection import default
 
-from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, train, weights
+from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, same_weights, train, weights
 
 # --- on policy ---
 
@@ -178,7 +178,7 @@ def test_out_of_memory_while_computing_again_halves_the_rows(config: Config, mon
             algorithm__inner_epochs=2,
         )
     )
-    assert all(torch.equal(t, weights(small)[n]) for n, t in weights(halved).items())
+    assert same_weights(weights(halved), weights(small))
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -206,8 +206,9 @@ def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: i
     apart, _ = train(
         config(name="b", training__max_steps=1, rollout__window__size=3, optimizer__steps_per_forward=spans)
     )
+    apart_weights = weights(apart)
     for name, t in weights(together).items():
-        torch.testing.assert_close(weights(apart)[name], t, atol=2e-5, rtol=0)
+        torch.testing.assert_close(apart_weights[name], t, atol=2e-5, rtol=0)
 
 
 def test_spans() -> None:
@@ -223,8 +224,9 @@ def test_micro_batches_change_memory_not_gradients(config: Config) -> None:
     split, _ = train(
         config(name="b", training__max_steps=1, optimizer__batch_size_per_device=1, optimizer__gradient_accumulation=4)
     )
+    split_weights = weights(split)
     for name, t in weights(whole).items():
-        torch.testing.assert_close(weights(split)[name], t, atol=2e-5, rtol=0)
+        torch.testing.assert_close(split_weights[name], t, atol=2e-5, rtol=0)
 
 
 # --- what trains, and what does not ---
@@ -256,7 +258,7 @@ def test_constant_rewards_leave_the_weights_unchanged_even_if_their_groups_are_k
     scripted(lambda item: Score(0.5))
     run, _ = train(config(algorithm__skip_zero_std_groups=False, optimizer__weight_decay=0.0, training__max_steps=2))
     fresh = build(config(name="fresh"))
-    assert all(torch.equal(t, weights(fresh)[n]) for n, t in weights(run).items())
+    assert same_weights(weights(run), weights(fresh))
     fresh.close()
 
 
@@ -291,8 +293,9 @@ def test_a_failed_reward_is_as_if_the_row_were_not_there(config: Config, scripte
     two, _ = train(config(name="two", rollout__group_size=2, **shape))
     scripted(lambda item: Score(0.0) if _third(item) else brightness(item))
     zero, _ = train(config(name="zero", rollout__group_size=3, **shape))
+    two_weights = weights(two)
     for name, t in weights(failed).items():
-        torch.testing.assert_close(t, weights(two)[name], atol=2e-5, rtol=0)
+        torch.testing.assert_close(t, two_weights[name], atol=2e-5, rtol=0)
     assert _distance(weights(failed), weights(zero)) > 10 * _distance(weights(failed), weights(two))
 
 
@@ -379,7 +382,7 @@ def test_region_mask_reaches_the_log_probabilities(config: Config) -> None:
     """Other weights than over all latents; over what exactly is in tests/core and tests/rollout."""
     everywhere, _ = train(config(name="a", training__max_steps=1))
     hole, _ = train(config(name="b", training__max_steps=1, algorithm__region="mask"))
-    assert any(not torch.equal(t, weights(hole)[n]) for n, t in weights(everywhere).items())
+    assert not same_weights(weights(everywhere), weights(hole))
 
 
 @pytest.mark.full
@@ -413,8 +416,8 @@ def test_runs_repeat_and_seeds_differ(config: Config) -> None:
     first, a = train(config(name="a"))
     second, b = train(config(name="b"))
     other, _ = train(config(name="c", seed=6))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(first).items())
-    assert any(not torch.equal(t, weights(other)[n]) for n, t in weights(first).items())
+    assert same_weights(weights(first), weights(second))
+    assert not same_weights(weights(first), weights(other))
     strip = lambda records: [{k: v for k, v in r.items() if k != "time"} for r in records]  # noqa: E731
     assert strip(a) == strip(b)
 

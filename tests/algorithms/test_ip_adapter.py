@@ -49,7 +49,7 @@ from tests.families.conftest import with_point_posterior
 from tests.selection import cells
 from tests.tiny_models import tiny_model
 
-from .runs import Config, Use, brightness, labelled, of_kind, train, weights
+from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train, weights
 from .test_cells import ALGORITHMS, guidance_of
 
 CELLS = [
@@ -141,7 +141,7 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
         assert list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
     own["resume"] = str(whole.dir.path / "checkpoints/step-000002")
     second, _ = train(run_of(config, styled, algorithm, {}, name="whole", **own))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in after.items())
+    assert same_weights(after, weights(second))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_lora_is_merged_into_the_files_and_goes_on_from_its_factors(
     torch.testing.assert_close(file.tensors["ip_adapter.1.to_v_ip.weight"], layer.base_layer.weight + 2.0 * b @ a)  # type: ignore[union-attr,operator]
     resume = str(whole.dir.path / "checkpoints/step-000002")
     second, _ = train(run_of(config, styled, "grpo", adapter, name="whole", resume=resume))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(whole).items())
+    assert same_weights(weights(whole), weights(second))
 
 
 def test_with_the_value_norm_training_is_on_policy_and_resumes_bitwise(
@@ -203,7 +203,7 @@ def test_with_the_value_norm_training_is_on_policy_and_resumes_bitwise(
         assert written.value_norm is True
     resume = str(whole.dir.path / "checkpoints/step-000002")
     second, _ = train(run_of(config, styled, "grpo", adapter, name="whole", resume=resume, **own))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(whole).items())
+    assert same_weights(weights(whole), weights(second))
     with pytest.raises(CheckpointError, match=r"trained with value_norm=True, .* set model\.train\.value_norm=true"):
         train(run_of(config, styled, "grpo", {**adapter, "value_norm": None}, name="whole", resume=resume, **own))
 
@@ -219,7 +219,7 @@ def test_training_goes_on_from_a_file_of_any_layout(
     for path in (folder, folder / "ip-adapter.safetensors", tmp_path / "legacy.bin"):
         made = build(run_of(config, styled, "grpo", {"initial_adapter": str(path)}, name="next"))
         made.close()
-        assert all(torch.equal(t, weights(first)[n]) for n, t in weights(made).items())
+        assert same_weights(weights(made), weights(first))
 
 
 def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: Config, styled: Path) -> None:

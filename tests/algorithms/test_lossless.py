@@ -22,7 +22,7 @@ from retouch.training.build import build
 from retouch.types import Outcome
 from tests.selection import default
 
-from .runs import Config, Use, brightness, of_kind, train, weights
+from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
 
 Gradients = list[dict[str, Tensor]]
 
@@ -99,7 +99,7 @@ def test_rewards_while_sampling_goes_on_are_those_waited_for(
     scripted(brightness)
     monkeypatch.setattr(RewardTable, "submit", submit_and_wait)
     sequential, _ = train(config(name="sequential", **options))
-    assert all(torch.equal(weights(sequential)[name], weight) for name, weight in weights(overlapped).items())
+    assert same_weights(weights(overlapped), weights(sequential))
 
 
 # --- out of memory ---
@@ -229,7 +229,7 @@ def test_compiled_blocks_sample_and_train_one_policy(config: Config, monkeypatch
     check(run.model.network)
     (step,) = of_kind(records, "train")
     assert step["max_abs_log_ratio"] == 0.0
-    assert all(torch.equal(weights(run)[n], w) for n, w in weights(plain).items())
+    assert same_weights(weights(plain), weights(run))
 
 
 @pytest.mark.slow

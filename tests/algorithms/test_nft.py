@@ -19,7 +19,17 @@ from retouch.training import rollouts
 from retouch.training.noised import NoisedRows
 from retouch.types import Failure, Score
 
-from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
+from .runs import (
+    Config,
+    Use,
+    base_weights,
+    brightness,
+    gap_between_light_and_dark,
+    of_kind,
+    same_weights,
+    train,
+    weights,
+)
 from .test_experience import moved
 
 
@@ -174,7 +184,7 @@ def test_a_resumed_run_leaves_the_same_forwards_out(nft_run: Config, scripted: U
         folder = whole.dir.path / f"checkpoints/step-{at:06d}"
         again, _ = train(nft_run(name=f"from{at}", resume=str(folder), **options))
         assert steps.left_out == expected[at:]
-        assert all(torch.equal(t, weights(again)[n]) for n, t in weights(whole).items())
+        assert same_weights(weights(whole), weights(again))
 
 
 def test_an_old_policy_that_was_not_copied_before_a_resume_keeps_its_forward(
@@ -206,7 +216,7 @@ def test_a_checkpoint_of_an_older_version_takes_the_old_forward_for_an_epoch(
     steps.left_out.clear()
     again, _ = train(nft_run(name="again", resume=str(folder), **options))
     assert steps.left_out == [False, True]
-    assert all(torch.equal(t, weights(again)[n]) for n, t in weights(whole).items())
+    assert same_weights(weights(whole), weights(again))
 
 
 # --- how the old policy follows ---
@@ -253,8 +263,9 @@ def test_the_blend_is_what_the_decay_says(nft_run: Config, scripted: Use, monkey
     scripted(brightness)
     base = base_weights(nft_run(name="base"))
     run, _ = train(nft_run(training__max_steps=1, optimizer__lr=1e-3))
+    trained = weights(run)
     for name, old in run.policy.state("old").items():
-        expected = 0.75 * base[name] + 0.25 * weights(run)[name]
+        expected = 0.75 * base[name] + 0.25 * trained[name]
         torch.testing.assert_close(old, expected, atol=1e-6, rtol=0)
 
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,6 +83,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @cached_property
+    def run_file(self) -> str:
+        """The whole run as YAML."""
+        return dump_run(self.config)
+
     def open(self, resume_step: int | None, *, evaluated: bool = True) -> None:
         """Create the directory, or continue in it.
 
@@ -104,8 +110,8 @@ class RunDir:
         if resume_step is not None:
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
-            _keep_config(self.path, resume_step, dump_run(self.config))
-        (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
+            _keep_config(self.path, resume_step, self.run_file)
+        (self.path / "config.yaml").write_text(self.run_file, encoding="utf-8")
         (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
@@ -323,22 +329,25 @@ def environment() -> dict[str, Any]:
     """Versions and machine, to repeat the run."""
     import torch
 
-    versions: dict[str, str] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "gpus": gpus,
         "threads": torch.get_num_threads(),
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Of an installed package; looking through the installation takes a millisecond."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:

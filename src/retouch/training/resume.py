@@ -83,8 +83,9 @@ def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, An
     return over and any((record["step"], record.get("event")) == (step, "finished") for record in records)
 
 
-def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse a checkpoint of another algorithm or family; log every other change of the run file.
+def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Refuse a checkpoint of another algorithm or family; log every other change of the run file -> the run file of the
+    checkpoint, and today's.
 
     Raises:
         CheckpointError: with the option that must be set back.
@@ -94,6 +95,7 @@ def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None
     for section, name in (("model", "family"), ("algorithm", "name")):
         _same(folder, "was written under", section, name, before, now, NEW_RUN)
     _warn_of_changes(state["config"], current)
+    return before, now
 
 
 def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
@@ -107,8 +109,7 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
     Raises:
         CheckpointError: with the first option that must be set back.
     """
-    same_kind(folder, state, config)
-    before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], dump_run(config)))
+    before, now = (_flat(with_new_names(given)) for given in same_kind(folder, state, config))
     for section, defaults in _defaults(config).items():  # an option that is missing in the checkpoint did not exist yet
         before[section] = {**defaults, **before[section]}
     _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)
