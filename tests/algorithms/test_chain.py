@@ -27,6 +27,8 @@ from tests.conftest import small_run
 
 from .runs import Config, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 LORA = {"kind": "lora", "rank": 3, "alpha": 5.0}
 STRONG = {"optimizer__lr": 3e-3, "optimizer__sft_lr": 3e-3}
 

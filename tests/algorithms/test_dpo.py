@@ -25,6 +25,8 @@ from tests.tiny_models import WITH_BASE
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
 
 

@@ -19,6 +19,8 @@ from retouch.types import Failure, Score
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 SIX = {"rollout__batch_size_per_device": 6, "rollout__group_size": 3, "optimizer__batch_size_per_device": 6}
 """Two groups of three in one forward."""
 

@@ -39,6 +39,8 @@ from tests.selection import rows
 
 from .runs import Config, Scripted, Use, base_weights, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 FAILED = (7,)
 """Of 12 images: less than the 10 % beyond which a run stops."""
 
@@ -116,6 +118,7 @@ def two_rewards(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -
 
 
 @pytest.mark.parametrize(("algorithm", "composition"), COMBINED)
+@pytest.mark.usefixtures("whole")
 def test_the_gradient_with_failed_rows_is_that_without_them(
     algorithm: dict[str, Any],
     composition: dict[str, dict[str, Any]],

@@ -19,6 +19,8 @@ from retouch.types import Failure, Outcome, Score
 
 from .runs import Config, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "flux_fill": {},
     "sd_inpaint": {"model__family": "sd_inpaint", "rollout__guidance_scale": 1.0},

@@ -35,6 +35,8 @@ from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 # --- on policy ---
 
 
@@ -96,6 +98,7 @@ def test_rounding_does_not_clip(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert asked == 2 * run.derived.global_images_per_epoch * run.derived.trained_steps
 
 
+@pytest.mark.usefixtures("whole")
 def test_an_update_that_did_not_happen_leaves_the_ratio_at_1(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first ones of fp16, whose gradients overflow: the weights still are those that sampled. Stopped there and
     resumed, they still are."""
@@ -422,6 +425,7 @@ def test_runs_repeat_and_seeds_differ(config: Config) -> None:
     assert strip(a) == strip(b)
 
 
+@pytest.mark.usefixtures("whole")
 def test_warm_up_then_rl(config: Config) -> None:
     run, records = train(config(algorithm__warmup_steps=2, ema={"decay": 0.9}))
     assert [r["phase"] for r in of_kind(records, "train")] == ["warmup", "warmup", "rl", "rl"]
@@ -453,6 +457,7 @@ def test_a_directory_with_a_run_is_not_overwritten(config: Config) -> None:
         build(config(training__max_steps=1))  # before it loads a model
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_finished_run_stays_finished(config: Config, run_file: Callable[..., dict[str, Any]]) -> None:
     _, before = train(config(training__max_steps=1))
     _, after = train(config(training__max_steps=1, resume="auto"))
@@ -473,6 +478,7 @@ def test_time_limit_is_a_clean_stop(config: Config) -> None:
     assert not is_pinned(complete_checkpoints(run.checkpoints.root)[-1])  # or a run in many legs would keep one of each
 
 
+@pytest.mark.usefixtures("whole")
 def test_an_outage_in_the_first_evaluation_stops_the_run_as_any_other(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +513,7 @@ def test_a_signal_that_another_process_got_stops_this_one_resumable(
     assert stopped.value.code == 3
 
 
+@pytest.mark.usefixtures("whole")
 def test_report_and_grid_are_written(config: Config, tmp_path: Path) -> None:
     from retouch.observe.report import write_report
 

@@ -20,6 +20,8 @@ from retouch.training import evaluation, supervised
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 LORA: dict[str, Any] = {"path": "tiny", "dtype": "fp32", "train": {"kind": "lora", "rank": 4, "alpha": 8}}
 ON_THE_ODE: dict[str, Any] = {"rollout__window": None, "rollout__noise_level": None}
 
@@ -248,6 +250,7 @@ def test_times_of_supervised_steps(
 
 
 @pytest.mark.parametrize("which", ["ema", "raw", None])
+@pytest.mark.usefixtures("whole")
 def test_the_evaluation_takes_the_weights_that_are_named(
     which: str | None, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:

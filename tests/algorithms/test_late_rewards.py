@@ -28,6 +28,8 @@ from retouch.types import Failure, Outcome, Score, Stopped
 
 from .runs import Config, Use, brightness, by_group, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 SHAPE: dict[str, Any] = {
     "rollout__global_groups_per_batch": 4,
     "rollout__batch_size_per_device": 8,

@@ -24,6 +24,8 @@ from tests.selection import default
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 Gradients = list[dict[str, Tensor]]
 
 

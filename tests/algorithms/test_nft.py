@@ -32,6 +32,8 @@ from .runs import (
 )
 from .test_experience import moved
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 
 @pytest.fixture
 def nft_run(config: Config) -> Config:

@@ -11,6 +11,8 @@ from retouch.types import Failure, Score, Stopped
 
 from .runs import Config, Use, brightness, by_group, of_kind, train
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_flat_groups_are_followed_by_new_ones(name: str, config: Config, scripted: Use) -> None:

@@ -25,6 +25,8 @@ from tests.tiny_models import tiny_model
 
 from .runs import Config, base_weights, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 Value = Callable[[Tensor], Tensor]
 """Reward of an image [3, H, W] in [0, 1]."""
 

@@ -18,6 +18,8 @@ from tests.selection import cells
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Outcome]], None]:
