@@ -91,7 +91,7 @@ def test_kl_before_the_first_update(config: Config, supervised: Path, reference:
         assert kl == pytest.approx(from_base, rel=1e-5)
 
 
-@pytest.mark.parametrize("reference", ["initial", "base"])
+@pytest.mark.parametrize("reference", [pytest.param("initial", marks=pytest.mark.full), "base"])
 def test_nft_is_held_to_the_reference_of_the_run_file(
     config: Config, scripted: Any, supervised: Path, reference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

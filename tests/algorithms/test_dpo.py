@@ -282,6 +282,7 @@ def test_offline_pairs_without_pairs_are_refused(dpo_run: Config, signs: Path, t
 # --- splitting ---
 
 
+@pytest.mark.full
 def test_micro_batches_change_memory_not_gradients(dpo_run: Config, scripted: Use) -> None:
     scripted(brightness)
     runs = [

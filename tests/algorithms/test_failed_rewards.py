@@ -206,7 +206,7 @@ def test_images_of_other_processes_count_in_the_rate(
 
 @pytest.mark.parametrize(
     ("where", "algorithm"),
-    rows(product(["picture", "path"], ["grpo", "dpo", "nft"]), {("picture", "grpo"), ("path", "nft")}),
+    rows(product(["picture", "path"], ["grpo", "dpo", "nft"]), {("path", "grpo")}),
 )
 def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
     algorithm: str, where: str, config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch

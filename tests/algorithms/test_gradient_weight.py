@@ -16,6 +16,7 @@ from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import preservation
 from retouch.training import experience
 from retouch.types import Failure, Outcome, Score
+from tests.selection import default
 
 from .runs import Config, of_kind, train, weights
 
@@ -70,7 +71,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[experience.Experience]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", default(FAMILIES, "flux_fill".__eq__))
 def test_the_policy_follows_the_gradient_where_advantages_say_nothing(family: str, mixed: Config) -> None:
     light: dict[float, float] = {}
     for weight in (0.0, 10.0):

@@ -184,7 +184,7 @@ def test_out_of_memory_while_computing_again_halves_the_rows(config: Config, mon
     assert same_weights(weights(halved), weights(small))
 
 
-@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("guard", [pytest.param(False, marks=pytest.mark.full), True])
 def test_log_probs_computed_again_are_those_recorded(config: Config, guard: bool) -> None:
     """In fp32, where both are exact, training is the same; with GRPO-Guard, whose means are replaced as well."""
     ends = [
@@ -203,7 +203,7 @@ def test_log_probs_computed_again_are_those_recorded(config: Config, guard: bool
         torch.testing.assert_close(weights(ends[1])[name], tensor, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("spans", [1, 2])
+@pytest.mark.parametrize("spans", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: int) -> None:
     together, _ = train(config(name="a", training__max_steps=1, rollout__window__size=3))
     apart, _ = train(

@@ -148,7 +148,9 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     ("choice", "trained"),
     [
         ("all", lambda key: True),
-        ("no_last_layer", lambda key: ".proj.2." not in key and ".id_proj.2." not in key),
+        pytest.param(
+            "no_last_layer", lambda key: ".proj.2." not in key and ".id_proj.2." not in key, marks=pytest.mark.full
+        ),
         ("kv", lambda key: key.startswith("ip_adapter.")),
     ],
 )
@@ -232,7 +234,7 @@ def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: C
     assert norms[0] != norms[1] and sum(norms[0]) > 0
 
 
-@pytest.mark.parametrize("weights_of", ["all", "kv_lora"])
+@pytest.mark.parametrize("weights_of", [pytest.param("all", marks=pytest.mark.full), "kv_lora"])
 def test_an_adapter_on_a_quantized_base(config: Config, scripted: Use, styled: Path, weights_of: str) -> None:
     """On-policy, trained, and its files are whole."""
     scripted(brightness)

@@ -46,7 +46,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> Gradients:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({}, id="flux_fill"),
+        pytest.param({}, id="flux_fill", marks=pytest.mark.full),
         pytest.param({"model": {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "train": {"kind": "full"}},
                       "rollout__guidance_scale": 2.0, "rollout__num_steps": 4, "rollout__noise_level": None},
                      id="sd_inpaint, guided"),

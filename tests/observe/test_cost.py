@@ -102,7 +102,14 @@ def test_flops_are_those_of_the_real_network(family: str, config: Config) -> Non
     assert counter.get_total_flops() > 1e7
 
 
-@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("flux_fill", marks=pytest.mark.full),
+        "sd_inpaint",
+        pytest.param("qwen_image", marks=pytest.mark.full),
+    ],
+)
 def test_flops_of_a_network_with_a_style_adapter(
     family: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
