@@ -24,6 +24,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
+from tests import forked
 from tests.command_line import retouch
 from tests.families.facts import text_length
 
@@ -39,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     is remembered of checked data is kept out of the home of whoever runs them."""
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
     settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
+    if config.args_source is config.ArgsSource.TESTPATHS and getattr(config.option, "numprocesses", None):
+        forked.share_server()
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -41,7 +41,7 @@ def totals(records: list[dict[str, Any]]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"algorithm__kl_weight": 0.1},
+        pytest.param({"algorithm__kl_weight": 0.1}, marks=pytest.mark.full),
         {"algorithm__kl_weight": 0.1, "optimizer__steps_per_forward": 1, "training__gradient_checkpointing": True},
         {"model": SD, "rollout__noise_level": None},  # guided: twice
         {"algorithm": {"name": "nft", "timesteps_per_image": 2, "kl_weight": 0.1, "old_policy": "copy"}, **ODE},
