@@ -58,6 +58,15 @@ def _remembered(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: pickle.loads(once(text))
 
 
+LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_killed.py", "tests/examples/")
+"""Tests that wait for other processes for many seconds each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These first: at the end, the last of them would keep the other workers waiting."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected lives as long as the process: an eighth of the time went into looking through it
     for garbage."""
