@@ -59,6 +59,7 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
         optimizer={"lr": 1e-3, "batch_size_per_device": 2 if algorithm == "dpo" else 4, "gradient_accumulation": 1},
         training__max_steps=STEPS,
         training__checkpoint_every=2,
+        evaluation__num_examples=1,
         ema={"decay": 0.9},
         **data_of(algorithm, overrides.pop("signs", None)),
         **overrides,

@@ -43,9 +43,9 @@ def totals(records: list[dict[str, Any]]) -> dict[str, float]:
     [
         pytest.param({"algorithm__kl_weight": 0.1}, marks=pytest.mark.full),
         {"algorithm__kl_weight": 0.1, "optimizer__steps_per_forward": 1, "training__gradient_checkpointing": True},
-        {"model": SD, "rollout__noise_level": None},  # guided: twice
+        pytest.param({"model": SD, "rollout__noise_level": None}, marks=pytest.mark.full),  # guided: twice
         {"algorithm": {"name": "nft", "timesteps_per_image": 2, "kl_weight": 0.1, "old_policy": "copy"}, **ODE},
-        {"algorithm": {"name": "dpo", "timesteps_per_pair": 2}, **ODE},
+        pytest.param({"algorithm": {"name": "dpo", "timesteps_per_pair": 2}, **ODE}, marks=pytest.mark.full),
     ],
     ids=["grpo", "grpo_checkpointed", "guided", "nft", "dpo"],
 )
