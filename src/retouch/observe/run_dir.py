@@ -343,7 +343,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _version(package: str) -> str | None:
-    """Of an installed package; looking through the installation takes a millisecond."""
+    """The version of a package, None where it is not installed. Looking it up takes milliseconds."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
