@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 COMPLETE = "complete.json"
 
 REMEDY = "copy it again, or delete it to resume from the one before"
-
-_LARGE = 64 * 2**20
-"""Bytes; below it, threads take longer to start than files to read."""
 
 _NAME = re.compile(r"(\.replaced-)?step-(\d{6,})")
 
@@ -124,9 +121,11 @@ def flush(folder: Path) -> None:
 def record_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Path within the folder -> size in bytes and SHA-256, of every file."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
+    with ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter's lock
+        digests = list(pool.map(_digest, paths))
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, _digests(paths), strict=True)
+        for path, digest in zip(paths, digests, strict=True)
     }
 
 
@@ -177,17 +176,10 @@ def _verify(folder: Path, part: str) -> None:
         entry = recorded[name]
         if not isinstance(entry, dict) or (folder / name).stat().st_size != cast("dict[str, Any]", entry).get("bytes"):
             raise damaged(folder, f"{name}: its size differs from {COMPLETE}")
-    for name, digest in zip(names, _digests([folder / name for name in names]), strict=True):
-        if digest != recorded[name].get("sha256"):
-            raise damaged(folder, f"{name}: its SHA-256 differs from {COMPLETE}")
-
-
-def _digests(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file; of large ones several at a time, since hashing releases the interpreter's lock."""
-    if sum(path.stat().st_size for path in paths) < _LARGE:
-        return [_digest(path) for path in paths]
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(_digest, paths))
+        for name, digest in zip(names, pool.map(_digest, [folder / name for name in names]), strict=True):
+            if digest != recorded[name].get("sha256"):
+                raise damaged(folder, f"{name}: its SHA-256 differs from {COMPLETE}")
 
 
 def _digest(path: Path) -> str:

@@ -83,9 +83,8 @@ def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, An
     return over and any((record["step"], record.get("event")) == (step, "finished") for record in records)
 
 
-def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Refuse a checkpoint of another algorithm or family; log every other change of the run file -> the run file of the
-    checkpoint, and today's.
+def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse a checkpoint of another algorithm or family; log every other change of the run file.
 
     Raises:
         CheckpointError: with the option that must be set back.
@@ -95,7 +94,6 @@ def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> tupl
     for section, name in (("model", "family"), ("algorithm", "name")):
         _same(folder, "was written under", section, name, before, now, NEW_RUN)
     _warn_of_changes(state["config"], current)
-    return before, now
 
 
 def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
@@ -109,7 +107,8 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
     Raises:
         CheckpointError: with the first option that must be set back.
     """
-    before, now = (_flat(with_new_names(given)) for given in same_kind(folder, state, config))
+    same_kind(folder, state, config)
+    before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], dump_run(config)))
     for section, defaults in _defaults(config).items():  # an option that is missing in the checkpoint did not exist yet
         before[section] = {**defaults, **before[section]}
     _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)
