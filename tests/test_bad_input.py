@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.training.stopping import ENDING
 from tests.command_line import Outcome, retouch
+from tests.selection import cells
 
 Finished = Callable[[str], Path]
 
@@ -345,9 +347,15 @@ def damage(file: Path, how: str) -> None:
         file.write_bytes(content[: -len(content) // 3] if how == "cut" else b"")
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
 @pytest.mark.parametrize(
-    "name", [WEIGHTS, "ema/diffusion_pytorch_model.safetensors", "optimizer.pt", "rng.pt", "state.json"]
+    ("name", "how"),
+    cells(
+        product(
+            [WEIGHTS, "ema/diffusion_pytorch_model.safetensors", "optimizer.pt", "rng.pt", "state.json"],
+            ["cut", "empty", "gone"],
+        ),
+        strength=1,
+    ),
 )
 def test_a_damaged_checkpoint_is_named_and_costs_nothing(
     finished: Finished, tmp_path: Path, name: str, how: str
