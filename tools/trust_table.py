@@ -389,6 +389,38 @@ FINDINGS = {
         "data/test_synth.py",
         "test_two_processes_do_not_mix_their_images_in_one_folder",
     ),
+    "A changed number in the scores on record of a benchmark was read as a score, a changed detail ended in a traceback": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_score_on_record_that_was_changed_is_scored_again",
+    ),
+    "A pipe or a device in place of the scores on record was read without end": (
+        "benchmarks_room/test_hostile.py",
+        "test_what_is_no_file_in_place_of_scores_is_not_read",
+    ),
+    "Two processes that sampled a benchmark with different settings into one folder mixed their images": (
+        "benchmarks_room/test_hostile.py",
+        "test_of_processes_with_different_settings_one_gets_the_folder",
+    ),
+    "Images of a folder without a record were taken for those of the weights": (
+        "benchmarks_room/test_hostile.py",
+        "test_images_without_a_record_are_of_unknown_weights",
+    ),
+    "A folder in place of a file, or a link to nothing in place of a folder, ended in a traceback": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_folder_in_place_of_a_result",
+    ),
+    "A folder of images whose name is not UTF-8 ended in a traceback after all was scored": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_folder_whose_name_is_not_utf_8",
+    ),
+    "Numbers of images ended in a traceback, or took all memory": (
+        "benchmarks_room/test_hostile.py",
+        "test_numbers_of_images_that_are_none",
+    ),
+    "Details of a function that are not those of its benchmark ended in a traceback": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_function_with_other_details_is_one_line",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 
