@@ -389,7 +389,7 @@ FINDINGS = {
         "data/test_synth.py",
         "test_two_processes_do_not_mix_their_images_in_one_folder",
     ),
-    "A changed number in the scores on record of a benchmark was read as a score, a changed detail ended in a traceback": (
+    "A changed number in the scores on record of a benchmark was read as a score, or ended in a traceback": (
         "benchmarks_room/test_hostile.py",
         "test_a_score_on_record_that_was_changed_is_scored_again",
     ),
@@ -420,6 +420,14 @@ FINDINGS = {
     "Details of a function that are not those of its benchmark ended in a traceback": (
         "benchmarks_room/test_hostile.py",
         "test_a_function_with_other_details_is_one_line",
+    ),
+    "`venv.py` or `pip.py` in the working directory was run by `retouch reward env`": (
+        "rewards/test_environments.py",
+        "test_programs_of_the_working_directory_do_not_run",
+    ),
+    "Errors of pip that are not UTF-8, or a missing program, ended in a traceback, and long ones filled the memory": (
+        "rewards/test_environments.py",
+        "test_a_program_that_fails_is_one_line",
     ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""

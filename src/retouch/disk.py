@@ -61,7 +61,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_first(path: Path, text: str) -> bool:
-    """Write a file at once, if it does not exist -> whether this process wrote it. Of several, one does."""
+    """Write a file at once, if it does not exist -> whether this process wrote it, which one of several does."""
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -174,7 +174,7 @@ def test_images_without_a_record_are_of_unknown_weights(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "base" / "1.png")
     claim(tmp_path / "base", ABOUT)
     (tmp_path / "base.json").unlink()
-    with pytest.raises(ConfigError, match=r"base.json is missing, which tells their weights; move them"):
+    with pytest.raises(ConfigError, match=r"base.json is missing, which names their weights; move them"):
         claim(tmp_path / "base", ABOUT)
 
 

@@ -105,7 +105,7 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
 def _recorded(record: Path, told: Mapping[str, Any], folder: Path, filled: bool) -> bool:
     """Write the record -> whether this process did; another one may have come first."""
     if filled:
-        raise ConfigError(f"--out: {folder} holds files, but {record} is missing, which tells their weights; move them")
+        raise ConfigError(f"--out: {folder} holds files, but {record} is missing, which names their weights; move them")
     return write_first(record, json.dumps(told, indent=2) + "\n")
 
 
