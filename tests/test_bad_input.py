@@ -571,3 +571,45 @@ def test_a_signal_while_the_model_loads_is_a_stop(
     assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")
     after = retouch("check", "missing.yaml")
     assert after.code == 2 and "interrupted" not in after.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--text", os.fsdecode(b"\xff"), "--text: given '\\udcff', which is not UTF-8; write it in UTF-8"),
+        ("--prompt", os.fsdecode(b"a\xff"), "--prompt: given 'a\\udcff', which is not UTF-8; write it in UTF-8"),
+        ("--feather", "inf", "--feather: given inf; expected 0 to 1000 pixels"),
+        ("--feather", "1e308", "--feather: given 1e+308; expected 0 to 1000 pixels"),
+        ("--resolution", "9" * 5000, f"--resolution: given '{'9' * 80}'; write a side like 512, or HEIGHTxWIDTH like"),
+        ("--resolution", "65536", "--resolution: given '65536'; write a side like 512, or HEIGHTxWIDTH like 32x64, of"),
+    ],
+)
+def test_options_of_samples_out_of_range(
+    run_yaml: Callable[..., Path], signs: Path, tmp_path: Path, option: str, value: str, message: str
+) -> None:
+    files = [signs / "held_out" / f"test200_{name}.png" for name in ("source", "mask")]
+    given = ["--image", files[0], "--mask", files[1], option, value]
+    given += [] if option in ("--text", "--prompt") else ["--text", "HI"]
+    outcome = retouch("sample", "--config", run_yaml(), "--out", tmp_path / "out", "--steps", 1, *given)
+    assert refused(outcome).startswith(message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_image_that_is_a_program_is_not_run(tmp_path: Path) -> None:
+    """Pillow passes PostScript to Ghostscript, whatever the suffix; here another program has its name."""
+    ran = tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {ran}\n")
+    (tmp_path / "bin" / "gs").chmod(0o755)
+    image = tmp_path / "a.png"
+    image.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n")
+    opens = (
+        "from pathlib import Path\nfrom retouch.errors import ImageProblem\nfrom retouch.imaging import open_image\n"
+        f"try: open_image(Path({str(image)!r}))\nexcept ImageProblem as problem: print(problem)"
+    )
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", opens], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert not ran.exists()
+    assert done.stdout == f"{image}: EPS, a program that draws; convert it to PNG or JPEG\n"

@@ -429,6 +429,18 @@ FINDINGS = {
         "rewards/test_environments.py",
         "test_a_program_that_fails_is_one_line",
     ),
+    "An image in PostScript was passed to Ghostscript, which runs it": (
+        "test_bad_input.py",
+        "test_an_image_that_is_a_program_is_not_run",
+    ),
+    "Eight large images of another program took gigabytes in `retouch eval --benchmark`": (
+        "benchmarks_room/test_hostile.py",
+        "test_large_images_are_scored_in_bounded_memory",
+    ),
+    "Texts of a terminal that are not UTF-8, endless edges and sizes of 5,000 digits ended `retouch sample` in a traceback": (
+        "test_bad_input.py",
+        "test_options_of_samples_out_of_range",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 

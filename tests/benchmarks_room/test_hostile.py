@@ -15,6 +15,8 @@ import yaml
 from PIL import Image
 
 from retouch.errors import ConfigError
+from retouch.rewards.table import PendingScores, RewardTable
+from retouch.use import benchmark_scores
 from retouch.use.benchmark_images import claim
 from tests.benchmarks_room import stub_readers
 from tests.command_line import Outcome, retouch
@@ -139,6 +141,42 @@ def test_a_function_with_other_details_is_one_line(place: Path, tmp_path: Path) 
         "eval", "--benchmark", tmp_path / "benchmark.yaml", "--images", place / "theirs", "--out", tmp_path / "out"
     )
     assert "a detail of a score has not the form that Calligrapher self" in told(outcome)
+
+
+def test_large_images_are_scored_in_bounded_memory(
+    score: Callable[..., Outcome], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch ends, and those before it are waited for, once its images have many pixels; scores stay theirs."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(place / "theirs", folder)
+    assert score(images=folder).code == 0
+    right = measures(tmp_path / "out")
+    monkeypatch.setattr(benchmark_scores, "_MOST_PIXELS", 64 * 32 * 2)
+    sizes, held, most = list[int](), 0, 0
+    real, real_result = RewardTable.submit, PendingScores.result
+
+    def submit(self: RewardTable, items: Any, **options: Any) -> PendingScores:
+        nonlocal held, most
+        sizes.append(len(items))
+        held += len(items)
+        most = max(most, held)
+        return real(self, items, **options)
+
+    def result(self: PendingScores, until: float | None = None) -> Any:
+        nonlocal held
+        found = real_result(self, until)
+        held -= len(next(iter(found.outcomes.values())))
+        return found
+
+    monkeypatch.setattr(RewardTable, "submit", submit)
+    monkeypatch.setattr(PendingScores, "result", result)
+    (folder / "test201_0.png").write_bytes(b"no image")
+    outcome = score(images=folder, out=tmp_path / "again")
+    assert outcome.code == 0, outcome.err
+    assert sum(sizes) == 14 and max(sizes) == most == 2
+    (folder / "test201_0.png").write_bytes((place / "theirs/test201_0.png").read_bytes())
+    assert score(images=folder, out=tmp_path / "again").code == 0
+    assert measures(tmp_path / "again") == right
 
 
 # --- the record of a folder of samples ---
