@@ -437,7 +437,7 @@ FINDINGS = {
         "benchmarks_room/test_hostile.py",
         "test_large_images_are_scored_in_bounded_memory",
     ),
-    "Texts of a terminal that are not UTF-8, endless edges and sizes of 5,000 digits ended `retouch sample` in a traceback": (
+    "Texts that are not UTF-8, endless edges and sizes of 5,000 digits ended `retouch sample` in a traceback": (
         "test_bad_input.py",
         "test_options_of_samples_out_of_range",
     ),
