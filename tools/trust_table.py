@@ -441,6 +441,10 @@ FINDINGS = {
         "test_bad_input.py",
         "test_options_of_samples_out_of_range",
     ),
+    "`retouch tiny build` trained before a folder that could not be written was an error, and two processes shared one": (
+        "test_bad_input.py",
+        "test_one_process_builds_a_tiny_base_into_an_empty_folder",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 

@@ -75,7 +75,7 @@ def sample(
         Path | None, typer.Option(help="Style reference, for a run that trained a style adapter.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for the noise.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Number of images per item.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="Number of images per item.")] = 1,
     steps: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Number of solver steps; default: the run's.")
     ] = None,
