@@ -441,7 +441,7 @@ FINDINGS = {
         "test_bad_input.py",
         "test_options_of_samples_out_of_range",
     ),
-    "`retouch tiny build` trained before a folder that could not be written was an error, and two processes shared one": (
+    "`retouch tiny build` trained before it looked at its folder, and two processes shared one": (
         "test_bad_input.py",
         "test_one_process_builds_a_tiny_base_into_an_empty_folder",
     ),
