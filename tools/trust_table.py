@@ -445,6 +445,14 @@ FINDINGS = {
         "test_bad_input.py",
         "test_one_process_builds_a_tiny_base_into_an_empty_folder",
     ),
+    "Gradients of a reward that nearly vanish ended a run as NaN": (
+        "algorithms/test_gradient_weight.py",
+        "test_gradients_that_nearly_vanish_have_a_quotient",
+    ),
+    "The gradient of a reward far outside its declared range trained": (
+        "rewards/test_gradient.py",
+        "test_one_failure_is_that_of_the_sample",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 
