@@ -179,6 +179,21 @@ def test_large_images_are_scored_in_bounded_memory(
     assert measures(tmp_path / "again") == right
 
 
+@pytest.mark.parametrize("name", ["test_syn.jsonl", "test_syn.parquet", "test_syn.arrow"])
+@pytest.mark.parametrize(
+    "put", [os.mkfifo, lambda p: p.symlink_to("/dev/zero"), Path.mkdir, lambda p: p.symlink_to("/nowhere")],
+    ids=["pipe", "device", "folder", "dead link"],
+)  # fmt: skip
+def test_what_is_no_file_in_place_of_a_table_is_not_read(
+    place: Path, tmp_path: Path, put: Callable[[Path], Any], name: str
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    put(data / name)
+    where = ("--path", data, "--images", place / "theirs", "--out", tmp_path / "out")
+    assert told(retouch("eval", "--benchmark", "complex_edit", *where)) == f"error: {data / name}: not a file"
+
+
 # --- the record of a folder of samples ---
 
 ABOUT = {"model": {"path": "a"}, "sampling": {"num_steps": 1}}
