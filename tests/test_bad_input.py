@@ -614,7 +614,7 @@ def test_an_image_that_is_a_program_is_not_run(tmp_path: Path) -> None:
         [sys.executable, "-c", opens], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
     )
     assert not ran.exists()
-    assert done.stdout == f"{image}: EPS, a program that draws; convert it to PNG or JPEG\n"
+    assert done.stdout == f"{image}: EPS, a program for a printer; convert it to PNG or JPEG\n"
 
 
 def test_one_process_builds_a_tiny_base_into_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

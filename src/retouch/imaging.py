@@ -117,7 +117,7 @@ def open_image(path: Path | PackedImage) -> Image.Image:
     try:
         with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
             if image.format in _PROGRAMS:
-                raise ImageProblem(f"{path}: {image.format}, a program that draws; convert it to PNG or JPEG")
+                raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
             shown = as_shown(image)
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None

@@ -94,7 +94,7 @@ def pulls(
 
 
 def divisor(rms: float, elements: float) -> float:
-    """What gradients are divided by, see `region_rms`; 1 where they are 0, or so small that fp32 has no quotient."""
+    """The divisor of gradients, see `region_rms`; 1 where they are 0, or so small that fp32 has no quotient."""
     product = rms * elements
     return product if product >= _LEAST_DIVISOR else 1.0
 
