@@ -14,7 +14,7 @@ from retouch.algorithms.nft import recipe
 from retouch.config import RunConfig
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import preservation
-from retouch.training import experience
+from retouch.training import experience, pixel_gradients
 from retouch.types import Failure, Outcome, Score
 from tests.selection import default
 
@@ -154,3 +154,12 @@ def test_it_resumes_inside_an_epoch_bitwise(mixed: Config) -> None:
     half_weights = weights(half)
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, half_weights[name]), name
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-43, 1e-30, 1.0, 1e30])
+def test_gradients_that_nearly_vanish_have_a_quotient(size: float) -> None:
+    """Of a saturated scorer: fp32 holds no 1 / 1e-43, and Inf times 0 ends a run."""
+    gradient = torch.tensor([0.0, 1.0]) * size
+    found = gradient / pixel_gradients.divisor(float(gradient.double().square().mean().sqrt()), 2.0)
+    assert bool(found.isfinite().all())
+    assert found[1] == pytest.approx(2**-0.5 if size >= 1e-30 else 0, abs=1e-6)

@@ -31,12 +31,19 @@ PATH_KEYS = {
 """File of an entry -> the keys that name it; the first that is present counts."""
 
 
+def require_file(path: Path) -> None:
+    """Raises: DataError: nothing, or a pipe, a device, or a folder, in place of a file."""
+    if not path.is_file():
+        raise DataError(f"{path}: not a file")
+
+
 def read_text(path: Path) -> str:
     """A text file, without a byte-order mark.
 
     Raises:
-        DataError: not UTF-8, or with a null character.
+        DataError: not a file, not UTF-8, or with a null character.
     """
+    require_file(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
