@@ -20,7 +20,7 @@ SUFFIXES = (".json", ".jsonl", ".csv")
 """Files that `entries_of` reads."""
 
 MOST_DIGITS = 18
-"""Of a number in a list, which becomes the id of an example."""
+"""Maximum digits of a number in a list; it becomes the id of an example."""
 
 PATH_KEYS = {
     "image_path": ("image_path", "image", "file_name", "image_file_name"),
