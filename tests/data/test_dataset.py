@@ -353,5 +353,7 @@ def test_a_path_that_is_no_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["0", "32x", "axb", "1x2x3", "-5", "3.5"])
 def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
     outcome = retouch("data", "validate", tmp_path, f"--resolution={size}")
-    message = f"error: --resolution: given {size!r}; write a side like 512, or HEIGHTxWIDTH like 32x64\n"
+    message = (
+        f"error: --resolution: given {size!r}; write a side like 512, or HEIGHTxWIDTH like 32x64, of at most 8192\n"
+    )
     assert (outcome.code, outcome.err) == (2, message)

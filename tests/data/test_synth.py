@@ -257,7 +257,10 @@ def test_an_existing_data_set_stays(tmp_path: Path) -> None:
         (["--count", 1, "--half", "test"], "--half: given 'test'; allowed: train, held_out"),
         (["--count", 1, "--size", "7x64"], "--size: given 7x64; a sign has at least 8x16 pixels"),
         (["--count", 1, "--size", "32x15"], "--size: given 32x15; a sign has at least 8x16 pixels"),
-        (["--count", 1, "--size", "big"], "--size: given 'big'; write a side like 512, or HEIGHTxWIDTH like 32x64"),
+        (
+            ["--count", 1, "--size", "big"],
+            "--size: given 'big'; write a side like 512, or HEIGHTxWIDTH like 32x64, of at most 8192",
+        ),
         (["--count", 1, "--caption-noise", 30], "--caption-noise: given 30.0; a share of letters lies in [0, 1]"),
         (
             ["--count", 1, "--caption-noise", 0.3, "--no-targets"],
