@@ -7,6 +7,9 @@ between the two in one process: `ratio` is the median of the ratios of neighbour
 differences are those of the velocity and of all gradients, relative to the largest value. `lora_share` is the share of
 peft's time that the LoRA takes, from repetitions with the adapters off. The CPU computes in fp32; a GPU under autocast
 saves the same passes over the output of each layer.
+
+`bf16` has the fused layers with fp32 factors on a base in bf16: `ratio` is without autocast (training.mixed_precision
+"no") over under it.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=11)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    text = json.dumps(measure(given.tokens, given.rows, given.repetitions), indent=2) + "\n"
+    found = measure(given.tokens, given.rows, given.repetitions)
+    found["bf16"] = without_autocast(given.tokens, given.rows, given.repetitions)
+    text = json.dumps(found, indent=2) + "\n"
     print(text, end="")
     if given.out:
         given.out.write_text(text, encoding="utf-8")
@@ -72,13 +77,35 @@ def measure(tokens: int, rows: int, repetitions: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def without_autocast(tokens: int, rows: int, repetitions: int) -> dict[str, Any]:
+    """CPU time on a bf16 base, with autocast and without."""
+    made, inputs = network().bfloat16(), tensors(tokens, rows)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    inputs = {name: t if name.endswith("_ids") else t.bfloat16() for name, t in inputs.items()}
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(repetitions + 1):
+        for autocast, own in times.items():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                took, _ = seconds(made, inputs)
+            if number:  # the first warms up
+                own.append(took)
+    ratios = sorted(plain / lowered for lowered, plain in zip(times[True], times[False], strict=True))
+    return {
+        "cpu_s": {"autocast": round(median(times[True]), 4), "no autocast": round(median(times[False]), 4)},
+        "ratio": round(median(ratios), 4),
+        "ratio_range": [round(ratios[0], 4), round(ratios[-1], 4)],
+    }
+
+
 def network() -> Any:
     torch.manual_seed(0)
     made = FluxTransformer2DModel(
         in_channels=64, num_layers=DOUBLE, num_single_layers=SINGLE, attention_head_dim=HEAD, num_attention_heads=HEADS,
         joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=True, axes_dims_rope=(16, 24, 24),
     ).eval()  # fmt: skip
-    add_lora(made, RANK, 2 * RANK, FAMILIES["flux_fill"].spec.lora_targets)
+    add_lora(made, RANK, 3 * RANK // 2, FAMILIES["flux_fill"].spec.lora_targets)
     for name, parameter in made.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
@@ -111,7 +138,7 @@ def seconds(made: Any, inputs: dict[str, Tensor]) -> tuple[float, list[Tensor]]:
     start = time.process_time()
     # gradients reach every layer, as behind the first LoRA of a network
     velocity = made(**{**inputs, "hidden_states": inputs["hidden_states"].requires_grad_()}, return_dict=False)[0]
-    velocity.square().mean().backward()
+    velocity.float().square().mean().backward()
     took = time.process_time() - start
     gradients = [p.grad.clone() for p in made.parameters() if p.grad is not None]
     return took, [velocity.detach(), *gradients]

@@ -14,7 +14,8 @@ another call with the same file measures them (a new file for new settings).
     python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU
 
 Levers, each into a file of its own: --peft-lora takes peft's LoRA layers instead of the fused ones, --attention another
-kernel of the FLUX cells; every cell is measured with and without compilation.
+kernel of the FLUX cells, --no-autocast computes the LoRA cells in the bf16 of their base; every cell is measured with
+and without compilation.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class Sizes:
     steps: int  # measured ones
     attention: str | None = None  # of FLUX without a style adapter
     peft_lora: bool = False
+    no_autocast: bool = False  # of LoRA
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -142,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all cells together")
     parser.add_argument("--attention", choices=get_args(Attention), help="kernel of the FLUX cells")
     parser.add_argument("--peft-lora", action="store_true", help="peft's LoRA layers instead of the fused ones")
+    parser.add_argument("--no-autocast", action="store_true", help="LoRA cells without autocast over their bf16 base")
     parser.add_argument("--only", nargs="+", default=[""], help="cells that begin so, like flux_fill-lora-fast")
     parser.add_argument("--out", type=Path, help="JSON to write")
     parser.add_argument("--table", action="store_true", help="print what --out holds, run nothing")
@@ -154,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
     device = torch.device("cpu" if given.dry_run else "cuda")
     toy = given.dry_run
-    levers = {"attention": given.attention, "peft_lora": given.peft_lora}
+    levers = {"attention": given.attention, "peft_lora": given.peft_lora, "no_autocast": given.no_autocast}
     sizes = Sizes(device, toy, 32 if toy else given.side, 1 if toy else given.steps, **levers)
     wanted = [cell for cell in cells() if cell.name.startswith(tuple(given.only))]
     until = time.monotonic() + 60 * given.minutes
@@ -182,7 +185,7 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, dict[str, A
     if not file.exists():
         return {}
     before = json.loads(file.read_text(encoding="utf-8"))
-    before = {"levers": {"attention": None, "peft_lora": False}, **before}
+    before["levers"] = {"attention": None, "peft_lora": False, "no_autocast": False, **before.get("levers", {})}
     if any(before[key] != result[key] for key in ("machine", "dry_run", "side", "levers")):
         return {}
     names = {(cell.case.name, cell.speed, cell.compiled): cell.name for cell in cells()}
@@ -369,7 +372,7 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "max_steps": 1000,
                 "checkpoint_every": 0,
                 "eval_every": 0,
-                "mixed_precision": "no" if sizes.tiny else "bf16",
+                "mixed_precision": "no" if sizes.tiny or (sizes.no_autocast and case.trained == "lora") else "bf16",
                 "gradient_checkpointing": case.checkpointing,
             },
             "evaluation": {"num_examples": 1, "num_steps": 1, "grid_examples": 0},

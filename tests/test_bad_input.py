@@ -4,6 +4,7 @@ and what to set. Never a traceback."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from retouch.errors import ConfigError, ImageProblem, ModelFilesError
 from retouch.families.loading import tiny_path
 from retouch.imaging import open_image
+from retouch.observe.log import LogFile
 from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.training.stopping import ENDING
@@ -123,6 +125,7 @@ def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: 
             ),
         ),
         (["sample", "--count", "0", "--out", "x"], "Invalid value for '--count': "),
+        (["data", "synth", "--out", "x", "--length", "1000000"], "Invalid value for '--length': "),
     ],
 )
 def test_commands_and_options_that_do_not_exist(arguments: list[str], message: str) -> None:
@@ -389,6 +392,77 @@ def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to
     assert message.startswith(f"{folder}: damaged ({WEIGHTS}: its size differs from complete.json)")
     damage(folder / "state.json", "gone")
     assert refused(retouch("export", folder, "--to", to, "--out", tmp_path / "out")).startswith(f"{folder}: damaged (")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_every_command_as_a_stop(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Also one of which a library makes another error."""
+
+    def interrupted(run: Path) -> Path:
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            raise ModelFilesError("x.safetensors cannot be read") from None
+        raise AssertionError
+
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, *ENDING)}
+    run = finished("full")
+    monkeypatch.setattr("retouch.observe.report.write_report", interrupted)
+    try:
+        for one in handlers:
+            signal.signal(one, signal.SIG_DFL)
+        assert retouch("report", run).code == 3
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+
+
+def test_names_in_data_do_not_change_the_terminal(tmp_path: Path) -> None:
+    """A list may come from anybody; its paths are shown in messages and tables."""
+    name = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
+    (tmp_path / "list.json").write_text(json.dumps([{"image_path": f"{name}.png", "prompt": "a"}]))
+    for command in (("data", "validate"), ("data", "split")):
+        outcome = retouch(*command, tmp_path / "list.json")
+        shown = outcome.out + outcome.err
+        assert outcome.code == 2
+        assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\x0d.png: no such file" in shown
+        assert not set(shown) & {"\x1b", "\x07", "\x9b", "\r"}
+    log = LogFile(tmp_path / "log.txt")
+    try:
+        logging.getLogger("retouch").warning("%s\n\t%s", name, "second line")
+    finally:
+        log.close()
+    logged = (tmp_path / "log.txt").read_bytes().decode()
+    assert logged.endswith("\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x0d\n\tsecond line\n")
+
+
+# --- limits of the machine ---
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("can't start new thread"), "no more threads are allowed"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+        (RuntimeError("could not create a primitive"), "out of memory"),
+        (OSError(24, "Too many open files"), "too many open files"),
+        (OSError(12, "Cannot allocate memory", "x.safetensors"), "out of memory"),
+        (ImportError("libx.so: failed to map segment from shared object"), "a library could not be loaded into memory"),
+    ],
+)
+def test_a_limit_of_the_machine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, limit: str
+) -> None:
+    def exhausted(run: Path) -> Path:
+        raise error
+
+    monkeypatch.setattr("retouch.observe.report.write_report", exhausted)
+    outcome = retouch("report", tmp_path)
+    line = f"error: {limit}; see `ulimit -a`, or use a machine with more\n"
+    assert (outcome.code, outcome.err) == (1, line)
 
 
 # --- an installation without extras ---

@@ -15,7 +15,8 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from retouch.disk import file_problem, writing
+from retouch.disk import file_problem, write_whole, writing
+from retouch.imaging import write_png
 from tests.command_line import Outcome, retouch
 
 FULL = "free space, or set logging.dir or --out to another disk"
@@ -144,3 +145,18 @@ def test_what_could_not_be_read_lies_elsewhere(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "run" / "x"))
     says = "permission denied; change its permissions, or set --endpoints and --log-dir to a writable folder"
     assert file_problem(raised.value) == f"{tmp_path / 'run' / 'x'}: {says}"
+
+
+def test_what_could_not_be_written_whole_leaves_nothing(tmp_path: Path) -> None:
+    """The file before stays, and no temporary file, also of a name as long as a name can be."""
+    for name in ("a.json", "x" * 250 + ".json"):
+        (tmp_path / name).write_text("before")
+        with pytest.raises(UnicodeEncodeError):
+            write_whole(tmp_path / name, "\ud800")
+        assert (tmp_path / name).read_text() == "before"
+        write_whole(tmp_path / name, "after")
+        assert (tmp_path / name).read_text() == "after"
+    write_png(Image.new("L", (2, 2)), tmp_path / ("y" * 250 + ".png"))
+    with pytest.raises(OSError, match="mode"):
+        write_png(Image.new("F", (2, 2)), tmp_path / "z.png")
+    assert not list(tmp_path.glob(".*"))

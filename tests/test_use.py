@@ -22,7 +22,7 @@ from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
-from retouch.imaging import MaskCrop, open_image
+from retouch.imaging import MaskCrop, open_image, write_new_png
 from retouch.lines import parse_lines
 from retouch.training.evaluation import Evaluation
 from retouch.use.comparison import comparison_table, gains
@@ -742,3 +742,117 @@ def test_a_picture_of_no_numbers_is_not_written_as_a_black_one(
     outcome = retouch("sample", "--run", run, "--data", signs / "held_out", "--out", tmp_path / "out")
     assert outcome.code == 1 and "its sample contains NaN or Inf; the weights are broken" in outcome.err
     assert not list((tmp_path / "out").glob("*.png"))
+
+
+# --- damaged checkpoints ---
+
+STATES = ["{}", "[]", '{"config": 3}', '{"progress": 3, "config": "a: 1"}', '{"config": "a: [1"}', "["]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_damaged_state_of_a_checkpoint_is_one_line(
+    finished: Finished, signs: Path, tmp_path: Path, state: str
+) -> None:
+    run = Path(shutil.copytree(finished("lora"), tmp_path / "run"))
+    folder = run / "checkpoints/step-000004"
+    (folder / "state.json").write_text(state)
+    for command in (
+        ("export", run, "--to", "safetensors", "--out", tmp_path / "out"),
+        ("sample", "--run", run, "--data", signs / "held_out", "--out", tmp_path / "images"),
+        ("eval", "--run", run),
+    ):
+        outcome = retouch(*command)
+        message = f"error: {folder}: damaged (state.json: its size differs from complete.json); copy it again, or "
+        assert (outcome.code, outcome.err.splitlines()[-1]) == (2, f"{message}delete it to resume from the one before")
+
+
+def test_a_flipped_bit_is_found_wherever_weights_of_a_checkpoint_are_named(
+    finished: Finished, signs: Path, tmp_path: Path
+) -> None:
+    """By its run, its folder of weights, and as the adapter that another run starts from."""
+    run = Path(shutil.copytree(finished("lora"), tmp_path / "run"))
+    folder = run / "checkpoints/step-000004"
+    file = folder / "ema/pytorch_lora_weights.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    sample = ("sample", "--config", run / "config.yaml", "--data", signs / "held_out", "--out", tmp_path / "images")
+    begin = f"logging.dir={tmp_path}", "name=next", "resume=null"
+    for command in (
+        ("export", run, "--to", "safetensors"),
+        ("export", folder / "ema", "--to", "safetensors"),
+        (*sample, "--weights", folder),
+        (*sample, "--weights", folder / "ema"),
+        ("train", run / "config.yaml", *begin, f"model.train.initial_adapter={run}"),
+        ("train", run / "config.yaml", *begin, f"model.train.initial_adapter={file}"),
+    ):
+        outcome = retouch(*command)
+        assert outcome.code == 2, command
+        message = f"damaged (ema/{file.name}: its SHA-256 differs from complete.json)"
+        assert message in outcome.err.splitlines()[-1], outcome.err
+
+
+# --- whole files or none ---
+
+
+def test_an_export_appears_whole_or_not_at_all(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill, or an error, between two files leaves nothing that looks like an export."""
+
+    def cut_off(base: Any, weights: Path, to: str, out: Path) -> Path:
+        out.mkdir(parents=True)
+        (out / "model.safetensors").write_bytes(b"half")
+        assert not (tmp_path / "out").exists()
+        raise KeyboardInterrupt
+
+    arguments = ("export", finished("lora"), "--to", "safetensors", "--out", tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr("retouch.adapters.export.export", cut_off)
+        assert retouch(*arguments).code == 3
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    assert retouch(*arguments).code == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "model.safetensors"]
+
+
+def test_two_exports_into_one_folder(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later one reports the other."""
+
+    def late(base: Any, weights: Path, to: str, out: Path) -> Path:
+        out.mkdir(parents=True)
+        (out / "model.safetensors").write_bytes(b"later")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/model.safetensors").write_bytes(b"earlier")
+        return out / "model.safetensors"
+
+    monkeypatch.setattr("retouch.adapters.export.export", late)
+    outcome = retouch("export", finished("lora"), "--to", "safetensors", "--out", tmp_path / "out")
+    assert outcome.code == 2
+    assert "another process wrote there" in outcome.err
+    assert (tmp_path / "out/model.safetensors").read_bytes() == b"earlier"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_two_processes_that_sample_into_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """Each image gets a name of its own, although both find the first one free."""
+
+    def without_links(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    def next_free() -> Path:
+        free = next(names)
+        if free.name == "a.png" and links:
+            Image.new("RGB", (4, 4), "red").save(free)  # by the other process
+        return free
+
+    if not links:
+        monkeypatch.setattr("os.link", without_links)
+    names = iter([tmp_path / "a.png", tmp_path / "b.png"])
+    written = write_new_png(Image.new("RGB", (4, 4), "blue"), next_free)
+    assert written.name == ("b.png" if links else "a.png")
+    assert pixels(written)[0, 0].tolist() == [0, 0, 255]
+    assert not links or pixels(tmp_path / "a.png")[0, 0].tolist() == [255, 0, 0]
+    assert not list(tmp_path.glob(".*"))

@@ -18,10 +18,9 @@ from typing import Any
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.doctor.line import size
 from retouch.doctor.memory import Counted, count_weights, device_bytes, memory_parts
-from retouch.doctor.networks import Networks
+from retouch.doctor.networks import Networks, released_parts
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
-from retouch.families.meta import released_networks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/memory.md"
 
@@ -96,7 +95,7 @@ def run_of(spec: FamilySpec, kind: str, **options: Any) -> RunConfig:
 
 def known_networks(spec: FamilySpec) -> Networks:
     """Networks of a family at their released sizes, as far as it records them."""
-    parts = released_networks(spec)
+    parts = released_parts(spec)
     width = None if spec.adapter is None else spec.adapter.width
     return Networks(parts, None, width, parts.keys() == spec.networks.keys())
 

@@ -2,6 +2,7 @@
 
 python tools/trust_table.py            # write docs/trust.md
 python tools/trust_table.py --print    # print it
+python tools/trust_table.py --tests    # print the tests that it names, for pytest
 
 Counted from the committed results of `benchmarks/kill.py`, `benchmarks/long_run.py` and `make trust`.
 """
@@ -96,7 +97,19 @@ $ OMP_NUM_THREADS=1 python benchmarks/long_run.py {long_arguments}
 |---|---|
 {tests}
 
-## Faults that trials showed
+## Findings of a trial from outside
+
+| finding | trial | test |
+|---|---|---|
+{eleven}
+
+```console
+$ python -m pytest $(python tools/trust_table.py --tests)
+```
+
+The command runs every test of this page.
+
+## Faults that later trials showed
 
 Each was mended; the test failed before. Inputs that fuzzing found are in [tests/fuzz/corpus](../tests/fuzz/corpus).
 
@@ -144,86 +157,108 @@ TESTS = {
 }
 """Disturbance -> (file below tests/, test)."""
 
+ELEVEN = {
+    "Wrong numbers reached training as valid scores": {
+        "a batch that was written in part, at every byte": (
+            "rewards/test_supervision.py",
+            "test_a_batch_that_was_written_in_part_ends_the_worker",
+        ),
+        "a reply to another batch": ("rewards/test_supervision.py", "test_a_reply_to_another_batch_is_no_score"),
+        "a flipped bit of a frame": ("rewards/test_serving.py", "test_a_frame_with_a_flipped_bit_is_broken"),
+    },
+    "A flipped byte in a checkpoint was not detected": {
+        "every file, one flipped bit": (
+            "engine/test_integrity.py",
+            "test_one_flipped_bit_is_found_and_its_file_is_named",
+        ),
+        "a missing file": ("engine/test_integrity.py", "test_a_missing_file_is_named"),
+        "NaN or Inf in weights or moments": ("engine/test_integrity.py", "test_weights_and_moments_are_finite"),
+        "a `state.json` that no run wrote": ("engine/test_integrity.py", "test_a_state_that_no_run_wrote_is_refused"),
+        "an archive that grows": ("engine/test_integrity.py", "test_an_archive_that_grows_is_refused_unread"),
+    },
+    "A small request made gigabytes": {
+        "names of rewards": ("rewards/test_serving.py", "test_names_of_rewards_are_bounded"),
+        "pixels of a request": (
+            "rewards/test_serving.py",
+            "test_pictures_beyond_the_pixels_of_a_request_fail_before_they_are_decoded",
+        ),
+        "pixels of all requests": ("rewards/test_serving.py", "test_pixels_of_all_requests_together_are_bounded"),
+        "large images at once": ("rewards/test_serving.py", "test_large_images_are_decoded_one_after_the_other"),
+        "no memory to decode": ("rewards/test_serving.py", "test_no_memory_to_decode_is_no_fault_of_the_picture"),
+    },
+    "A frozen worker was never noticed": {
+        "SIGSTOP": ("rewards/test_supervision.py", "test_a_frozen_worker_is_replaced_within_seconds"),
+    },
+    "Unfinished bodies held every place of a server": {
+        "64 bodies": ("rewards/test_serving.py", "test_bodies_that_do_not_come_hold_no_place"),
+        "headers": ("rewards/test_serving.py", "test_headers_that_do_not_come_end_the_connection"),
+    },
+    "The client bounded no reply": {
+        "gzip": ("rewards/test_client.py", "test_a_compressed_reply_is_not_unpacked"),
+        "a reply without end": ("rewards/test_client.py", "test_a_reply_without_end_is_cut_off"),
+        "messages, with the token": (
+            "rewards/test_client.py",
+            "test_words_of_a_server_are_one_short_line_without_the_token",
+        ),
+        "details, with escape sequences": ("rewards/test_client.py", "test_a_detail_is_plain_text_without_the_token"),
+    },
+    "The declared range of a scorer was not enforced": {
+        "a value outside": ("rewards/test_protocol.py", "test_a_value_outside_the_declared_range_is_a_failure"),
+        "a value outside what the server declares": (
+            "rewards/test_client.py",
+            "test_a_value_outside_the_range_that_its_server_declares_is_a_failure",
+        ),
+        "advantages of the largest floats": ("core/test_advantages.py", "test_the_largest_floats_do_not_overflow"),
+    },
+    "Modules of the working directory were imported": {
+        "front and worker": ("rewards/test_supervision.py", "test_programs_of_the_working_directory_do_not_run"),
+    },
+    "Tracebacks and hangs": {
+        "weights that torch cannot read": (
+            "engine/test_integrity.py",
+            "test_whatever_a_damaged_file_makes_torch_raise_is_one_error",
+        ),
+        "adapters, embeddings, states": ("fuzz/test_weights.py", "test_pickles"),
+        "`complete.json`": ("engine/test_integrity.py", "test_a_damaged_list_of_files_is_no_traceback"),
+        "run files: digits, tags, anchors, depth, aliases": (
+            "config/test_load.py",
+            "test_hostile_run_files_are_one_message",
+        ),
+        "run files: a chain of `extends`": ("config/test_load.py", "test_a_long_chain_of_files_is_refused"),
+        "counts of 10³⁰": ("config/test_rules.py", "test_a_value_out_of_bounds"),
+        "lists: null bytes, surrogates, depth": ("fuzz/test_data.py", "test_corpus"),
+        "names over 255 bytes": ("test_bad_input.py", "test_names_that_no_file_can_have"),
+        "links that lead to themselves": ("test_bad_input.py", "test_links_that_lead_to_themselves"),
+        "pipes": ("test_bad_input.py", "test_a_pipe_is_not_waited_for"),
+        "`--url /dev/zero`": ("test_bad_input.py", "test_a_device_is_no_endpoints_file"),
+        "`--length 1000000`": ("test_bad_input.py", "test_commands_and_options_that_do_not_exist"),
+    },
+    "Scalars of run files were not those of YAML 1.2": {
+        "`010`, `1:30`, `1_000`, `0o10`": ("config/test_load.py", "test_scalars_are_those_of_yaml_1_2"),
+    },
+    "Signals, logs, links and web pages": {
+        "SIGTERM, SIGHUP while a model loads": ("test_bad_input.py", "test_a_signal_while_the_model_loads_is_a_stop"),
+        "SIGTERM in training": ("algorithms/test_resume.py", "test_sigterm_stops_cleanly_and_resumes_bitwise"),
+        "the server of `url: auto`": (
+            "rewards/test_launch.py",
+            "test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port",
+        ),
+        "uploads that are broken off": ("rewards/test_serving.py", "test_uploads_that_are_broken_off_are_not_logged"),
+        "a list with only prompts and masks": ("data/test_prompts.py", "test_validate_refuses_a_mask_without_an_image"),
+        "a link beside the endpoints file": (
+            "rewards/test_endpoints.py",
+            "test_a_link_beside_the_file_is_not_followed",
+        ),
+        "a web page: content types": ("rewards/test_server.py", "test_415_for_bodies_that_any_web_page_may_send"),
+        "a web page: hosts, origins": (
+            "rewards/test_server.py",
+            "test_without_a_token_only_programs_of_this_machine_are_answered",
+        ),
+    },
+}
+"""Finding of the trial from outside -> what was tried -> (file below tests/, test)."""
+
 FINDINGS = {
-    "A worker in which memory ran out while a frame was written returned the scores of another batch": (
-        "rewards/test_supervision.py",
-        "test_a_batch_that_was_written_in_part_ends_the_worker",
-    ),
-    "A flipped byte or a missing file of a checkpoint was not detected": (
-        "engine/test_integrity.py",
-        "test_one_flipped_bit_is_found_and_its_file_is_named",
-    ),
-    "A small request made gigabytes: names of rewards": (
-        "rewards/test_serving.py",
-        "test_names_of_rewards_are_bounded",
-    ),
-    "A small request made gigabytes: pixels": (
-        "rewards/test_serving.py",
-        "test_pixels_of_all_requests_together_are_bounded",
-    ),
-    "A small request made gigabytes: large images that were decoded at once": (
-        "rewards/test_serving.py",
-        "test_large_images_are_decoded_one_after_the_other",
-    ),
-    "A frozen worker was never noticed": (
-        "rewards/test_supervision.py",
-        "test_a_frozen_worker_is_replaced_within_seconds",
-    ),
-    "Unfinished bodies held every place of a server": (
-        "rewards/test_serving.py",
-        "test_bodies_that_do_not_come_hold_no_place",
-    ),
-    "The client unpacked compressed replies": ("rewards/test_client.py", "test_a_compressed_reply_is_not_unpacked"),
-    "Messages of a server passed to terminal and log, with the token": (
-        "rewards/test_client.py",
-        "test_words_of_a_server_are_one_short_line_without_the_token",
-    ),
-    "A value outside the declared range of its scorer trained": (
-        "rewards/test_protocol.py",
-        "test_a_value_outside_the_declared_range_is_a_failure",
-    ),
-    "Advantages of the largest floats were NaN": (
-        "core/test_advantages.py",
-        "test_the_largest_floats_do_not_overflow",
-    ),
-    "Modules of the working directory were imported": (
-        "rewards/test_supervision.py",
-        "test_programs_of_the_working_directory_do_not_run",
-    ),
-    "Damaged weights ended in a traceback": (
-        "engine/test_integrity.py",
-        "test_whatever_a_damaged_file_makes_torch_raise_is_one_error",
-    ),
-    "A pipe as run file or lock was waited for": ("test_bad_input.py", "test_a_pipe_is_not_waited_for"),
-    "Scalars of run files were not those of YAML 1.2": ("config/test_load.py", "test_scalars_are_those_of_yaml_1_2"),
-    "Counts of 10³⁰ in a run file ended in a traceback, or filled the memory": (
-        "config/test_rules.py",
-        "test_a_value_out_of_bounds",
-    ),
-    "`validate` accepted a list with only prompts and masks": (
-        "data/test_prompts.py",
-        "test_validate_refuses_a_mask_without_an_image",
-    ),
-    "Uploads that were broken off filled the log with tracebacks": (
-        "rewards/test_serving.py",
-        "test_uploads_that_are_broken_off_are_not_logged",
-    ),
-    "A web page could post to a server on loopback": (
-        "rewards/test_server.py",
-        "test_without_a_token_only_programs_of_this_machine_are_answered",
-    ),
-    "The endpoints file was written through a link": (
-        "rewards/test_endpoints.py",
-        "test_a_link_beside_the_file_is_not_followed",
-    ),
-    "A signal while a model loads ended without a message": (
-        "test_bad_input.py",
-        "test_a_signal_while_the_model_loads_is_a_stop",
-    ),
-    "The server of `url: auto` was not started again after a kill": (
-        "rewards/test_launch.py",
-        "test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port",
-    ),
     "A run that was killed in its last checkpoint repeated its last evaluation twice": (
         "algorithms/test_resume.py",
         "test_a_run_stopped_in_its_last_step_can_still_be_extended_bitwise",
@@ -231,14 +266,6 @@ FINDINGS = {
     "A signal that torchrun passes on ended the run without a checkpoint": (
         "test_stopping.py",
         "test_a_signal_that_a_launcher_passes_on_is_the_same_request",
-    ),
-    "Headers that did not arrive held a connection": (
-        "rewards/test_serving.py",
-        "test_headers_that_do_not_come_end_the_connection",
-    ),
-    "Details of a score passed to files and terminal with escape sequences and the token": (
-        "rewards/test_client.py",
-        "test_a_detail_is_plain_text_without_the_token",
     ),
     "A number that no float holds, or half of a surrogate pair, in a detail ended a run with a traceback": (
         "rewards/test_client.py",
@@ -248,10 +275,6 @@ FINDINGS = {
         "rewards/test_client.py",
         "test_neither_or_both_of_score_and_error_fails_alone",
     ),
-    "A value outside the range that its server declared when it was ready trained": (
-        "rewards/test_client.py",
-        "test_a_value_outside_the_range_that_its_server_declares_is_a_failure",
-    ),
     "A value outside the range of a revision that its server took up later trained": (
         "rewards/test_client.py",
         "test_the_range_of_another_revision_is_read_again",
@@ -260,10 +283,7 @@ FINDINGS = {
         "rewards/test_serving.py",
         "test_images_that_wait_to_be_decoded_hold_no_batch_up",
     ),
-    "200 MB of text in an image made gigabytes": (
-        "rewards/test_serving.py",
-        "test_the_metadata_of_a_file_is_bounded",
-    ),
+    "200 MB of text in an image made gigabytes": ("rewards/test_serving.py", "test_the_metadata_of_a_file_is_bounded"),
     "Names of the rewards of a server passed to the terminal as they were": (
         "rewards/test_client.py",
         "test_names_of_rewards_of_a_server_are_one_short_line",
@@ -288,10 +308,7 @@ FINDINGS = {
         "observe/test_run_dir.py",
         "test_what_is_no_file_is_not_waited_for",
     ),
-    "An override of 5,000 nested keys ended in a traceback": (
-        "test_bad_input.py",
-        "test_overrides_that_are_none",
-    ),
+    "An override of 5,000 nested keys ended in a traceback": ("test_bad_input.py", "test_overrides_that_are_none"),
     "Labels with a number that no float holds ended in a traceback": (
         "rewards/test_probe.py",
         "test_labels_that_cannot_be_read",
@@ -304,8 +321,76 @@ FINDINGS = {
         "test_machine.py",
         "test_freed_memory_is_returned_to_the_system",
     ),
+    "A damaged state of a checkpoint ended `export`, `sample` and `eval` in a traceback, or held them up": (
+        "test_use.py",
+        "test_a_damaged_state_of_a_checkpoint_is_one_line",
+    ),
+    "A flipped bit in the checkpoint that an initial adapter came from was not detected": (
+        "test_use.py",
+        "test_a_flipped_bit_is_found_wherever_weights_of_a_checkpoint_are_named",
+    ),
+    "A checkpoint whose list of files was emptied, or to which tensors were added, was loaded": (
+        "engine/test_integrity.py",
+        "test_tensors_that_were_added_are_named",
+    ),
+    "A device in place of a file of a checkpoint was read without end": (
+        "engine/test_integrity.py",
+        "test_a_pipe_or_a_device_in_place_of_the_state_is_not_read",
+    ),
+    "The run file within a damaged state ended a resume in a traceback": (
+        "engine/test_integrity.py",
+        "test_a_run_file_of_a_state_that_is_none",
+    ),
+    "A LoRA with factors of another number of dimensions, or a config that is none, ended in a traceback": (
+        "adapters/test_initial_lora.py",
+        "test_a_lora_config_that_is_none_is_refused",
+    ),
+    "A LoRA of integers was cut to whole numbers, one of NaN trained until its first gradient": (
+        "adapters/test_initial_lora.py",
+        "test_a_file_that_does_not_fit_is_refused",
+    ),
+    "A flipped bit in precomputed embeddings was not detected, other tensors in them ended in a traceback": (
+        "families/test_embeddings.py",
+        "test_an_entry_that_was_changed_is_not_used",
+    ),
+    "A pipe in place of a file of embeddings was waited for": (
+        "families/test_embeddings.py",
+        "test_a_pipe_in_place_of_the_identity_is_not_waited_for",
+    ),
+    "Too little memory, threads or file handles ended a command in a traceback": (
+        "test_bad_input.py",
+        "test_a_limit_of_the_machine_is_one_line",
+    ),
+    "A signal ended every command but `train` without a message, or as an error of a file that it could not read": (
+        "test_bad_input.py",
+        "test_a_signal_ends_every_command_as_a_stop",
+    ),
+    "An export that was killed left a part of its files under its name": (
+        "test_use.py",
+        "test_an_export_appears_whole_or_not_at_all",
+    ),
+    "Two processes that sampled into one folder replaced images of each other": (
+        "test_use.py",
+        "test_two_processes_that_sample_into_one_folder",
+    ),
+    "A kill left half of an image, a list, a report or a run file": (
+        "test_disk.py",
+        "test_what_could_not_be_written_whole_leaves_nothing",
+    ),
+    "Paths in a list of data passed escape sequences to terminal and log": (
+        "test_bad_input.py",
+        "test_names_in_data_do_not_change_the_terminal",
+    ),
+    "A plug-in that ends the program made a command end with success": (
+        "config/test_plugins.py",
+        "test_the_message_about_a_plugin_that_cannot_be_imported_names_its_own_remedy",
+    ),
+    "Two processes that wrote signs or edits into one folder mixed their images": (
+        "data/test_synth.py",
+        "test_two_processes_do_not_mix_their_images_in_one_folder",
+    ),
 }
-"""Fault that trials showed -> (file below tests/, test that failed before)."""
+"""Fault that later trials showed -> (file below tests/, test that failed before)."""
 
 MEASURED = {
     "rss_mb": "memory, MB",
@@ -352,8 +437,23 @@ def page() -> str:
                         *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("front_", "server")),
                         *_long_rows(f"{long['rewards']['images']:,} images", long["rewards"], ("worker_", "worker"))]),
         tests=_test_rows(TESTS),
+        eleven=_eleven_rows(),
         findings=_test_rows(FINDINGS),
     )  # fmt: skip
+
+
+def all_tests() -> list[tuple[str, str]]:
+    """(file below tests/, test) of every row of the page."""
+    eleven = [test for trials in ELEVEN.values() for test in trials.values()]
+    return [*TESTS.values(), *eleven, *FINDINGS.values()]
+
+
+def _eleven_rows() -> str:
+    return "\n".join(
+        f'| {number}. {finding} | {what} | [✓](../tests/{file} "{test}") |'
+        for number, (finding, trials) in enumerate(ELEVEN.items(), 1)
+        for what, (file, test) in trials.items()
+    )
 
 
 def _test_rows(tests: Mapping[str, tuple[str, str]]) -> str:
@@ -390,5 +490,7 @@ def _read(name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     if "--print" in sys.argv:
         print(page())
+    elif "--tests" in sys.argv:
+        print("\n".join(f"tests/{file}::{test}" for file, test in sorted(set(all_tests()))))
     else:
         PAGE.write_text(page(), encoding="utf-8")

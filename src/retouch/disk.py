@@ -51,9 +51,57 @@ def file_in(path: str | Path, name: str) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file at once: a reader, or a start after a kill, never finds a part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The content of a file, which is neither a pipe, which would be waited for, nor a device.
+
+    Args:
+        most: its size in bytes, at most.
+
+    Raises:
+        OSError: not a file, or larger.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    if path.stat().st_size > most:
+        raise OSError(errno.EINVAL, f"more than {most} bytes", str(path))
+    return path.read_bytes()
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Within it, no other process gets here for the same folder. The kernel ends the lock with this process; on file
+    systems and machines without locks there is none.
+
+    Raises:
+        ConfigError: another process is there.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another process is writing there; wait for it, or choose another --out"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        yield
+    finally:
+        os.close(held)
 
 
 def is_file(path: Path) -> bool:

@@ -6,15 +6,17 @@ complete: what was given, what is expected, what to set. The command line prints
 
 from __future__ import annotations
 
+from retouch.plain_text import printable
+
 
 class RetouchError(Exception):
     """Base class: catch it to catch all of them. A message longer than `MOST_CHARACTERS`, as of a value of that length
-    that it quotes, is cut in the middle."""
+    that it quotes, is cut in the middle; control characters are escaped."""
 
     exit_code: int = 1
 
     def __init__(self, *given: object) -> None:
-        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in given))
+        super().__init__(*(printable(_shortened(one)) if isinstance(one, str) else one for one in given))
 
 
 MOST_CHARACTERS = 8000

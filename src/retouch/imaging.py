@@ -69,9 +69,37 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 def write_png(image: Image.Image, path: Path) -> None:
     """Write an image at once: a reader, or a start after a kill, never finds a part of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    image.save(temporary, "PNG")
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    try:
+        image.save(temporary, "PNG")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_new_png(image: Image.Image, next_free: Callable[[], Path]) -> Path:
+    """Write an image at once to a path that does not exist -> the path. No file is replaced, also not one that another
+    process writes at the same time.
+
+    Args:
+        next_free: returns a path that does not exist at the moment.
+    """
+    path = next_free()
+    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    try:
+        image.save(temporary, "PNG")
+        while True:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                path = next_free()
+            except OSError:  # a file system without links
+                temporary.replace(path)
+                return path
+            else:
+                return path
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def open_image(path: Path | PackedImage) -> Image.Image:

@@ -80,7 +80,7 @@ class Registry(Mapping[str, Component], Generic[Component]):
             return None
         try:
             return self[name]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if name in self._builtin:
                 raise
             logger.warning("%s %r (%s) cannot be imported: %s", self.kind, name, self._places[name], error)
@@ -158,7 +158,10 @@ def import_from_here(module: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except SystemExit as end:  # this program would end with the code of that one, 0 for success
+        raise ImportError(f"{module} ends the program when it is imported, with code {end.code}") from end
 
 
 def import_plugins(modules: Iterable[str] = ()) -> None:

@@ -102,13 +102,16 @@ def test_under_autocast_the_output_is_rounded_once_less() -> None:
     assert errors[1] == pytest.approx([0.0] * 4, abs=8e-3)
 
 
-def test_fp32_factors_without_autocast_stay_in_fp32() -> None:
-    pair = layers(torch.bfloat16)
-    for layer in pair:
+def test_fp32_factors_on_a_bf16_layer_need_no_autocast() -> None:
+    """Values and gradients bit for bit those under autocast, which casts the same factors."""
+    found: list[list[Tensor]] = []
+    for lowered in (False, True):
+        _, layer = layers(torch.bfloat16)
         layer.lora_A.float()
         layer.lora_B.float()
-    for theirs, mine in zip(*(results(layer, torch.bfloat16, 9) for layer in pair), strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+        found.append(results(layer, torch.bfloat16, 9, lowered=lowered))
+    assert [t.dtype for t in found[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_layer_stored_in_8_bits() -> None:

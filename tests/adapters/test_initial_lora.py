@@ -19,6 +19,7 @@ from retouch.adapters.comfyui import comfyui_tensors
 from retouch.adapters.initial_lora import initial_lora, lora_file
 from retouch.adapters.lora import FILE, add_lora, folded_lora, is_update
 from retouch.adapters.trainee import LoraWeights, make_trainable
+from retouch.complete import record_files
 from retouch.config import ConfigError
 from retouch.engine import Policy
 from retouch.families import FAMILIES
@@ -68,7 +69,9 @@ def test_a_checkpoint_and_a_run_directory_stand_for_their_newest_averaged_weight
         for part in parts:
             shutil.copytree(folder, run / f"checkpoints/step-{step}" / part)
         if step != "000012":  # a run that was killed while it wrote this one
-            (run / f"checkpoints/step-{step}/complete.json").write_text("{}", encoding="utf-8")
+            checkpoint = run / f"checkpoints/step-{step}"
+            complete = {"files": record_files(checkpoint)}
+            (checkpoint / "complete.json").write_text(json.dumps(complete), encoding="utf-8")
     assert lora_file(str(run)) == run / "checkpoints/step-000010/weights" / FILE
     first = run / "checkpoints/step-000002"
     assert lora_file(str(first)) == first / "ema" / FILE
@@ -170,6 +173,14 @@ ONE = "transformer.transformer_blocks.0.attn.to_q"
         (lambda t: {**t, f"{ONE}.alpha": torch.tensor(7.0)}, r"more than one alpha \(3 to 7\)"),
         (lambda t: {**t, "text_encoder.layers.0.q_proj.lora_A.weight": torch.ones(3, 8)}, "without parts for text"),
         (lambda t: {}, "holds no tensors"),
+        (lambda t: {**t, f"{ONE}.lora_B.weight": torch.ones(3)}, "give a LoRA of this model"),
+        (lambda t: {**t, f"{ONE}.lora_B.weight": torch.tensor(1.0)}, "give a LoRA of this model"),
+        (lambda t: {**t, f"{ONE}.lora_B.weight": t[f"{ONE}.lora_B.weight"][..., None]}, "give a LoRA of this model"),
+        (lambda t: {k: (9 * v).to(torch.int32) for k, v in t.items()}, "int32; expected floating-point numbers"),
+        (lambda t: {k: v.to(torch.complex64) for k, v in t.items()}, "complex64; expected floating-point numbers"),
+        (lambda t: {**t, f"{ONE}.lora_A.weight": t[f"{ONE}.lora_A.weight"] / 0}, "contains NaN or Inf in the factors"),
+        (lambda t: {**t, f"{ONE}.alpha": torch.ones(2)}, "expected one real number"),
+        (lambda t: {**t, f"{ONE}.alpha": torch.tensor(1j)}, "expected one real number"),
     ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_is_refused(
@@ -178,6 +189,29 @@ def test_a_file_that_does_not_fit_is_refused(
     path = changed(trained[2] / FILE, tmp_path / "changed.safetensors", change)
     with pytest.raises(ConfigError, match=message):
         begun(path, alpha=RANK)
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", "3", "null", "{", *(f'{{"transformer.lora_alpha": {a}}}' for a in ('"x"', "null", "[]", 10**400))]
+)
+def test_a_lora_config_that_is_none_is_refused(
+    trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path, config: str
+) -> None:
+    tensors, path = load_file(trained[2] / FILE), tmp_path / "changed.safetensors"
+    save_file(tensors, path, metadata={"lora_adapter_metadata": config})
+    with pytest.raises(ConfigError, match=f"{path}: its LoRA config is damaged"):
+        begun(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_kind_of_float_is_taken(
+    trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    path = changed(
+        trained[2] / FILE, tmp_path / "changed.safetensors", lambda t: {k: v.to(dtype) for k, v in t.items()}
+    )
+    expected = trained[1][f"{ONE.removeprefix('transformer.')}.lora_B.default.weight"]
+    assert torch.equal(layer_b(begun(path, alpha=RANK), ONE.removeprefix("transformer.")), expected.to(dtype).float())
 
 
 def test_another_rank_alpha_or_set_of_modules_says_what_to_set(trained: tuple[Any, dict[str, Tensor], Path]) -> None:

@@ -19,6 +19,7 @@ from retouch.data.dataset import (
     Dataset,
     ItemFiles,
 )
+from retouch.families import FAMILIES
 from retouch.families.qwen_image_edit.model import QwenImageEdit
 from retouch.families.tiny import tiny_pipeline
 from retouch.rewards.protocol import RewardItem
@@ -32,6 +33,7 @@ from .runs import Config, Use, base_weights, brightness, of_kind, train, weights
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZE = (32, 64)
+WITH_ADAPTER = [name for name, section in FAMILIES.available().items() if section.spec.adapter is not None]
 EDITS = ["Make it red.", "Make it much brighter, please.", "Paint it blue.", "Swap left and right."]
 
 
@@ -182,8 +184,7 @@ def test_the_command_line_edits_without_a_mask(
             {"model__train": {"kind": "ip_adapter"}},
             (
                 "model.train.kind: given 'ip_adapter', but qwen_image_edit has no style adapter; set "
-                "model.train.kind=lora, or model.family to one of flux_fill, flux_dev, flux_kontext, sd_inpaint, "
-                "qwen_image"
+                f"model.train.kind=lora, or model.family to one of {', '.join(WITH_ADAPTER)}"
             ),
         ),
     ],

@@ -25,11 +25,13 @@ def test_the_page_has_the_ratio_of_fused_lora() -> None:
     found = result("fused_lora")
     assert found["ratio"] < 1 and found["largest_relative_difference"] < 1e-6
     assert f"takes {found['ratio']:.2f} of the CPU time" in PAGE
+    assert f"no time on a CPU ({found['bf16']['ratio']:.2f} x" in PAGE
 
 
 def test_both_kinds_of_layers_are_measured_and_agree() -> None:
     found = fused_lora.measure(tokens=4, rows=1, repetitions=1)
     assert found["cpu_s"].keys() == {"peft", "fused", "off"} and found["largest_relative_difference"] < 1e-5
+    assert fused_lora.without_autocast(tokens=4, rows=1, repetitions=1)["ratio"] > 0
 
 
 def test_the_graph_of_an_epoch_of_flux_does_not_fit() -> None:

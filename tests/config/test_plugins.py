@@ -65,6 +65,7 @@ def test_a_run_after_another_one_takes_in_its_plugins_and_a_taken_name_is_refuse
                 "set scorer: Literal['mine'] = 'mine', or register it as 'own'); correct the module"
             ),
         ),
+        ("raise SystemExit(0)", "mistaken ends the program when it is imported, with code 0); correct the module"),
         ("import retouch.step_rules", "No module named 'retouch.step_rules'); correct the module"),
         (None, "No module named 'mistaken'); install its package, or start where its file is"),
     ],

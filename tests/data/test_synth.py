@@ -13,6 +13,7 @@ from retouch.data.base import DataError
 from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.formats.manifest import ManifestData
+from retouch.disk import only_writer
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
 from retouch.lines import parse_lines, polygon_mask
@@ -326,3 +327,22 @@ def test_signs_with_several_texts_that_cannot_be_made(changed: dict[str, Any], p
     options: dict[str, Any] = {"half": "train", "seed": 1, "size": (64, 64), "length": 4, "exclude": None, **changed}
     with pytest.raises(DataError, match=problem):
         synthesize(tmp_path / "a", 2, targets=True, caption_noise=0.0, texts=2, **options)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("synth", "--count", 2), ("synth", "--count", 2, "--texts", 2, "--size", "64x64"), ("edits", "--count", 2)],
+)
+def test_two_processes_do_not_mix_their_images_in_one_folder(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """The second one ends at once; when the first is gone, also by a kill, the next may write."""
+    name, *options = command
+    out = tmp_path / "data"
+    out.mkdir()
+    with only_writer(out):
+        outcome = retouch("data", name, *options, "--out", out)
+        assert outcome.code == 2
+        assert outcome.err == (
+            f"error: {out}: another process is writing there; wait for it, or choose another --out\n"
+        )
+        assert not list(out.iterdir())
+    assert retouch("data", name, *options, "--out", out).code == 0

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 
-from tests.algorithms import test_cells, test_ip_adapter, test_killed
+from tools import family_pages
 
 from .pages import DOCS, REPOSITORY, blocks
 
@@ -14,25 +14,16 @@ README = REPOSITORY / "README.md"
 PAGE = README.read_text(encoding="utf-8")
 PROSE = " ".join(PAGE.split())
 
-COLUMNS = ("sft", "grpo", "ppo", "dpo", "kto", "nft", "reward_gradient", "vlm_grpo")
-VLM = {"qwen_image", "qwen_image_edit"}
-"""Families whose text encoder tests/algorithms/test_vlm_grpo.py trains."""
-
 
 def test_the_matrix_is_what_the_tests_train() -> None:
-    trained = {
-        (family, name, "F" if kind == "full" else "L") for family, name, kind in test_cells.CELLS + test_killed.CELLS
-    }
-    trained |= {(family, name, "A") for family, name in test_ip_adapter.CELLS}
-    trained |= {(family, "vlm_grpo", "T") for family in VLM}
     rows = re.findall(r"^\| [^|]+\(`(\w+)`\) \| [^|]+ \| (.+) \|$", PAGE, re.MULTILINE)
     shown = {
         (family, name, letter)
         for family, cells in rows
-        for name, cell in zip(COLUMNS, cells.split(" | "), strict=True)
+        for name, cell in zip(family_pages.COLUMNS, cells.split(" | "), strict=True)
         for letter in cell.replace("-", "").split()
     }
-    assert shown == trained
+    assert shown == family_pages.trained()
 
 
 def test_the_landing_page_has_the_same_matrix() -> None:

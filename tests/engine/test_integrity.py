@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,15 @@ import torch
 
 from retouch.engine import CheckpointError, Checkpoints, Policy
 from retouch.engine.checkpoint import verify_once
-from retouch.engine.saved import read_complete, record_files, require_sound, verify_files
+from retouch.engine.saved import (
+    read_complete,
+    read_state,
+    record_files,
+    require_sound,
+    saved_run_file,
+    sound_state,
+    verify_files,
+)
 from retouch.saved_tensors import DamagedFile, load_saved
 
 from .test_engine import checkpoints, engine_for, linear
@@ -129,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_no_traceback(saved: Path, monkeypatch: py
     def unreadable(path: Path) -> str:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("retouch.engine.saved._digest", unreadable)
+    monkeypatch.setattr("retouch.complete._digest", unreadable)
     with pytest.raises(CheckpointError, match=r"damaged \(.*Input/output error"):
         load(saved)
 
@@ -143,10 +152,33 @@ def test_an_old_checkpoint_whose_list_is_damaged_does_not_stop_the_next_save(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"files": 3}', "\ufffd", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "{}", '{"files": 3}', '{"files": []}', '{"files": {}}', '{"files": [3]}', "\ufffd", "[" * 10**5],
+)
 def test_a_damaged_list_of_files_is_no_traceback(saved: Path, text: str) -> None:
     (saved / "complete.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"damaged \(complete\.json"):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", ["ema/more.safetensors", "snapshots/reference.safetensors", "more.pt"])
+def test_tensors_that_were_added_are_named(saved: Path, name: str) -> None:
+    (saved / name).write_bytes((saved / "snapshots/old.safetensors").read_bytes())
+    (saved / "README.md").write_text("A model card is no part of what is loaded.")
+    with pytest.raises(CheckpointError, match=rf"damaged \({name} is not in complete\.json\)"):
+        load(saved)
+    (saved / name).unlink()
+    load(saved)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "weights", "a\0b", "x" * 300, "\ud800"])
+def test_a_list_of_what_are_no_files(saved: Path, name: str) -> None:
+    """A device has no end."""
+    complete = read_complete(saved)
+    complete["files"][name] = {"bytes": 0, "sha256": ""}
+    (saved / "complete.json").write_text(json.dumps(complete))
+    with pytest.raises(CheckpointError, match="damaged"):
         load(saved)
 
 
@@ -183,6 +215,28 @@ def test_a_state_that_no_run_wrote_is_refused(saved: Path, path: str, value: obj
     inside[names[-1]] = value
     with pytest.raises(CheckpointError, match=r"damaged \(state\.json"):
         require_sound(state, saved)
+
+
+def test_a_pipe_or_a_device_in_place_of_the_state_is_not_read(saved: Path) -> None:
+    (saved / "state.json").unlink()
+    os.mkfifo(saved / "state.json")
+    with pytest.raises(CheckpointError, match=r"damaged \(state\.json is missing\)"):
+        sound_state(saved)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_state(saved)
+    (saved / "state.json").unlink()
+    (saved / "state.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_state(saved)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- 1", "a: [1", "[" * 5000, "&a [*a]", "a: 2001-13-45\n- 1", "a: \0", "a: " + "9" * 5000]
+)
+def test_a_run_file_of_a_state_that_is_none(saved: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"damaged \(state\.json: config is"):
+        saved_run_file({"config": text}, saved)
+    assert saved_run_file({"config": "name: x"}, saved) == {"name": "x"}
 
 
 # --- files of torch.save ---

@@ -19,6 +19,7 @@ class Facts:
         guidance_scale: of the model card or the pipeline.
         hub_id: of the released model.
         other_hub_ids: those of published run files with another name, by that name.
+        outside_blocks: largest share of the network's weights that are not in matrices of its repeated blocks.
         text_length: tokens of a prompt in tests where the default would be padding, and take most of a test's time.
     """
 
@@ -27,6 +28,7 @@ class Facts:
     guidance_scale: float
     hub_id: str
     other_hub_ids: Mapping[str, str] = field(default_factory=dict)
+    outside_blocks: float = 0.01
     text_length: int | None = None
 
 

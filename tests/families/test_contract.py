@@ -75,18 +75,38 @@ def _without_gradient() -> Iterator[None]:
         yield
 
 
+def together_and_alone(model: FamilyModel, examples: list[Example], guidance: float) -> tuple[Tensor, Tensor]:
+    """Predictions of three rows in one batch, and of each in a batch of its own."""
+    x, t = start(model), times_of(model)
+    together = model.predict(model.network, x, t, model.encode(examples, guidance))
+    alone = [
+        model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], guidance))
+        for i in range(3)
+    ]
+    assert together.dtype == torch.float32 and together.shape == x.shape
+    return together, torch.cat(alone)
+
+
 @case
 def test_a_row_does_not_depend_on_its_batch(family: str, masked: bool) -> None:
     """Up to rounding, which differs between processors: u + g (c - u) multiplies that of the forwards c and u by up to
     2 g - 1."""
     model, examples = tiny(family), examples_of(masked)
-    x, t, guidance = start(model), times_of(model), model.spec.guidance_scale
-    atol = 2e-6 * (2 * guidance - 1 if model.spec.doubles_for_guidance else 1)
-    together = model.predict(model.network, x, t, model.encode(examples, guidance))
-    for i in range(3):
-        alone = model.predict(model.network, x[i : i + 1], t[i : i + 1], model.encode(examples[i : i + 1], guidance))
-        torch.testing.assert_close(together[i : i + 1], alone, atol=atol, rtol=1e-5)
-    assert together.dtype == torch.float32 and together.shape == x.shape
+    doubles = model.spec.doubles_for_guidance
+    for guidance in {model.spec.guidance_scale, 1.0} if doubles else {model.spec.guidance_scale}:
+        together, alone = together_and_alone(model, examples, guidance)
+        atol = 2e-6 * (2 * guidance - 1 if doubles else 1)
+        torch.testing.assert_close(together, alone, atol=atol, rtol=1e-5)
+
+
+@case
+def test_a_row_in_float64_does_not_depend_on_its_batch(family: str, masked: bool) -> None:
+    """Within the rounding of the returned fp32, guidance of the released scale included: what fp32 forwards differ by
+    is rounding alone."""
+    model = copy.copy(tiny(family))
+    model.network, model.dtype = copy.deepcopy(model.network).double(), torch.float64
+    together, alone = together_and_alone(model, examples_of(masked), model.spec.guidance_scale)
+    torch.testing.assert_close(together, alone, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].spec.doubles_for_guidance])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -180,6 +181,40 @@ def test_a_folder_without_embeddings_and_a_damaged_entry(signs: Path, tmp_path: 
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ConfigError, match="is damaged"):
         cache.text("a")
+
+
+def test_an_entry_that_was_changed_is_not_used(signs: Path, tmp_path: Path) -> None:
+    """A flipped bit, tensors of other names or types, and the entry of another prompt."""
+    copied("flux_fill", tmp_path / "model")
+    config = parse_run(run_of(signs, tmp_path, "flux_fill"))
+    cache = EmbeddingCache(tmp_path / "cache", config.model, create=True)
+    cache.add_text("a", lambda _: {"text": torch.ones(2)})
+    [file] = (tmp_path / "cache" / "text").iterdir()
+    cache.add_text("b", lambda _: {"text": torch.zeros(2)})
+    [other] = {*(tmp_path / "cache" / "text").iterdir()} - {file}
+    whole, metadata = file.read_bytes(), {"sha256": "0" * 64}
+    for change in (
+        lambda: file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])),
+        lambda: save_file({"vector": torch.ones(2)}, file, metadata=metadata),
+        lambda: save_file({}, file, metadata=metadata),
+        lambda: file.write_bytes(other.read_bytes()),
+    ):
+        change()
+        with pytest.raises(ConfigError, match=rf"{file.name} is damaged \(its SHA-256 is not the recorded"):
+            cache.text("a")
+    save_file({"text": torch.ones(2)}, file)  # as older versions wrote it, without a record
+    assert torch.equal((cache.text("a") or {})["text"], torch.ones(2))
+
+
+def test_a_pipe_in_place_of_the_identity_is_not_waited_for(signs: Path, tmp_path: Path) -> None:
+    copied("flux_fill", tmp_path / "model")
+    config = parse_run(run_of(signs, tmp_path, "flux_fill"))
+    (tmp_path / "cache").mkdir()
+    os.mkfifo(tmp_path / "cache/cache.json")
+    with pytest.raises(ConfigError, match="holds no embeddings"):
+        EmbeddingCache(tmp_path / "cache", config.model)
+    EmbeddingCache(tmp_path / "cache", config.model, create=True)
+    EmbeddingCache(tmp_path / "cache", config.model)
 
 
 def test_a_large_file_is_sampled_at_three_places(tmp_path: Path) -> None:

@@ -15,8 +15,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.adapters.lora import add_lora, save_lora
+from retouch.doctor.model import find_model
+from retouch.doctor.networks import build_networks
 from retouch.families.base import TrainFull, TrainLora
-from retouch.families.flux2_klein.model import Flux2Klein, klein_shift, mask_cells
+from retouch.families.flux2.base import flux2_shift, mask_cells
+from retouch.families.flux2_klein.model import Flux2Klein
 from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
@@ -37,6 +40,7 @@ FACTS = Facts(
     guidance_scale=4.0,
     hub_id="black-forest-labs/FLUX.2-klein-base-4B",
     text_length=64,
+    outside_blocks=0.06,  # shared modulation
 )
 
 LENGTH = 96
@@ -193,9 +197,9 @@ def test_the_schedule_is_the_pipelines(pipeline: Any, model: Flux2Klein) -> None
         found = model.schedule(num_steps, (64, 80)).times
         torch.testing.assert_close(found, pipeline.scheduler.sigmas, atol=1e-6, rtol=1e-6)
     for tokens, num_steps, shift in ((1024, 4, 7.62), (1024, 28, 6.42), (4096, 10, 9.55), (8192, 4, 6.32)):
-        assert klein_shift(tokens, num_steps) == pytest.approx(shift, abs=0.005)
-        assert np.log(klein_shift(tokens, num_steps)) == pytest.approx(compute_empirical_mu(tokens, num_steps))
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 4, 4), mu=float(np.log(klein_shift(1024, 4))))
+        assert flux2_shift(tokens, num_steps) == pytest.approx(shift, abs=0.005)
+        assert np.log(flux2_shift(tokens, num_steps)) == pytest.approx(compute_empirical_mu(tokens, num_steps))
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 4, 4), mu=float(np.log(flux2_shift(1024, 4))))
     found = model.schedule(4, (256, 256)).times  # cells of 8 pixels here, not 16
     torch.testing.assert_close(found, scheduler.sigmas, atol=1e-6, rtol=1e-6)
     assert found.tolist() == pytest.approx([1, 0.958, 0.884, 0.718, 0], abs=1e-3)
@@ -270,6 +274,13 @@ def test_the_distilled_model_takes_no_guidance(pipeline: Any, model: Flux2Klein,
         Flux2KleinModel(path="black-forest-labs/FLUX.2-klein-9B")
 
 
+def test_a_network_with_embedded_guidance_is_of_another_family(pipeline: Any) -> None:
+    wrong = tiny_pipeline("flux2_klein")
+    wrong.transformer.register_to_config(guidance_embeds=True)
+    with pytest.raises(ModelFilesError, match="has a guidance embedding, but flux2_klein needs none"):
+        Flux2Klein.from_pipeline(wrong)
+
+
 # --- LoRA ---
 
 
@@ -322,7 +333,11 @@ def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: Flux2Klein
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
     assert loaded.spec == model.spec
     assert loaded.prompts is not None
-    assert len(loaded.prompts.encoders["text"].model.layers) == 7
+    encoder = loaded.prompts.encoders["text"].model
+    assert len(encoder.layers) == 7
+    config = Flux2KleinModel(**options)
+    counted = build_networks(config, find_model(config)).parts["text_encoder"]
+    assert sum(p.numel() for p in counted.parameters()) == sum(p.numel() for p in encoder.parameters())
     loaded.prompts.cache_and_release([loaded.spec.empty_prompt, example.prompt])
     torch.testing.assert_close(loaded.predict(loaded.network, x, t, loaded.encode([example], 4.0)), expected)
     low = load_model(Flux2KleinModel(**options, dtype="bf16", train=TrainLora()))

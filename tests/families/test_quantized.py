@@ -30,6 +30,7 @@ from retouch.families.quantized import (
 from retouch.families.tiny import tiny_pipeline
 from tests.adapters.test_lora import drawn, network, velocity
 from tests.algorithms.runs import Config
+from tests.families.facts import facts_of
 
 NF4 = pytest.param(
     "nf4", marks=pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
@@ -106,13 +107,7 @@ def test_the_matrices_of_the_blocks_are_nearly_all_of_a_transformer(family: str)
         pytest.skip("its released sizes are not known")
     inside = sum(known.get_submodule(name).weight.numel() for name in block_matrices(known))
     share = inside / sum(p.numel() for p in known.parameters())
-    outside = {
-        "sd_inpaint": 0.69,
-        "sdxl_inpaint": 0.69,
-        "flux2_klein": 0.06,
-        "qwen_image_21": 0.02,
-    }  # convolutions; shared modulation
-    assert share > 1 - outside.get(family, 0.01)
+    assert share > 1 - facts_of(family).outside_blocks
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -39,6 +39,7 @@ FACTS = Facts(
     guidance_scale=1.0,
     hub_id="Qwen/Qwen-Image-2.1",
     text_length=96,
+    outside_blocks=0.02,  # shared modulation
 )
 
 LENGTH = 96

@@ -39,6 +39,7 @@ FACTS = Facts(
     lora_modules=16 * 8,  # self- and cross-attention of 16 blocks
     guidance_scale=7.5,
     hub_id="stable-diffusion-v1-5/stable-diffusion-inpainting",
+    outside_blocks=0.69,  # convolutions
 )
 
 SIZES = [(32, 32), (32, 64), (48, 24), (36, 20)]

@@ -29,6 +29,7 @@ FACTS = Facts(
     lora_modules=70 * 8,  # self- and cross-attention of 70 blocks
     guidance_scale=7.5,
     hub_id="diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
+    outside_blocks=0.69,  # convolutions
 )
 
 SIZES = [(32, 64), (48, 24)]

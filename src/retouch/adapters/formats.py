@@ -28,7 +28,7 @@ from torch import Tensor
 from retouch import plain_json
 from retouch.adapters.projections import HEADS, SOURCES
 from retouch.adapters.tensor_file import write_tensors
-from retouch.adapters.weights_folder import newest_weights
+from retouch.complete import newest_weights
 from retouch.errors import AdapterFileError, first_line
 from retouch.saved_tensors import DamagedFile, RefusedFile, load_saved
 

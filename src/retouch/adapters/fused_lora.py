@@ -12,17 +12,14 @@ from torch.nn import functional as F
 
 class FusedLinear(Linear):
     """W x + s B (A x), peft's layer with one pass over the output instead of three: scaling and sum are part of the
-    second product. Equal to peft's layer up to rounding."""
+    second product. Equal to peft's layer up to rounding, in the precision of the frozen layer."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         factors = self._factors(args, kwargs)
         if factors is None:
             return super().forward(x, *args, **kwargs)
         (a, b, scale), result = factors, cast(Tensor, self.base_layer(x))
-        if a.dtype != result.dtype and not torch.is_autocast_enabled(x.device.type):
-            update = F.linear(F.linear(x.to(a.dtype), a), b)  # fp32 factors on a bf16 layer
-            return (result + update * scale).to(result.dtype)
-        a, b = a.to(result.dtype), b.to(result.dtype)
+        a, b = a.to(result.dtype), b.to(result.dtype)  # fp32 factors on a bf16 layer, with autocast or without
         hidden = F.linear(x.to(result.dtype), a).flatten(0, -2)
         return torch.addmm(result.flatten(0, -2), hidden, b.t(), alpha=scale).view_as(result)
 

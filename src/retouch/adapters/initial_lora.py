@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from retouch import plain_json
 from retouch.adapters.lora import ADAPTER, FILE, adapted_modules
-from retouch.adapters.weights_folder import newest_weights
+from retouch.complete import newest_weights, verify_weights
 from retouch.config.errors import ConfigError
 from retouch.errors import first_line
 
@@ -120,6 +120,7 @@ def lora_file(given: str) -> Path:
 
     Raises:
         ConfigError: no such file.
+        CheckpointError: a damaged checkpoint.
     """
     path = Path(given).expanduser()
     if path.is_dir():
@@ -134,6 +135,7 @@ def lora_file(given: str) -> Path:
         raise ConfigError(f"{KEY}: given {given!r}; no such file or folder; set {KEY} to a LoRA file or a checkpoint")
     if path.suffix != ".safetensors":
         raise ConfigError(f"{KEY}: given {given!r}; expected a .safetensors file; convert it to safetensors")
+    verify_weights(path.parent)
     return path
 
 
@@ -164,15 +166,17 @@ def read_lora(path: Path, spec: FamilySpec, modules: Mapping[str, nn.Module]) ->
         if not {"A", "B"} <= parts.keys():
             raise ConfigError(f"{KEY}: {path} has only one factor of {module}; copy it anew")
         a, b, shape = parts["A"], parts["B"], _shape_of(modules[module])
-        if shape is None or a.ndim != len(shape) or (b.shape[0], *a.shape[1:]) != shape or a.shape[0] != b.shape[1]:
+        if shape is None or not _fits(a.shape, b.shape, shape):
             raise ConfigError(
                 f"{KEY}: {path} has factors {list(a.shape)} and {list(b.shape)} for {module}, whose weight is "
                 f"{None if shape is None else list(shape)}; give a LoRA of this model"
             )
+        if not all(bool(factor.float().isfinite().all()) for factor in (a, b)):  # fp8 has no isfinite
+            raise ConfigError(f"{KEY}: {path} contains NaN or Inf in the factors of {module}; give another")
         factors[module] = (a, b)
     rank = _only_one(path, "rank", (a.shape[0] for a, _ in factors.values()))
     if alpha is None:
-        alphas = (float(parts["alpha"]) if "alpha" in parts else rank for parts in named.values())
+        alphas = (parts["alpha"].item() if "alpha" in parts else rank for parts in named.values())
         alpha = _only_one(path, "alpha", alphas)
     return LoraFile(factors, int(rank), float(alpha))
 
@@ -193,6 +197,13 @@ def _tensors_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if other is not None or not tensors:
         what = f"holds {other}, which is no LoRA factor" if other else "holds no tensors"
         raise ConfigError(f"{KEY}: {path} {what}; DoRA, LoKr, biases and norms are not supported: give a LoRA")
+    for key, tensor in tensors.items():
+        single = key.endswith(".alpha")  # some programs write integers
+        if tensor.numel() != 1 or tensor.is_complex() if single else not tensor.is_floating_point():
+            expected = "one real number" if single else "floating-point numbers"
+            raise ConfigError(
+                f"{KEY}: {path} holds {key} of {list(tensor.shape)} {tensor.dtype}; expected {expected}; give another"
+            )
     return tensors, metadata
 
 
@@ -202,19 +213,21 @@ def _recorded_alpha(path: Path, network: str, metadata: Mapping[str, str]) -> fl
     Raises:
         ConfigError: a config that sets more than one alpha, or another construction.
     """
-    config, start = path.parent / PEFT_CONFIG, ""
+    config = path.parent / PEFT_CONFIG
+    of_peft = path.name == PEFT_FILE and config.is_file()
+    start = "" if of_peft else f"{network}."
     try:
-        if path.name == PEFT_FILE and config.is_file():
-            found: dict[str, Any] = plain_json.loads(config.read_text(encoding="utf-8"))
-        else:
-            found, start = plain_json.loads(metadata.get("lora_adapter_metadata", "{}")), f"{network}."
-    except ValueError:
-        raise ConfigError(f"{KEY}: {config if not start else path}: its LoRA config is damaged; copy it anew") from None
-    about = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+        text = config.read_text(encoding="utf-8") if of_peft else metadata.get("lora_adapter_metadata", "{}")
+        found: dict[str, Any] = plain_json.loads(text)
+        about = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+        alpha = float(about["lora_alpha"]) if "lora_alpha" in about else None
+    except (ValueError, TypeError, AttributeError, OverflowError):  # no object, or no number
+        damaged = path if start else config
+        raise ConfigError(f"{KEY}: {damaged}: its LoRA config is damaged; copy it anew") from None
     for option in ("use_dora", "use_rslora", "lora_bias", "alpha_pattern"):
         if about.get(option):
             raise ConfigError(f"{KEY}: {path} was trained with {option}, which is not supported; give another LoRA")
-    return float(about["lora_alpha"]) if "lora_alpha" in about else None
+    return alpha
 
 
 def _by_module(
@@ -294,6 +307,12 @@ def _shape_of(module: nn.Module) -> tuple[int, ...] | None:
         return module.out_features, module.in_features
     weight = getattr(module, "weight", None)
     return None if weight is None else tuple(weight.shape)
+
+
+def _fits(a: tuple[int, ...], b: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Whether B A has the shape of a weight: A is [rank, in, ...], B [out, rank] with ones for a convolution."""
+    ones = (1,) * (len(weight) - 2)
+    return len(a) == len(b) == len(weight) and a[1:] == weight[1:] and b == (weight[0], a[0], *ones)
 
 
 def _suffix(module: str) -> str:

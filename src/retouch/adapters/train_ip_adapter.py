@@ -32,6 +32,7 @@ from retouch.adapters.hosts import host_of
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
 from retouch.adapters.tensor_file import write_tensors
+from retouch.complete import newest_weights, verify_weights
 from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,11 +84,14 @@ def initial_adapter(train: Train, family: str) -> AdapterFile | None:
 
     Raises:
         ConfigError: no such file, no whole adapter in it, or one that records another family or `value_norm`.
+        CheckpointError: a damaged checkpoint.
     """
     if train.kind != "ip_adapter" or train.initial_adapter is None:
         return None
     try:
-        file = read_adapter(Path(train.initial_adapter).expanduser())
+        path = newest_weights(Path(train.initial_adapter).expanduser())
+        verify_weights(path if path.is_dir() else path.parent)
+        file = read_adapter(path)
     except AdapterFileError as error:
         raise ConfigError(f"model.train.initial_adapter: {error}") from None
     of = file.metadata.get("family", family)

@@ -21,7 +21,8 @@ from retouch import __version__
 from retouch.cli import data, rewards, runs, use
 from retouch.disk import file_problem
 from retouch.errors import RetouchError, Stopped
-from retouch.training.stopping import interrupted
+from retouch.plain_text import printable
+from retouch.training.stopping import interrupt_on_signals, interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
@@ -66,6 +67,7 @@ def main() -> None:
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
     interrupted.clear()
+    interrupt_on_signals()
     try:
         code = app(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
     except (KeyboardInterrupt, typer.Abort):
@@ -106,7 +108,7 @@ def _fail(message: str, code: int) -> None:
         content = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps(content), encoding="utf-8")
-    typer.echo(message, err=True)
+    typer.echo(printable(message), err=True)
     sys.exit(code)
 
 
@@ -129,4 +131,26 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         return 2, f"{str(error.filename)[:80]}: {(error.strerror or '').lower()}; give another path"
     if isinstance(error, OSError) and (problem := file_problem(error)):
         return 1, problem
+    if limit := _limit_reached(error):
+        return 1, f"{limit}; see `ulimit -a`, or use a machine with more"
     return None
+
+
+_LIMITS = {
+    "can't start new thread": "no more threads are allowed",
+    "can't allocate memory": "out of memory",
+    "Cannot allocate memory": "out of memory",
+    "could not create a primitive": "out of memory",  # oneDNN
+    "failed to map segment": "a library could not be loaded into memory",
+    "Too many open files": "too many open files",
+}
+"""Part of an error's text -> the limit of the machine or of the shell."""
+
+
+def _limit_reached(error: Exception) -> str | None:
+    """The limit that an error of Python, torch or the system reports; None for another error. torch's errors of a GPU
+    are `OutOfMemory`."""
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    text = str(error) if isinstance(error, OSError | RuntimeError | ImportError) else ""
+    return next((limit for part, limit in _LIMITS.items() if part in text), None)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from retouch.errors import ConfigError
+from retouch.plain_text import PrintableFormatter
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Values by dotted key.")]
@@ -22,7 +23,8 @@ def start_logging(verbose: bool = False) -> None:
 
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S", markup=False)
     handler.addFilter(lambda record: not getattr(record, "in_bar", False))  # the progress bar shows these
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 

@@ -27,9 +27,6 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Debug messages in the log.")] = False,
 ) -> None:
     """Train from a run file; also under accelerate launch and torchrun."""
-    from retouch.training.stopping import interrupt_on_signals
-
-    interrupt_on_signals()
     config = load_run(run, overrides or [])
     start_logging(verbose)
     from retouch.algorithms import train as recipes

@@ -158,7 +158,8 @@ class TrainingConfig(Section):
     eval_every: Annotated[int, Field(ge=0)] = 100
     """Optimizer steps between evaluations; 0 evaluates only at the start, at the end of warm-up and at the end."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
-    """Autocast of forward and backward; trained weights stay fp32."""
+    """Autocast of forward and backward; trained weights stay fp32. "no" computes in model.dtype: a bf16 base and its
+    LoRA then compute in bf16 throughout, as diffusers' pipelines do; autocast has norms and sums in fp32."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
     compile: bool = False

@@ -14,7 +14,7 @@ from retouch.data.identity import digest, images_of, paths
 from retouch.data.lists import csv_rows, entries_of, lines_of
 from retouch.data.remote import names_a_commit
 from retouch.data.sampler import derive_seed
-from retouch.disk import is_file
+from retouch.disk import is_file, write_whole
 from retouch.imaging import normalize_text
 
 BY = ("image", "picture", "text")
@@ -58,7 +58,7 @@ def split(path: Path, share: float, by: str = "image", seed: int = 0) -> dict[Pa
         chosen = [line for line, held in zip(lines, held_out, strict=True) if held is side]
         as_list = "[\n" + ",\n".join(chosen) + "\n]\n"
         text = as_list if listing.suffix == ".json" else "".join(f"{line}\n" for line in [*header, *chosen])
-        out.write_text(text, encoding="utf-8")
+        write_whole(out, text)
     return written
 
 

@@ -12,6 +12,7 @@ from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import examine, repeated_ids
 from retouch.data.discover import data_at
+from retouch.plain_text import printable
 
 MAY_BE_INVERTED = (
     "opaque pixels are repainted, but the border of this mask is opaque, as in an image with an erased region; if "
@@ -80,4 +81,4 @@ def validation_table(findings: list[Finding]) -> str:
         lines += [f"{f.section:16} {f.item:24} ok: {f.note}" for f in good[:5]]
         lines += [f"... and {len(good) - 5} more"] if len(good) > 5 else []
     verdict = f"; {len(bad)} problem{'s' if len(bad) > 1 else ''}" if bad else ""
-    return "\n".join([*lines, f"{len(good)} items can be used{verdict}"])
+    return printable("\n".join([*lines, f"{len(good)} items can be used{verdict}"]))

@@ -10,8 +10,9 @@ from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import Found, loaded
 from retouch.errors import first_line
-from retouch.families.base import Model, TrainIpAdapter
+from retouch.families.base import FamilySpec, Model, TrainIpAdapter
 from retouch.hub import hub_problem
+from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
@@ -22,7 +23,8 @@ class Networks:
     """The networks of a run that could be built.
 
     Attributes:
-        parts: component -> network on the meta device; without those whose config is missing.
+        parts: component -> what stays in memory of its network, on the meta device; without those whose config is
+            missing.
         encoder: of references, for a style adapter.
         reference_width: of its vectors; also set for a released encoder that is not on this machine.
         whole: whether nothing was left out.
@@ -47,7 +49,7 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
     """
     try:
         from retouch.families.loading import ModelFilesError
-        from retouch.families.meta import component_on_meta, released_networks
+        from retouch.families.meta import component_on_meta
     except ImportError:  # no torch: reported in the line of the extra
         return Networks()
     if found.problems and found.folder is None:
@@ -62,17 +64,25 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
         if place is None:
             continue
         try:
-            parts[name] = component_on_meta(place, kind)
+            parts[name] = load_attribute(model.spec.model).kept(name, component_on_meta(place, kind))
         except ModelFilesError:  # reported in the model's line
             if download:
                 raise
     if folder is None and found.missing:
-        parts = {name: made for name, made in released_networks(model.spec).items() if name in kinds}
+        parts = {name: made for name, made in released_parts(model.spec).items() if name in kinds}
     # where one cannot be had, waiting for the other is in vain
     encoder, width = _encoder(model, download=download and folder is not None)
     encoder = None if model.embeddings is not None else encoder  # its vectors are there already
     needed = len(kinds) + (model.train.kind == "ip_adapter" and model.embeddings is None)
     return Networks(parts, encoder, width, len(parts) + (encoder is not None) == needed)
+
+
+def released_parts(spec: FamilySpec) -> dict[str, Any]:
+    """`Networks.parts` at the released sizes, as far as the family records them."""
+    from retouch.families.meta import released_networks
+
+    family = load_attribute(spec.model)
+    return {name: family.kept(name, made) for name, made in released_networks(spec).items()}
 
 
 def asked_adapter(model: Model, networks: Networks) -> AdapterShape | None:

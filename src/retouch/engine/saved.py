@@ -1,51 +1,31 @@
-"""Checkpoint directories: list complete ones, verify their files, and read their state. No torch.
+"""Checkpoint directories: put complete ones in place, delete others, and read their state. No torch.
 
-A checkpoint is written under another name and appears by one rename. `complete.json`, written last, has the size and
-SHA-256 of every other file: a damaged file is reported by name before anything is loaded.
+A checkpoint is written under another name and appears by one rename; `complete` compares its files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retouch import plain_json
+from retouch.complete import COMPLETE, complete_checkpoints, damaged, read_complete, record_files, verify_files
+from retouch.config import yaml12
+from retouch.disk import read_bounded
 from retouch.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "complete.json"
 
-REMEDY = "copy it again, or delete it to resume from the one before"
-
-_NAME = re.compile(r"(\.replaced-)?step-(\d{6,})")
-
-
-def damaged(folder: Path, reason: object) -> CheckpointError:
-    """The error for a checkpoint whose files were changed."""
-    return CheckpointError(f"{folder}: damaged ({reason}); {REMEDY}")
-
-
-# --- which checkpoints there are ---
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, lowest step first. One that is being replaced counts until its replacement exists."""
-    named = [(match, folder) for folder in root.glob("*step-*") if (match := _NAME.fullmatch(folder.name))]
-    found = [(match, folder) for match, folder in named if (folder / "complete.json").is_file()]
-    aside_first = sorted(found, key=lambda pair: pair[0][1] is None)
-    of_step = {int(match[2]): folder for match, folder in aside_first}
-    return [of_step[step] for step in sorted(of_step)]
+# --- which are kept ---
 
 
 def is_pinned(folder: Path) -> bool:
@@ -115,78 +95,6 @@ def flush(folder: Path) -> None:
                 os.fsync(stream.fileno())
 
 
-# --- whether its files are as written ---
-
-
-def record_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Path within the folder -> size in bytes and SHA-256, of every file."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
-    with ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter's lock
-        digests = list(pool.map(_digest, paths))
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, digests, strict=True)
-    }
-
-
-def read_complete(folder: Path) -> dict[str, Any]:
-    """The content of `complete.json`: `step`, `pinned`, `files`.
-
-    Raises:
-        CheckpointError: missing, or damaged.
-    """
-    path = folder / COMPLETE
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: no {COMPLETE}, so it is not a complete checkpoint; give another")
-    try:
-        found: object = plain_json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("files", []), list | dict):  # pyright: ignore[reportUnknownMemberType]
-        raise damaged(folder, f"{COMPLETE} cannot be read")
-    return cast("dict[str, Any]", found)
-
-
-def verify_files(folder: Path, part: str = "") -> None:
-    """Compare the files of a checkpoint with `complete.json`.
-
-    Args:
-        part: only the files of this folder in it.
-
-    Raises:
-        CheckpointError: a file that is missing or was changed.
-    """
-    try:
-        _verify(folder, part)
-    except OSError as error:  # a bad sector or a stale handle
-        raise damaged(folder, error) from None
-
-
-def _verify(folder: Path, part: str) -> None:
-    files: object = read_complete(folder).get("files", [])
-    recorded = cast("dict[str, Any]", files) if isinstance(files, dict) else None
-    listed = cast("list[str]", files) if recorded is None else list(recorded)  # older checkpoints list names alone
-    names = [str(name) for name in listed if not part or str(name).startswith(f"{part}/")]
-    for name in names:
-        if not (folder / name).exists():
-            raise damaged(folder, f"{name} is missing")
-    if recorded is None:
-        return
-    for name in names:
-        entry = recorded[name]
-        if not isinstance(entry, dict) or (folder / name).stat().st_size != cast("dict[str, Any]", entry).get("bytes"):
-            raise damaged(folder, f"{name}: its size differs from {COMPLETE}")
-    with ThreadPoolExecutor(4) as pool:
-        for name, digest in zip(names, pool.map(_digest, [folder / name for name in names]), strict=True):
-            if digest != recorded[name].get("sha256"):
-                raise damaged(folder, f"{name}: its SHA-256 differs from {COMPLETE}")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 # --- its state ---
 
 Count = Annotated[int, Field(ge=0, lt=2**48)]
@@ -221,6 +129,24 @@ class _State(_Part):
     base: dict[str, str | None] | None = None
 
 
+STATE = "state.json"
+
+_MOST_BYTES = 64 << 20
+"""Size of a `state.json`, at most."""
+
+
+def sound_state(folder: Path) -> dict[str, Any]:
+    """The content of `state.json`, which was compared with `complete.json` and is of a run.
+
+    Raises:
+        CheckpointError: missing, damaged, or nothing that a run could have written.
+    """
+    verify_files(folder, STATE)
+    state = read_state(folder)
+    require_sound(state, folder)
+    return state
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """The content of `state.json`: the recipe's counters and the run file.
 
@@ -228,11 +154,26 @@ def read_state(folder: Path) -> dict[str, Any]:
         CheckpointError: missing, or damaged.
     """
     try:
-        found: object = plain_json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        found: object = plain_json.loads(read_bounded(folder / STATE, _MOST_BYTES))
     except (OSError, ValueError) as error:
         raise damaged(folder, reason_of(error)) from None
     if not isinstance(found, dict):
-        raise damaged(folder, "state.json holds no object")
+        raise damaged(folder, f"{STATE} holds no object")
+    return cast("dict[str, Any]", found)
+
+
+def saved_run_file(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The run file of a checkpoint, as a mapping.
+
+    Raises:
+        CheckpointError: none.
+    """
+    try:
+        found: object = yaml12.parse(state["config"])
+    except yaml.YAMLError as error:
+        raise damaged(folder, f"{STATE}: config is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise damaged(folder, f"{STATE}: config is no run file")
     return cast("dict[str, Any]", found)
 
 

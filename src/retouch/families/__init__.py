@@ -23,6 +23,7 @@ FAMILIES: Registry[type[ModelSection]] = Registry(
         "qwen_image_edit": "retouch.families.qwen_image_edit.spec:QwenImageEditModel",
         "z_image": "retouch.families.z_image.spec:ZImageModel",
         "flux2_klein": "retouch.families.flux2_klein.spec:Flux2KleinModel",
+        "flux2_dev": "retouch.families.flux2_dev.spec:Flux2DevModel",
         "qwen_image_21": "retouch.families.qwen_image_21.spec:QwenImage21Model",
     },
     key="family",

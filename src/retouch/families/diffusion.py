@@ -160,6 +160,11 @@ class FamilyModel(ABC):
         """The text encoders of a model folder."""
 
     @classmethod
+    def kept(cls, name: str, network: Any) -> Any:
+        """The part of a loaded component that stays in memory; the component may be changed in place."""
+        return network
+
+    @classmethod
     def load_network(cls, config: Any, path: str, dtype: torch.dtype) -> nn.Module:
         """The network that is trained: of a model folder, or of `model.transformer`."""
         name = config.spec.network_name
@@ -202,11 +207,11 @@ class FamilyModel(ABC):
         return self.arranged(self.texts().encode(prompts))
 
     def guided_texts(self, examples: Sequence[Example], guidance_scale: float) -> dict[str, Tensor]:
-        """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where it is above 1, those of
-        the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
+        """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where that takes a second
+        forward, those of the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
         tensors = self.text_tensors([example.prompt for example in examples])
         tensors["guidance"] = torch.full((len(examples),), guidance_scale, device=self.device)
-        if guidance_scale > 1:
+        if self.config.forwards_of_guidance(guidance_scale) > 1:
             empty = self.text_tensors([self.spec.empty_prompt])
             tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
         return tensors

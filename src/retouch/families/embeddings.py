@@ -6,7 +6,9 @@ neither the text encoders nor the reference encoder.
     FOLDER/reference/KEY.safetensors   FOLDER/image/KEY.safetensors
 
 A KEY is the hash of the model (its files, precision and prompt length) and of the content: prompts or pixels. An entry
-can therefore be found only for the same model and content, and files that have changed are detected.
+can therefore be found only for the same model and content, and files that have changed are detected. The metadata of an
+entry has the SHA-256 of its tensors: one that was damaged, or moved to another key, is not used. Entries of older
+versions have none.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retouch import plain_json
 from retouch.config.errors import ConfigError
+from retouch.disk import read_bounded, write_whole
 from retouch.families.loading import component_path, transformer_folder
 from retouch.image_encoder import TINY, ImageEncoder, picture_key
 
@@ -59,7 +62,7 @@ class EmbeddingCache:
         now, file = identity(model), folder / "cache.json"
         if create and not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+            write_whole(file, json.dumps(now, indent=2) + "\n")
         self._made_with = _read_identity(file)
         for name, value in now.items():
             made = self._made_with.get(name)
@@ -133,16 +136,24 @@ class EmbeddingCache:
         if not path.is_file():
             return None
         try:
-            return load_file(path)
+            tensors = load_file(path)
+            with safe_open(path, "pt") as file:
+                recorded = (file.metadata() or {}).get("sha256")
+            sound = recorded in (None, _digest(tensors, path))  # older versions recorded none
+            problem = None if sound else f"its SHA-256 is not the recorded {recorded}"
         except SafetensorError as error:
+            tensors, problem = {}, str(error)
+        if problem is not None:
             raise ConfigError(
-                f"model.embeddings: {path} is damaged ({error}); delete it and run `retouch data precompute` again"
-            ) from None
+                f"model.embeddings: {path} is damaged ({problem}); delete it and run `retouch data precompute` again"
+            )
+        return tensors
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary)
+        kept = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+        save_file(kept, temporary, metadata={"sha256": _digest(kept, path)})
         temporary.replace(path)  # atomic: a reader never finds part of a file
 
 
@@ -262,7 +273,7 @@ def _local(path: str, file: str) -> Path | None:
 
 def _read_identity(file: Path) -> dict[str, Any]:
     try:
-        made = plain_json.loads(file.read_text(encoding="utf-8"))
+        made = plain_json.loads(read_bounded(file, 1 << 20))
     except OSError:
         raise ConfigError(
             f"model.embeddings: {file.parent} holds no embeddings (no cache.json); run `retouch data precompute "
@@ -273,6 +284,15 @@ def _read_identity(file: Path) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise ConfigError(f"model.embeddings: {file} is damaged; delete the folder and run `retouch data precompute`")
     return made  # pyright: ignore[reportUnknownVariableType]
+
+
+def _digest(tensors: Mapping[str, Tensor], path: Path) -> str:
+    """SHA-256 of the key of an entry and of names, types, shapes and bytes of its tensors."""
+    found = hashlib.sha256(path.stem.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _bytes(pixels: Tensor) -> bytes:

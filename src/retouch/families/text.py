@@ -180,3 +180,22 @@ class TextEncoders:
     def _place(self, device: torch.device) -> None:
         for encoder in self.encoders.values():
             encoder.model.to(device)
+
+
+def layer_states(model: Any, inputs: Mapping[str, Tensor], layers: Sequence[int]) -> Tensor:
+    """States [B, S, n D] of some entries of `hidden_states` of a language model, concatenated on width; 0 is the
+    embedding.
+
+    Args:
+        inputs: `input_ids` and `attention_mask` [B, S].
+    """
+    on_device = {name: ids.to(model.device) for name, ids in inputs.items()}
+    made = model(**on_device, output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([made[layer] for layer in layers], dim=-1)
+
+
+def drop_layers(model: Any, last: int) -> None:
+    """Drop the layers of a language model that entries of `hidden_states` up to `last` do not need. One layer more is
+    kept, because transformers normalizes the entry of the last one."""
+    del model.layers[last + 1 :]
+    model.config.num_hidden_layers = len(model.layers)

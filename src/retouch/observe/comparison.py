@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from retouch.config import load_run
+from retouch.disk import write_whole
 from retouch.errors import ConfigError
 from retouch.observe.grids import grid
 from retouch.observe.html import (
@@ -164,7 +165,7 @@ def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None) -> Comp
         _differences(records),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(document(" · ".join(runs), body), encoding="utf-8")
+    write_whole(out, document(" · ".join(runs), body))
     return Comparison(out, verdicts, problems)
 
 

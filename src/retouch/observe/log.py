@@ -10,6 +10,7 @@ from typing import Any
 
 from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.config import Derived, RunConfig
+from retouch.plain_text import PrintableFormatter
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class LogFile:
         self._level = self._logger.level
         self._threshold = self._logger.getEffectiveLevel()
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        file.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._others = _handlers(self._logger)
         self._added: list[logging.Handler] = [file]
         if not self._others and logging.lastResort is not None:  # Python uses it only without other handlers

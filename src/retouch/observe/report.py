@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retouch import plain_json
+from retouch.disk import write_whole
 from retouch.errors import RetouchError
 from retouch.observe.cost import COUNTED
 from retouch.observe.html import (
@@ -96,7 +97,7 @@ def _write(run: Path) -> Path:
         _details(run),
     )
     path = run / "report.html"
-    path.write_text(document(config["name"], body), encoding="utf-8")
+    write_whole(path, document(config["name"], body))
     return path
 
 

@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from retouch import plain_json
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.disk import write_whole
+from retouch.imaging import write_png
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
 from retouch.observe.sinks import Sink, open_sinks, require_sinks
@@ -105,8 +106,8 @@ class RunDir:
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
             _keep_config(self.path, resume_step, dump_run(self.config))
-        (self.path / "config.yaml").write_text(dump_run(self.config), encoding="utf-8")
-        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+        write_whole(self.path / "config.yaml", dump_run(self.config))
+        write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         self._metrics = metrics.open("a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
         if aside is not None:
@@ -186,8 +187,7 @@ class RunDir:
         if not self.main:
             return
         folder = self.path / "images" / f"step-{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / f"{name}.png")
+        write_png(image, folder / f"{name}.png")
         for sink in self._sinks:
             sink.image(name, image, step)
 

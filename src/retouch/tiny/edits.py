@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
+from retouch.disk import write_whole
+from retouch.imaging import write_png
+from retouch.tiny.signs import new_data
 
 SIDE = 32
 
@@ -98,21 +100,23 @@ def write_edits(folder: Path, count: int, half: Half, seed: int) -> int:
     """Write `count` tasks as a manifest with images -> `count`.
 
     Raises:
-        DataError: the folder already holds a manifest.
+        DataError, ConfigError: as `new_data`.
     """
-    if (folder / "manifest.json").exists():
-        raise DataError(f"{folder} already holds a data set; choose another --out, or delete it")
-    folder.mkdir(parents=True, exist_ok=True)
+    with new_data(folder, folder / "manifest.json"):
+        _write(folder, count, half, seed)
+    return count
+
+
+def _write(folder: Path, count: int, half: Half, seed: int) -> None:
     random = Random(derive_seed("edits", half, seed))
     entries: list[dict[str, str]] = []
     for number in range(count):
         edit = draw_edit(random, half)
         names = {"image_path": f"{number:04d}_source.png", "mask_path": f"{number:04d}_shape.png"}
-        edit.source.save(folder / names["image_path"])
-        edit.mask.save(folder / names["mask_path"])
+        write_png(edit.source, folder / names["image_path"])
+        write_png(edit.mask, folder / names["mask_path"])
         entries.append({**names, "prompt": edit.instruction, "colour": edit.colour})
-    (folder / "manifest.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    return count
+    write_whole(folder / "manifest.json", json.dumps(entries, indent=1) + "\n")
 
 
 def recoloured(items: Sequence[Any]) -> list[float]:

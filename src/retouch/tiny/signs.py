@@ -10,7 +10,8 @@ import colorsys
 import itertools
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,8 +23,9 @@ from PIL import Image
 
 from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
+from retouch.disk import only_writer, write_whole
 from retouch.glyphs import FONTS, write_spaced
-from retouch.imaging import Box, mask_box
+from retouch.imaging import Box, mask_box, write_png
 
 Half = Literal["train", "held_out"]
 
@@ -173,17 +175,17 @@ def write_signs(
         DataError: the folder already holds a list file, or is a file itself.
     """
     listing = out / "self_bench.txt"
-    _require_new(out, listing)
-    for n, word in enumerate(words, first_id):
-        sign = draw_sign(word, size, seed)
-        (sign.picture if with_targets else sign.ground).save(out / f"test{n}_source.png")
-        sign.mask.save(out / f"test{n}_mask.png")
-        shown = _other_word(sign, words[n - first_id - 1], seed) if styled else sign
-        if with_targets or styled:
-            shown.picture.crop(mask_box(shown.mask)).save(out / f"test{n}_ref.png")
-    # the list comes last: an incomplete folder has none, and cannot be read
-    captions = [misheard(word, caption_noise, seed) for word in words]
-    listing.write_text("".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)), encoding="utf-8")
+    with new_data(out, listing):
+        for n, word in enumerate(words, first_id):
+            sign = draw_sign(word, size, seed)
+            write_png(sign.picture if with_targets else sign.ground, out / f"test{n}_source.png")
+            write_png(sign.mask, out / f"test{n}_mask.png")
+            shown = _other_word(sign, words[n - first_id - 1], seed) if styled else sign
+            if with_targets or styled:
+                write_png(shown.picture.crop(mask_box(shown.mask)), out / f"test{n}_ref.png")
+        # the list comes last: an incomplete folder has none, and cannot be read
+        captions = [misheard(word, caption_noise, seed) for word in words]
+        write_whole(listing, "".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)))
 
 
 def _other_word(sign: Sign, word: str, seed: int) -> Sign:
@@ -243,30 +245,38 @@ def write_texts(
         DataError: the folder already holds a manifest, or is a file itself.
     """
     manifest = out / MANIFEST
-    _require_new(out, manifest)
-    entries: list[dict[str, Any]] = []
-    for n, words in enumerate(groups):
-        sign = draw_texts(words, size, seed)
-        (sign.picture if with_targets else sign.ground).save(out / f"sign{n}.png")
-        told = [misheard(word, caption_noise, seed) for word in words]
-        lines = [{"text": text, "box": list(box)} for text, box in zip(told, sign.boxes, strict=True)]
-        entry = {"id": n, "prompt": TEXTS_PROMPT.format(" ".join(told)), "image_path": f"sign{n}.png", "lines": lines}
-        entries.append(entry)
-    # the list comes last: an incomplete folder has none, and cannot be read
-    manifest.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    with new_data(out, manifest):
+        entries: list[dict[str, Any]] = []
+        for n, words in enumerate(groups):
+            sign = draw_texts(words, size, seed)
+            write_png(sign.picture if with_targets else sign.ground, out / f"sign{n}.png")
+            told = [misheard(word, caption_noise, seed) for word in words]
+            lines = [{"text": text, "box": list(box)} for text, box in zip(told, sign.boxes, strict=True)]
+            entry = {
+                "id": n,
+                "prompt": TEXTS_PROMPT.format(" ".join(told)),
+                "image_path": f"sign{n}.png",
+                "lines": lines,
+            }
+            entries.append(entry)
+        # the list comes last: an incomplete folder has none, and cannot be read
+        write_whole(manifest, json.dumps(entries, indent=1) + "\n")
 
 
-def _require_new(out: Path, listing: Path) -> None:
-    """Make the folder.
+@contextmanager
+def new_data(out: Path, listing: Path) -> Iterator[None]:
+    """Make a folder, and hold it while its files are written, the list last.
 
     Raises:
-        DataError: it already holds a list, or is a file itself.
+        DataError: it already holds a list, another process writes there, or it is a file itself.
     """
     if out.is_file():
         raise DataError(f"{out} is a file; give a folder as --out")
-    if listing.exists():
-        raise DataError(f"{out} already holds a data set; choose another --out, or delete it")
     out.mkdir(parents=True, exist_ok=True)
+    with only_writer(out):
+        if listing.exists():
+            raise DataError(f"{out} already holds a data set; choose another --out, or delete it")
+        yield
 
 
 def _ground(draw: Random, height: int, width: int) -> NDArray[np.uint8]:

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from torch import Tensor
 
 from retouch.data.identity import item_key
-from retouch.engine.saved import damaged, read_state, require_sound
+from retouch.engine.saved import damaged, sound_state
 from retouch.errors import CheckpointError
 from retouch.observe.run_dir import environment
 
@@ -175,8 +175,7 @@ def read_dump(folder: Path) -> tuple[dict[str, Any], Dump]:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such dump; expected a folder such as runs/NAME/dumps/step-000040")
-    state = read_state(folder)
-    require_sound(state, folder)
+    state = sound_state(folder)
     if "dump" not in state:
         raise CheckpointError(f"{folder}: a checkpoint, but no dump of a step; expected RUN/dumps/step-...")
     try:

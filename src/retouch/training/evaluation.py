@@ -22,8 +22,9 @@ from torch import nn
 
 from retouch.data.formats.mmmg import LEVELS
 from retouch.data.sampler import derive_seed, own_share
+from retouch.disk import write_whole
 from retouch.glyphs import glyph_correlation
-from retouch.imaging import MASK_THRESHOLD, paste_back
+from retouch.imaging import MASK_THRESHOLD, paste_back, write_png
 from retouch.lines import parse_lines, polygon_mask, shown_text
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.grids import grid
@@ -226,9 +227,9 @@ def save_evaluation(evaluation: Evaluation, folder: Path, images: int) -> None:
     """Write rows.jsonl with every row, and the first `images` images as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in evaluation.rows)
-    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    write_whole(folder / "rows.jsonl", lines)
     for i, image in enumerate(evaluation.images[:images]):
-        PIL.Image.fromarray(image).save(folder / f"{i:05d}.png")
+        write_png(PIL.Image.fromarray(image), folder / f"{i:05d}.png")
 
 
 def load_evaluation(folder: Path) -> Evaluation:

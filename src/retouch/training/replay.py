@@ -10,13 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import yaml
-
-from retouch.config import RunConfig, yaml12
+from retouch.config import RunConfig
 from retouch.config.load import parse_run
 from retouch.engine import CheckpointError
+from retouch.engine.saved import saved_run_file
 from retouch.errors import ConfigError
 from retouch.registry import load_attribute
 from retouch.training.build import build
@@ -72,7 +71,7 @@ def replay(folder: Path, overrides: Sequence[str] = ()) -> Replay:
         ConfigError: the run file in it is none, or the overrides are wrong.
     """
     state, then = read_dump(folder)
-    config = run_file(state["config"], folder, overrides)
+    config = run_file(state, folder, overrides)
     run = build(config, replaying=True)
     try:
         if run.engine.world_size != len(then.shares):
@@ -93,20 +92,14 @@ def replay(folder: Path, overrides: Sequence[str] = ()) -> Replay:
     return Replay(progress["step"] + 1, progress["phase"], progress.get("epoch", 0), then, now)
 
 
-def run_file(text: str, folder: Path, overrides: Sequence[str]) -> RunConfig:
+def run_file(state: Mapping[str, Any], folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The run file of a dump, to be resumed from it.
 
     Raises:
-        ConfigError: not a run file.
+        CheckpointError, ConfigError: not a run file.
     """
-    try:
-        data: object = yaml12.parse(text)
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{folder}: state.json: config is not valid YAML: {problem}; copy the dump again") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{folder}: state.json: config is no run file; copy the dump again")
-    config = parse_run(cast("dict[str, Any]", data), overrides, source=f"{folder}: state.json")
+    data = saved_run_file(state, folder)
+    config = parse_run(data, overrides, source=f"{folder}: state.json")
     return config.model_copy(update={"resume": str(folder)})
 
 

@@ -4,22 +4,23 @@ checkpoint, the files that its rollouts were sampled with."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
-from retouch.config import RunConfig, dump_run
+from retouch.complete import complete_checkpoints, damaged
+from retouch.config import RunConfig, dump_run, yaml12
 from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
-from retouch.engine.saved import complete_checkpoints
+from retouch.engine.saved import saved_run_file
 from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
@@ -90,9 +91,10 @@ def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None
         CheckpointError: with the option that must be set back.
     """
     current = dump_run(config)
-    before, now = (yaml.safe_load(text) for text in (state["config"], current))
-    for section, name in (("model", "family"), ("algorithm", "name")):
-        _same(folder, "was written under", section, name, before, now, NEW_RUN)
+    before, now = saved_run_file(state, folder), yaml12.parse(current)
+    with _reading_run_file(folder):
+        for section, name in (("model", "family"), ("algorithm", "name")):
+            _same(folder, "was written under", section, name, before, now, NEW_RUN)
     _warn_of_changes(state["config"], current)
 
 
@@ -108,7 +110,26 @@ def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: B
         CheckpointError: with the first option that must be set back.
     """
     same_kind(folder, state, config)
-    before, now = (_flat(with_new_names(yaml.safe_load(text))) for text in (state["config"], dump_run(config)))
+    with _reading_run_file(folder):
+        _may_go_on(folder, state, config, base)
+
+
+@contextmanager
+def _reading_run_file(folder: Path) -> Iterator[None]:
+    """Within it, a run file of a checkpoint without the sections of one is an error of the checkpoint.
+
+    Raises:
+        CheckpointError: naming the first that is missing.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"state.json: config is no whole run file ({type(error).__name__}: {error})") from error
+
+
+def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
+    runs = (saved_run_file(state, folder), yaml12.parse(dump_run(config)))
+    before, now = (_flat(with_new_names(run)) for run in runs)
     for section, defaults in _defaults(config).items():  # an option that is missing in the checkpoint did not exist yet
         before[section] = {**defaults, **before[section]}
     _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)

@@ -23,8 +23,7 @@ from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
 from retouch.disk import file_problem
 from retouch.engine import CheckpointError, Diverged
-from retouch.engine.checkpoint import read_state
-from retouch.engine.saved import require_sound
+from retouch.engine.saved import sound_state
 from retouch.families.embeddings import base_files
 from retouch.machine import return_memory
 from retouch.observe.guards import StepWatch, score_drifts
@@ -378,8 +377,7 @@ class Session:
             self._stops.alarm = alarm
 
     def _restore(self, folder: Path) -> None:
-        state = read_state(folder)
-        require_sound(state, folder)
+        state = sound_state(folder)
         taken = state["progress"]
         # not in older checkpoints: assume that every step updated the weights, and that an old policy differs
         missing = {"updates_in_epoch": taken["position"], "on_policy": "old" not in self.config.algorithm.snapshots}

@@ -19,15 +19,22 @@ from retouch.observe import Metrics
 from retouch.training.dump import Numbers, StepTaken
 
 if TYPE_CHECKING:
-    from retouch.config.run import OptimizerConfig
+    from retouch.config.run import OptimizerConfig, RunConfig
     from retouch.data.dataset import Dataset
     from retouch.training.session import Session
 
 logger = logging.getLogger(__name__)
 
-ON_POLICY_TOLERANCE = {"no": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
-"""Largest |log ratio| before the first update of an epoch without a warning, by training.mixed_precision: what rounding
+ON_POLICY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
+"""Largest |log ratio| before the first update of an epoch without a warning, by precision of the forward: what rounding
 explains where forwards of sampling and of training have about as many rows."""
+
+
+def forward_precision(config: RunConfig) -> str:
+    """Precision that the network computes in: autocast's, or that of its weights, which are fp32 where all train."""
+    if config.training.mixed_precision != "no":
+        return config.training.mixed_precision
+    return "fp32" if config.model.train.kind == "full" else config.model.dtype
 
 
 class Step:
@@ -127,7 +134,7 @@ class Step:
         """Log that the policy of training is not that of sampling, if it is not."""
         off = max(self.values["max_abs_log_ratio"], self.session.off_policy)
         self.values["max_abs_log_ratio"] = off
-        tolerance = ON_POLICY_TOLERANCE[self.session.config.training.mixed_precision]
+        tolerance = ON_POLICY_TOLERANCE[forward_precision(self.session.config)]
         if self.updated and off > tolerance:
             logger.warning(
                 "off policy before the first update: max |log ratio| is %.2e, above %.0e. If forwards of sampling and "

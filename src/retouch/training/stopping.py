@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,19 +21,22 @@ SAME_REQUEST_S = 1.0
 torchrun and accelerate pass it on to the same processes."""
 
 interrupted: list[int] = []
-"""Signals that raised KeyboardInterrupt while a model was loaded, in this command. A library may have made another
-error of it, such as a file that cannot be read."""
+"""Signals that raised KeyboardInterrupt in this command. A library may have made another error of it, such as a file
+that cannot be read."""
 
 
 def interrupt_on_signals() -> None:
-    """From here on, a signal that would end the process raises KeyboardInterrupt: exit code 3 while a model loads."""
+    """From here on, a signal that would end the process raises KeyboardInterrupt: exit code 3, and temporary files are
+    deleted. Only the main thread of a process can set this."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupted.append(number)
         raise KeyboardInterrupt
 
-    for number in ENDING:
-        if signal.getsignal(number) == signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, *ENDING):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, interrupt)
 
 

@@ -26,7 +26,7 @@ from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.disk import write_whole
-from retouch.imaging import ImageProblem, open_image, to_rgb
+from retouch.imaging import ImageProblem, open_image, to_rgb, write_png
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
 from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
@@ -114,7 +114,7 @@ def run_benchmark(
 
         result["distances"] = distances_of(benchmark, outputs, places)
     write_whole(out / "result.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    _grid(outputs, places, columns).save(out / "grid.png")
+    write_png(_grid(outputs, places, columns), out / "grid.png")
     return result
 
 

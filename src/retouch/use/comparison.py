@@ -20,7 +20,8 @@ from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.data.identity import images_of, paths, trained_on
 from retouch.data.remote import cached_path
-from retouch.disk import is_file
+from retouch.disk import is_file, write_whole
+from retouch.imaging import write_png
 from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
 from retouch.observe.report import change_of
 from retouch.rewards.base import Reward, RewardEntry
@@ -261,9 +262,9 @@ def _write(results: Mapping[str, Evaluation], examples: list[Example], out: Path
 
     for name, result in results.items():
         lines = "".join(json.dumps(row) + "\n" for row in result.rows)
-        (out / f"{as_file_name(name)}.jsonl").write_text(lines, encoding="utf-8")
+        write_whole(out / f"{as_file_name(name)}.jsonl", lines)
     image = evaluation_grid(examples, dict(results), config.evaluation.grid_examples or 8)
-    image.save(out / "grid.png")
+    write_png(image, out / "grid.png")
     return image
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
 from retouch.adapters import FORMATS
+from retouch.complete import complete_checkpoints
 from retouch.config.errors import nearest
 from retouch.config.load import parse_run
 from retouch.disk import file_problem, writing
-from retouch.engine.saved import complete_checkpoints, read_state
+from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.use.trained import weights_folder
 
@@ -38,7 +41,8 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
         out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
-    config = parse_run(yaml.safe_load(read_state(folder.parent)["config"]), source=str(checkpoint)).model
+    run = saved_run_file(sound_state(folder.parent), folder.parent)
+    config = parse_run(run, source=f"{folder.parent}: state.json").model
 
     from safetensors import SafetensorError
 
@@ -49,14 +53,38 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     other = None if config.transformer is None else transformer_path(config.transformer)
     base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype], other)
     try:
-        with writing(out):
-            written = export(base, folder, to, out)
+        with writing(out), _appearing(out) as made:
+            written = out / export(base, folder, to, made).relative_to(made)
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, ConfigError) or (isinstance(error, OSError) and file_problem(error)):
             raise
         raise CheckpointError(f"{checkpoint}: cannot be exported: {first_line(error)}") from None
     logger.info("exported %s", folder)
     return written
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder whose content is moved to `out` at the end, and deleted after an error: a program that reads `out`
+    finds all files of an export or none.
+
+    Raises:
+        ConfigError: `out` got files meanwhile.
+    """
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    made = out.with_name(f".{out.name}.{os.getpid()}.tmp"[:200])
+    try:
+        yield made
+        if not out.exists():
+            made.rename(out)
+        elif any(out.iterdir()):
+            raise ConfigError(f"--out: given {out}; another process wrote there; choose another")
+        else:  # it may be where a disk is mounted
+            for path in made.iterdir():
+                path.rename(out / path.name)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _export_folder(checkpoint: Path, name: str) -> Path:

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
 from retouch.families.base import FamilySpec
-from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb
+from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb, write_new_png
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
@@ -55,9 +56,7 @@ def sample_to_folder(
     written: list[Path] = []
     for item in items:
         for image in generate(loaded, item, section, request):
-            path = free(item.id)
-            image.save(path)
-            written.append(path)
+            written.append(write_new_png(image, partial(free, item.id)))
     return written
 
 

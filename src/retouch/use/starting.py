@@ -14,6 +14,7 @@ from retouch.config.errors import nearest
 from retouch.data.base import DataError
 from retouch.data.discover import Found, discover
 from retouch.data.split import split
+from retouch.disk import write_whole
 from retouch.families import FAMILIES
 from retouch.texts import has_text
 
@@ -78,7 +79,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     data, held_out, examples = (found.path, None, len(found.items)) if found.path else _write_manifest(found, manifest)
     out.parent.mkdir(parents=True, exist_ok=True)
     run = _Run(found, family, algorithm, model, data, held_out, examples)
-    out.write_text(_run_file(run, out), encoding="utf-8")
+    write_whole(out, _run_file(run, out))
     config = load_run(out)
     numbers(config)  # fails here where `retouch check` would
     texts = sum(map(has_text, found.items))
@@ -107,7 +108,7 @@ def _write_manifest(found: Found, manifest: Path) -> tuple[Path, Path | None, in
     manifest.parent.mkdir(parents=True, exist_ok=True)
     root = manifest.parent.resolve()
     entries = [{k: v if k == "prompt" else os.path.relpath(v, root) for k, v in e.items()} for e in found.entries]
-    manifest.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(manifest, json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
     if len(entries) < _ENOUGH:
         return manifest, None, len(entries)
     try:

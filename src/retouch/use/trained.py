@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from retouch.complete import complete_checkpoints, verify_files, verify_weights
 from retouch.config import ConfigError, RunConfig, load_run
-from retouch.engine.saved import complete_checkpoints, read_state, verify_files
+from retouch.engine.saved import sound_state
 from retouch.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
         return path / part
     if not list(path.glob("*.safetensors")):
         raise CheckpointError(f"{path}: neither a checkpoint nor a folder of weights")
+    verify_weights(path)
     return path
 
 
@@ -92,7 +94,7 @@ def _chosen(path: Path, config: RunConfig, raw: bool | None) -> Path:
 
 def _stage(folder: Path, config: RunConfig) -> str:
     """The last stage of a checkpoint's training: "warmed up", "after RL", or "trained"."""
-    progress = read_state(folder)["progress"]
+    progress = sound_state(folder)["progress"]
     if progress["phase"] != "rl":
         return "trained"
     supervised = config.algorithm.supervised_steps(config)

@@ -35,8 +35,8 @@ from retouch.config import RunConfig
 from retouch.config.check import warnings_of
 from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
-from retouch.engine.checkpoint import read_state, verify_once
-from retouch.engine.saved import require_sound
+from retouch.engine.checkpoint import verify_once
+from retouch.engine.saved import sound_state
 from retouch.observe.log import header
 from retouch.observe.run_dir import read_metrics
 from retouch.training.resume import has_finished, resume_folder, same_kind
@@ -75,8 +75,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     metrics = run.dir.path / "metrics.jsonl"
     if folder is not None:
         verify_once(folder, Launched())
-        state = read_state(folder)
-        require_sound(state, folder)
+        state = sound_state(folder)
         same_kind(folder, state, config)
         plugin = arguments.deepspeed_plugin
         require_same_engine(folder, plugin and plugin.zero_stage, arguments.world_size)

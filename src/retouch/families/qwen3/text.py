@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from retouch.families.loading import load_component
+from retouch.families.text import layer_states
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class ChatStates:
         return torch.cat([self._states(chat) for chat in chats])
 
     def _states(self, chats: Mapping[str, Tensor]) -> Tensor:
-        inputs = {name: ids.to(self.model.device) for name, ids in chats.items()}
-        made = self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
-        states = torch.cat([made[layer] for layer in self.layers], dim=-1)
+        states = layer_states(self.model, chats, self.layers)
         return nn.functional.pad(states, (0, 0, 0, self.length - states.shape[1]))
 
 
@@ -92,10 +91,3 @@ def load_qwen3(kind: Any, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """
     loaded = load_component(kind, path, "text_encoder", dtype)
     return getattr(loaded, "model", loaded), load_component(AutoTokenizer, path, "tokenizer", None)
-
-
-def drop_layers(model: Any, last: int) -> None:
-    """Drop the layers of a `Qwen3Model` that entries of `hidden_states` up to `last` do not need. One layer more is
-    kept, because transformers normalizes the entry of the last one."""
-    del model.layers[last + 1 :]
-    model.config.num_hidden_layers = len(model.layers)
