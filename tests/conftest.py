@@ -5,8 +5,10 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +19,12 @@ import torch
 import yaml
 from hypothesis import settings
 
-from retouch.config import RunConfig, parse_run
+from retouch.config import RunConfig, parse_run, yaml12
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
+from tests import forked
 from tests.command_line import retouch
 from tests.families.facts import text_length
 
@@ -37,8 +40,31 @@ def pytest_configure(config: pytest.Config) -> None:
     is remembered of checked data is kept out of the home of whoever runs them."""
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
     settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
+    if config.args_source is config.ArgsSource.TESTPATHS and getattr(config.option, "numprocesses", None):
+        forked.share_server()
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_sessionstart() -> None:
+    """What is written need not outlive the machine, and published run files are read for hundreds of tests."""
+    os.fsync = lambda fd: None
+    yaml12.parse = _remembered(yaml12.parse)
+
+
+def _remembered(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same, where a text was parsed before."""
+    once = functools.lru_cache(512)(lambda text: pickle.dumps(parse(text)))
+    return lambda text: pickle.loads(once(text))
+
+
+LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_killed.py", "tests/examples/")
+"""Tests that wait for other processes for many seconds each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These first: at the end, the last of them would keep the other workers waiting."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def pytest_collection_finish() -> None:

@@ -79,8 +79,26 @@ def run(
     return done
 
 
+SHARED = "RETOUCH_TEST_FORK_SERVER"
+"""Variable with the address of the server that the processes of pytest share."""
+
+
+def share_server() -> None:
+    """Start a server for this process and those that it starts: it imports once for all of them."""
+    _ensure_server()
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    if sys.version_info < (3, 14):  # later ones have a secret
+        os.environ[SHARED] = server._forkserver_address
+
+
 def _ensure_server() -> None:
-    """The server belongs to this process, starts on first use, and ends with this process."""
+    """The server belongs to this process, starts on first use, and ends with this process; or it is a shared one."""
+    if address := os.environ.get(SHARED):
+        server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+        if server._forkserver_address is None:
+            server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+            server.ensure_running = lambda: None
+        return
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         forkserver.set_forkserver_preload([PRELOADED])

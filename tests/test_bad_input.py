@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from retouch.imaging import open_image
 from retouch.observe.log import LogFile
 from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
+from retouch.tiny import image_encoder
 from retouch.training.stopping import ENDING
 from tests.command_line import Outcome, retouch
+from tests.selection import cells
 
 Finished = Callable[[str], Path]
 
@@ -345,9 +348,15 @@ def damage(file: Path, how: str) -> None:
         file.write_bytes(content[: -len(content) // 3] if how == "cut" else b"")
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
 @pytest.mark.parametrize(
-    "name", [WEIGHTS, "ema/diffusion_pytorch_model.safetensors", "optimizer.pt", "rng.pt", "state.json"]
+    ("name", "how"),
+    cells(
+        product(
+            [WEIGHTS, "ema/diffusion_pytorch_model.safetensors", "optimizer.pt", "rng.pt", "state.json"],
+            ["cut", "empty", "gone"],
+        ),
+        strength=1,
+    ),
 )
 def test_a_damaged_checkpoint_is_named_and_costs_nothing(
     finished: Finished, tmp_path: Path, name: str, how: str
@@ -571,3 +580,75 @@ def test_a_signal_while_the_model_loads_is_a_stop(
     assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")
     after = retouch("check", "missing.yaml")
     assert after.code == 2 and "interrupted" not in after.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--text", os.fsdecode(b"\xff"), "--text: given '\\udcff', which is not UTF-8; write it in UTF-8"),
+        ("--prompt", os.fsdecode(b"a\xff"), "--prompt: given 'a\\udcff', which is not UTF-8; write it in UTF-8"),
+        ("--feather", "inf", "--feather: given inf; expected 0 to 1000 pixels"),
+        ("--feather", "1e308", "--feather: given 1e+308; expected 0 to 1000 pixels"),
+        ("--count", "1000001", "Invalid value for '--count': Input should be less than or equal to 1000"),
+        ("--resolution", "9" * 5000, f"--resolution: given '{'9' * 80}'; write a side like 512, or HEIGHTxWIDTH like"),
+        ("--resolution", "65536", "--resolution: given '65536'; write a side like 512, or HEIGHTxWIDTH like 32x64, of"),
+    ],
+)
+def test_options_of_samples_out_of_range(
+    run_yaml: Callable[..., Path], signs: Path, tmp_path: Path, option: str, value: str, message: str
+) -> None:
+    files = [signs / "held_out" / f"test200_{name}.png" for name in ("source", "mask")]
+    given = ["--image", files[0], "--mask", files[1], option, value]
+    given += [] if option in ("--text", "--prompt") else ["--text", "HI"]
+    outcome = retouch("sample", "--config", run_yaml(), "--out", tmp_path / "out", "--steps", 1, *given)
+    assert refused(outcome).startswith(message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_image_that_is_a_program_is_not_run(tmp_path: Path) -> None:
+    """Pillow passes PostScript to Ghostscript, whatever the suffix; here another program has its name."""
+    ran = tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {ran}\n")
+    (tmp_path / "bin" / "gs").chmod(0o755)
+    image = tmp_path / "a.png"
+    image.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n")
+    opens = (
+        "from pathlib import Path\nfrom retouch.errors import ImageProblem\nfrom retouch.imaging import open_image\n"
+        f"try: open_image(Path({str(image)!r}))\nexcept ImageProblem as problem: print(problem)"
+    )
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", opens], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert not ran.exists()
+    assert done.stdout == f"{image}: EPS, a program for a printer; convert it to PNG or JPEG\n"
+
+
+def test_one_process_builds_a_tiny_base_into_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before anything is trained, for every family."""
+    out, refusals = tmp_path / "out", list[str]()
+
+    def build(out: Path, seed: int) -> dict[str, Any]:
+        refusals.append(refused(retouch("tiny", "build", "flux_fill", "--out", out)))
+        (out / "model.safetensors").write_text("mine")
+        return {"seed": seed}
+
+    monkeypatch.setattr(image_encoder, "build_encoder", build)
+    assert retouch("tiny", "build", "image_encoder", "--out", out).code == 0
+    for other in (out, tmp_path / "loop", tmp_path / "nothing", tmp_path / "file"):
+        if other.name == "file":
+            other.write_text("kept")
+        elif other != out:
+            other.symlink_to(tmp_path / ("loop" if other.name == "loop" else "gone"))
+        outcome = retouch("tiny", "build", "image_encoder", "--out", other)
+        assert outcome.code in (1, 2)
+        refusals.append(outcome.err.strip())
+    assert refused(retouch("tiny", "build", "image_encoder", "--seed", 10**30, "--out", tmp_path / "b"))
+    assert [line.split(": ", 2)[-1] for line in refusals] == [
+        f"{out}: another process is writing there; wait for it, or choose another --out".split(": ", 2)[-1],
+        f"{out} is not empty; choose another folder",
+        *["a file exists where a folder is expected; set logging.dir or --out to a folder"] * 2,
+        f"{tmp_path / 'file'} is a file; choose another folder",
+    ]
+    assert (out / "model.safetensors").read_text() == "mine"

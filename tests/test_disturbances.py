@@ -51,7 +51,7 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
 # --- folders that vanish ---
 
 
-@pytest.mark.parametrize("part", ["checkpoints", "images", "."])
+@pytest.mark.parametrize("part", ["checkpoints", pytest.param("images", marks=pytest.mark.full), "."])
 def test_a_folder_of_the_run_that_vanishes(
     tmp_path: Path, run_file: RunFile, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_vanishes_before_it_is_resumed(tmp_path: Path, run_fil
 # --- clocks that jump ---
 
 
-@pytest.mark.parametrize("jump_s", [-86_400.0 * 365, 86_400.0 * 365])
+@pytest.mark.parametrize("jump_s", [-86_400.0 * 365, pytest.param(86_400.0 * 365, marks=pytest.mark.full)])
 def test_a_clock_that_jumps_changes_nothing(
     tmp_path: Path, run_file: RunFile, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:

@@ -17,6 +17,7 @@ from retouch.tiny.signs import (
 )
 from tests.command_line import retouch
 from tests.docs.pages import REPOSITORY
+from tests.selection import default
 
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
 
@@ -63,7 +64,7 @@ def test_descriptions_get_rewards_that_fit_them(photos: Path, tmp_path: Path, fa
     assert len((tmp_path / "run.yaml").read_text(encoding="utf-8").split("#")) > 15
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize("algorithm", default(["sft", "grpo", "dpo"], "grpo".__eq__))
 def test_it_trains(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert retouch("init", photos, "--model", "tiny", "--algorithm", algorithm).code == 0

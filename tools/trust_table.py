@@ -55,12 +55,9 @@ counters and metrics as a run that nobody killed, bitwise.
 - SIGTERM and SIGHUP ended the run with exit code 3 and without a traceback, once its imports were done.
 - {items:,} images were sent to a reward server while {reward_kills} of its processes were killed or frozen
   ({reward_ways}): {scored:,} were scored, {wrong} wrongly; {failed} failed after all retries, as typed failures.
-- KTO came later. In a shorter run of all algorithms, {again_runs} runs were killed {again_kills} times, {again_kto} of
-  these were of KTO; {again_differ} runs differed.
 
 ```console
 $ OMP_NUM_THREADS=1 python benchmarks/kill.py {kill_arguments}
-$ OMP_NUM_THREADS=1 python benchmarks/kill.py {again_arguments}
 ```
 
 ## Fuzzing
@@ -389,6 +386,75 @@ FINDINGS = {
         "data/test_synth.py",
         "test_two_processes_do_not_mix_their_images_in_one_folder",
     ),
+    "A number of over 4,300 digits in a list ended in a traceback": ("fuzz/test_data.py", "test_corpus"),
+    "A changed number in the scores on record of a benchmark was read as a score, or ended in a traceback": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_score_on_record_that_was_changed_is_scored_again",
+    ),
+    "A pipe or a device in place of the scores on record was read without end": (
+        "benchmarks_room/test_hostile.py",
+        "test_what_is_no_file_in_place_of_scores_is_not_read",
+    ),
+    "Two processes that sampled a benchmark with different settings into one folder mixed their images": (
+        "benchmarks_room/test_hostile.py",
+        "test_of_processes_with_different_settings_one_gets_the_folder",
+    ),
+    "Images of a folder without a record were taken for those of the weights": (
+        "benchmarks_room/test_hostile.py",
+        "test_images_without_a_record_are_of_unknown_weights",
+    ),
+    "A folder in place of a file, or a link to nothing in place of a folder, ended in a traceback": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_folder_in_place_of_a_result",
+    ),
+    "A folder of images whose name is not UTF-8 ended in a traceback after all was scored": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_folder_whose_name_is_not_utf_8",
+    ),
+    "Numbers of images ended in a traceback, or took all memory": (
+        "benchmarks_room/test_hostile.py",
+        "test_numbers_of_images_that_are_none",
+    ),
+    "Details of a function that are not those of its benchmark ended in a traceback": (
+        "benchmarks_room/test_hostile.py",
+        "test_a_function_with_other_details_is_one_line",
+    ),
+    "`venv.py` or `pip.py` in the working directory was run by `retouch reward env`": (
+        "rewards/test_environments.py",
+        "test_programs_of_the_working_directory_do_not_run",
+    ),
+    "Errors of pip that are not UTF-8, or a missing program, ended in a traceback, and long ones filled the memory": (
+        "rewards/test_environments.py",
+        "test_a_program_that_fails_is_one_line",
+    ),
+    "An image in PostScript was passed to Ghostscript, which runs it": (
+        "test_bad_input.py",
+        "test_an_image_that_is_a_program_is_not_run",
+    ),
+    "Eight large images of another program took gigabytes in `retouch eval --benchmark`": (
+        "benchmarks_room/test_hostile.py",
+        "test_large_images_are_scored_in_bounded_memory",
+    ),
+    "Texts that are not UTF-8, endless edges and sizes of 5,000 digits ended `retouch sample` in a traceback": (
+        "test_bad_input.py",
+        "test_options_of_samples_out_of_range",
+    ),
+    "`retouch tiny build` trained before it looked at its folder, and two processes shared one": (
+        "test_bad_input.py",
+        "test_one_process_builds_a_tiny_base_into_an_empty_folder",
+    ),
+    "Gradients of a reward that nearly vanish ended a run as NaN": (
+        "algorithms/test_gradient_weight.py",
+        "test_gradients_that_nearly_vanish_have_a_quotient",
+    ),
+    "The gradient of a reward far outside its declared range trained": (
+        "rewards/test_gradient.py",
+        "test_one_failure_is_that_of_the_sample",
+    ),
+    "A pipe or a device in place of a table of data was read without end": (
+        "benchmarks_room/test_hostile.py",
+        "test_what_is_no_file_in_place_of_a_table_is_not_read",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 
@@ -402,7 +468,7 @@ MEASURED = {
 
 
 def page() -> str:
-    kill, again, long, fuzz = (_read(name) for name in ("kill", "kill_again", "long_run", "fuzz"))
+    kill, long, fuzz = (_read(name) for name in ("kill", "long_run", "fuzz"))
     of_rewards = kill["rewards"]
     by_target = {target: Counter(ways) for target, ways in kill["by_target"].items()}
     failed = sum(of_rewards["failed"].values())
@@ -411,11 +477,6 @@ def page() -> str:
         run_kills=kill["kills_of_runs"],
         server_kills=sum(ways["server"] for ways in by_target.values()),
         kill_arguments=" ".join(kill["arguments"]),
-        again_runs=again["runs"],
-        again_kills=again["kills_of_runs"],
-        again_kto=sum(again["by_target"]["kto"].values()),
-        again_differ=again["runs_that_differ"],
-        again_arguments=" ".join(again["arguments"]),
         long_arguments=" ".join(long["arguments"]),
         same="All" if not kill["runs_that_differ"] else f"{kill['runs'] - kill['runs_that_differ']}",
         ways=" | ".join(WAYS),

@@ -254,5 +254,5 @@ def _given(image: ImageInput | None) -> Path | Image.Image | None:
 
 
 def _in_memory(path: Path) -> Image.Image:
-    with Image.open(path) as image:
+    with Image.open(path, formats=("PNG",)) as image:
         return image.copy()

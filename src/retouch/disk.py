@@ -13,7 +13,8 @@ from retouch.errors import ConfigError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+_OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes
 
@@ -57,6 +58,23 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_first(path: Path, text: str) -> bool:
+    """Write a file at once, if it does not exist -> whether this process wrote it, which one of several does."""
+    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS or path.exists():
+            raise
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
 
 
 def read_bounded(path: Path, most: int) -> bytes:
@@ -157,7 +175,9 @@ def file_problem(error: OSError) -> str | None:
         return f"{where}{reason}; change its permissions" + (
             f", or set {options} to a writable folder" if written else ""
         )
-    if error.errno in _OBSTRUCTED and (error.errno == errno.ENOTDIR or Path(path).is_file()):
+    if error.errno == errno.EISDIR:
+        return f"{error.filename2 or path}: a folder exists where a file is expected; move it away"
+    if error.errno in _OBSTRUCTED and (error.errno == errno.ENOTDIR or not Path(path).is_dir()):
         return f"{where}a file exists where a folder is expected" + (f"; set {options} to a folder" if written else "")
     return None
 

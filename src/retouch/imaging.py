@@ -102,16 +102,22 @@ def write_new_png(image: Image.Image, next_free: Callable[[], Path]) -> Path:
         temporary.unlink(missing_ok=True)
 
 
+_PROGRAMS = ("EPS",)
+"""Formats that Pillow passes to another program, which runs them."""
+
+
 def open_image(path: Path | PackedImage) -> Image.Image:
     """Open and decode an image, `as_shown`.
 
     Raises:
-        ImageProblem: missing, not an image, truncated, or floating-point values.
+        ImageProblem: missing, not an image, truncated, floating-point values, or a program in PostScript.
     """
     if isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  no error
         raise ImageProblem(f"{path}: not a file")  # opening a pipe would wait for its other end
     try:
         with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
+            if image.format in _PROGRAMS:
+                raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
             shown = as_shown(image)
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None

@@ -1,14 +1,16 @@
-"""Text of files and other programs on a terminal and in logs: without the control characters that change a terminal."""
+"""Text of files and other programs on a terminal and in logs: without the control characters that change a terminal,
+and without halves of surrogate pairs, which cannot be written."""
 
 from __future__ import annotations
 
 import logging
 
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_ESCAPED |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # of names that are not UTF-8
 
 
 def printable(text: str) -> str:
-    """A text with escapes in place of control characters other than tabs and line breaks."""
+    """A text with escapes in place of control characters other than tabs and line breaks, and of halves of pairs."""
     return text.translate(_ESCAPED)
 
 

@@ -133,6 +133,7 @@ def test_plain_diffusers_draws_the_same_image(drawn: Drawn, name: str) -> None:
     assert np.abs(drawn.ours[name] - drawn.base).max() > 1e-2  # and training changed it
 
 
+@pytest.mark.full
 def test_raw_and_averaged_weights_are_different_exports(drawn: Drawn) -> None:
     for averaged, raw in (("full", "full-raw"), ("lora-file", "lora-file-raw")):
         assert np.abs(drawn.theirs[averaged] - drawn.theirs[raw]).max() > 1e-3

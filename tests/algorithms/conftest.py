@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from retouch.rewards.scorers import preservation
-from retouch.training import rollouts
+from retouch.training import rollouts, session
+from retouch.training.session import Session
 
 from .runs import Rule, Scripted, Use
 
@@ -15,6 +16,34 @@ from .runs import Rule, Scripted, Use
 def run_file(run_file: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Evaluations take one step: an eighth of a small run."""
     return lambda **overrides: run_file(**{"evaluation__num_steps": 1, **overrides})
+
+
+_EVALUATE, _FINISH, _REPORT = Session.evaluate, Session.finish, session.leave_report
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs leave out what takes a third of their time: evaluations, the last checkpoint of a run without others, and
+    the report. For files whose tests look at what is trained; a test of such a file that looks at these takes `whole`.
+    """
+
+    def finish(self: Session) -> None:
+        if self._saved_at == self.progress.step or self._finished or self.config.training.checkpoint_every:
+            _FINISH(self)
+        else:
+            self.run.dir.log("event", self.progress.step, {"event": "finished"})
+
+    monkeypatch.setattr(Session, "evaluate", lambda self, moment: None)
+    monkeypatch.setattr(Session, "finish", finish)
+    monkeypatch.setattr(session, "leave_report", lambda run: None)
+
+
+@pytest.fixture
+def whole(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs as users have them."""
+    monkeypatch.setattr(Session, "evaluate", _EVALUATE)
+    monkeypatch.setattr(Session, "finish", _FINISH)
+    monkeypatch.setattr(session, "leave_report", _REPORT)
 
 
 @pytest.fixture

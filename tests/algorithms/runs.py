@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from retouch.config import RunConfig
@@ -29,9 +30,11 @@ Use = Callable[[Rule], None]
 """What the fixture `scripted` is: scores by this rule from now on."""
 
 
-def train(config: RunConfig) -> tuple[Run, list[dict[str, Any]]]:
-    """Run it to its end -> the closed run, and its records."""
+def train(config: RunConfig, base: dict[str, Tensor] | None = None) -> tuple[Run, list[dict[str, Any]]]:
+    """Run it to its end -> the closed run, and its records; the weights it begins with go into `base`."""
     run = build(config)
+    if base is not None:
+        base.update(weights(run))
     try:
         load_attribute(config.algorithm.recipe)(run)
     finally:
@@ -61,6 +64,11 @@ def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def weights(run: Run) -> dict[str, Tensor]:
     return {n: t.clone() for n, t in run.policy.state().items()}
+
+
+def same_weights(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors of the first are those of the second, to the bit."""
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def base_weights(config: RunConfig) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ from tests.tiny_models import WITH_BASE
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
 
 
@@ -280,6 +282,7 @@ def test_offline_pairs_without_pairs_are_refused(dpo_run: Config, signs: Path, t
 # --- splitting ---
 
 
+@pytest.mark.full
 def test_micro_batches_change_memory_not_gradients(dpo_run: Config, scripted: Use) -> None:
     scripted(brightness)
     runs = [

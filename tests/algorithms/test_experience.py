@@ -19,6 +19,8 @@ from retouch.types import Failure, Score
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 SIX = {"rollout__batch_size_per_device": 6, "rollout__group_size": 3, "optimizer__batch_size_per_device": 6}
 """Two groups of three in one forward."""
 
@@ -89,8 +91,9 @@ def test_a_padded_row_weighs_nothing(config: Config, scripted: Use, monkeypatch:
     more, records = train(config(name="more", training__max_steps=1, **{**SIX, "rollout__batch_size_per_device": 7}))
     (step,), (rollout,) = of_kind(records, "train"), of_kind(records, "rollout")
     assert step["rows"] == 6.0 and rollout["images"] == 6.0 and rollout["failed"] == 0.0
+    more_weights = weights(more)
     for name, t in weights(plain).items():
-        torch.testing.assert_close(weights(more)[name], t, atol=2e-5, rtol=0)
+        torch.testing.assert_close(more_weights[name], t, atol=2e-5, rtol=0)
 
 
 def test_every_image_of_a_step_counts_the_same_however_it_is_split(config: Config, scripted: Use) -> None:
@@ -137,8 +140,9 @@ def test_the_average_follows_the_weights(config: Config, scripted: Use) -> None:
         run, _ = train(config(name=f"s{steps}", training__max_steps=steps, ema={"decay": 0.9}))
         states.append(weights(run))
     start, _ = train(config(name="start", training__max_steps=1, optimizer__lr=1e-30))
+    begun = weights(start)
     for name, average in run.policy.state("ema").items():
-        once = 2 / 11 * weights(start)[name] + 9 / 11 * states[0][name]
+        once = 2 / 11 * begun[name] + 9 / 11 * states[0][name]
         torch.testing.assert_close(average, 3 / 12 * once + 9 / 12 * states[1][name], atol=1e-6, rtol=0)
     assert moved(states[0], states[1]) > 1e-3
 
@@ -148,5 +152,7 @@ def test_the_ceiling_of_the_decay_holds(config: Config, scripted: Use) -> None:
     scripted(brightness)
     run, _ = train(config(training__max_steps=1, ema={"decay": 0.1}))
     start, _ = train(config(name="start", training__max_steps=1, optimizer__lr=1e-30))
+    begun = weights(start)
+    trained = weights(run)
     for name, average in run.policy.state("ema").items():
-        torch.testing.assert_close(average, 0.1 * weights(start)[name] + 0.9 * weights(run)[name], atol=1e-6, rtol=0)
+        torch.testing.assert_close(average, 0.1 * begun[name] + 0.9 * trained[name], atol=1e-6, rtol=0)

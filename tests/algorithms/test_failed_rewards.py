@@ -37,7 +37,9 @@ from tests.rewards.fakes import closed_port, until
 from tests.rewards.test_launch import SERVE, START_S, TOKEN, ready
 from tests.selection import rows
 
-from .runs import Config, Scripted, Use, base_weights, brightness, of_kind, train, weights
+from .runs import Config, Scripted, Use, base_weights, brightness, of_kind, same_weights, train, weights
+
+pytestmark = pytest.mark.usefixtures("bare")
 
 FAILED = (7,)
 """Of 12 images: less than the 10 % beyond which a run stops."""
@@ -116,6 +118,7 @@ def two_rewards(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -
 
 
 @pytest.mark.parametrize(("algorithm", "composition"), COMBINED)
+@pytest.mark.usefixtures("whole")
 def test_the_gradient_with_failed_rows_is_that_without_them(
     algorithm: dict[str, Any],
     composition: dict[str, dict[str, Any]],
@@ -203,7 +206,7 @@ def test_images_of_other_processes_count_in_the_rate(
 
 @pytest.mark.parametrize(
     ("where", "algorithm"),
-    rows(product(["picture", "path"], ["grpo", "dpo", "nft"]), {("picture", "grpo"), ("path", "nft")}),
+    rows(product(["picture", "path"], ["grpo", "dpo", "nft"]), {("path", "grpo")}),
 )
 def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
     algorithm: str, where: str, config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +240,7 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
         monkeypatch.setattr(FluxFill, "decode", broken_picture)
     run, records = train(config(name="broken", **shape))
     assert all(r["failed"] == 1 for r in of_kind(records, "rollout"))
-    assert all(torch.equal(t, weights(run)[n]) for n, t in weights(expected).items())
+    assert same_weights(weights(expected), weights(run))
     rows += [0, *range(2, 8)]
     with pytest.raises(Stopped, match=r"8 of 8 images have no reward.*the sample contains NaN or Inf"):
         train(config(name="all", **shape))

@@ -33,7 +33,9 @@ from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
 from tests.selection import default
 
-from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, train, weights
+from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, same_weights, train, weights
+
+pytestmark = pytest.mark.usefixtures("bare")
 
 # --- on policy ---
 
@@ -96,6 +98,7 @@ def test_rounding_does_not_clip(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert asked == 2 * run.derived.global_images_per_epoch * run.derived.trained_steps
 
 
+@pytest.mark.usefixtures("whole")
 def test_an_update_that_did_not_happen_leaves_the_ratio_at_1(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first ones of fp16, whose gradients overflow: the weights still are those that sampled. Stopped there and
     resumed, they still are."""
@@ -178,10 +181,10 @@ def test_out_of_memory_while_computing_again_halves_the_rows(config: Config, mon
             algorithm__inner_epochs=2,
         )
     )
-    assert all(torch.equal(t, weights(small)[n]) for n, t in weights(halved).items())
+    assert same_weights(weights(halved), weights(small))
 
 
-@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("guard", [pytest.param(False, marks=pytest.mark.full), True])
 def test_log_probs_computed_again_are_those_recorded(config: Config, guard: bool) -> None:
     """In fp32, where both are exact, training is the same; with GRPO-Guard, whose means are replaced as well."""
     ends = [
@@ -200,14 +203,15 @@ def test_log_probs_computed_again_are_those_recorded(config: Config, guard: bool
         torch.testing.assert_close(weights(ends[1])[name], tensor, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("spans", [1, 2])
+@pytest.mark.parametrize("spans", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: int) -> None:
     together, _ = train(config(name="a", training__max_steps=1, rollout__window__size=3))
     apart, _ = train(
         config(name="b", training__max_steps=1, rollout__window__size=3, optimizer__steps_per_forward=spans)
     )
+    apart_weights = weights(apart)
     for name, t in weights(together).items():
-        torch.testing.assert_close(weights(apart)[name], t, atol=2e-5, rtol=0)
+        torch.testing.assert_close(apart_weights[name], t, atol=2e-5, rtol=0)
 
 
 def test_spans() -> None:
@@ -223,8 +227,9 @@ def test_micro_batches_change_memory_not_gradients(config: Config) -> None:
     split, _ = train(
         config(name="b", training__max_steps=1, optimizer__batch_size_per_device=1, optimizer__gradient_accumulation=4)
     )
+    split_weights = weights(split)
     for name, t in weights(whole).items():
-        torch.testing.assert_close(weights(split)[name], t, atol=2e-5, rtol=0)
+        torch.testing.assert_close(split_weights[name], t, atol=2e-5, rtol=0)
 
 
 # --- what trains, and what does not ---
@@ -256,7 +261,7 @@ def test_constant_rewards_leave_the_weights_unchanged_even_if_their_groups_are_k
     scripted(lambda item: Score(0.5))
     run, _ = train(config(algorithm__skip_zero_std_groups=False, optimizer__weight_decay=0.0, training__max_steps=2))
     fresh = build(config(name="fresh"))
-    assert all(torch.equal(t, weights(fresh)[n]) for n, t in weights(run).items())
+    assert same_weights(weights(run), weights(fresh))
     fresh.close()
 
 
@@ -291,8 +296,9 @@ def test_a_failed_reward_is_as_if_the_row_were_not_there(config: Config, scripte
     two, _ = train(config(name="two", rollout__group_size=2, **shape))
     scripted(lambda item: Score(0.0) if _third(item) else brightness(item))
     zero, _ = train(config(name="zero", rollout__group_size=3, **shape))
+    two_weights = weights(two)
     for name, t in weights(failed).items():
-        torch.testing.assert_close(t, weights(two)[name], atol=2e-5, rtol=0)
+        torch.testing.assert_close(t, two_weights[name], atol=2e-5, rtol=0)
     assert _distance(weights(failed), weights(zero)) > 10 * _distance(weights(failed), weights(two))
 
 
@@ -379,7 +385,7 @@ def test_region_mask_reaches_the_log_probabilities(config: Config) -> None:
     """Other weights than over all latents; over what exactly is in tests/core and tests/rollout."""
     everywhere, _ = train(config(name="a", training__max_steps=1))
     hole, _ = train(config(name="b", training__max_steps=1, algorithm__region="mask"))
-    assert any(not torch.equal(t, weights(hole)[n]) for n, t in weights(everywhere).items())
+    assert not same_weights(weights(everywhere), weights(hole))
 
 
 @pytest.mark.full
@@ -413,12 +419,13 @@ def test_runs_repeat_and_seeds_differ(config: Config) -> None:
     first, a = train(config(name="a"))
     second, b = train(config(name="b"))
     other, _ = train(config(name="c", seed=6))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(first).items())
-    assert any(not torch.equal(t, weights(other)[n]) for n, t in weights(first).items())
+    assert same_weights(weights(first), weights(second))
+    assert not same_weights(weights(first), weights(other))
     strip = lambda records: [{k: v for k, v in r.items() if k != "time"} for r in records]  # noqa: E731
     assert strip(a) == strip(b)
 
 
+@pytest.mark.usefixtures("whole")
 def test_warm_up_then_rl(config: Config) -> None:
     run, records = train(config(algorithm__warmup_steps=2, ema={"decay": 0.9}))
     assert [r["phase"] for r in of_kind(records, "train")] == ["warmup", "warmup", "rl", "rl"]
@@ -450,6 +457,7 @@ def test_a_directory_with_a_run_is_not_overwritten(config: Config) -> None:
         build(config(training__max_steps=1))  # before it loads a model
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_finished_run_stays_finished(config: Config, run_file: Callable[..., dict[str, Any]]) -> None:
     _, before = train(config(training__max_steps=1))
     _, after = train(config(training__max_steps=1, resume="auto"))
@@ -470,6 +478,7 @@ def test_time_limit_is_a_clean_stop(config: Config) -> None:
     assert not is_pinned(complete_checkpoints(run.checkpoints.root)[-1])  # or a run in many legs would keep one of each
 
 
+@pytest.mark.usefixtures("whole")
 def test_an_outage_in_the_first_evaluation_stops_the_run_as_any_other(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +513,7 @@ def test_a_signal_that_another_process_got_stops_this_one_resumable(
     assert stopped.value.code == 3
 
 
+@pytest.mark.usefixtures("whole")
 def test_report_and_grid_are_written(config: Config, tmp_path: Path) -> None:
     from retouch.observe.report import write_report
 

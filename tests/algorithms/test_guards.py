@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from retouch.config import RunConfig
 from retouch.rewards.protocol import RewardItem
@@ -21,7 +20,7 @@ from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Scores, Stopped
 from tests.selection import default
 
-from .runs import Config, Scripted, Use, brightness, of_kind, train, weights
+from .runs import Config, Scripted, Use, brightness, of_kind, same_weights, train, weights
 
 ROSE = "the trained rewards rose by"
 GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
@@ -173,7 +172,7 @@ def test_an_evaluation_that_met_an_outage_inside_an_epoch_costs_no_step(config: 
     again, records = train(config(**shape, resume="auto"))
     assert (again.dir.path / "checkpoints" / "step-000001" / "rollouts.safetensors").is_file()
     whole, expected = train(config(**shape, name="whole"))
-    assert all(torch.equal(t, weights(whole)[n]) for n, t in weights(again).items())
+    assert same_weights(weights(again), weights(whole))
     assert [r["step"] for r in of_kind(records, "eval")] == [r["step"] for r in of_kind(expected, "eval")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from retouch.families.sd_inpaint.model import SdInpaint
 from retouch.rollout import sampler
 from retouch.rollout.sampler import objective_region
 from retouch.training import evaluation, supervised
+from tests.selection import cells
 
 from .runs import Config, Use, brightness, of_kind, train, weights
+
+pytestmark = pytest.mark.usefixtures("bare")
 
 LORA: dict[str, Any] = {"path": "tiny", "dtype": "fp32", "train": {"kind": "lora", "rank": 4, "alpha": 8}}
 ON_THE_ODE: dict[str, Any] = {"rollout__window": None, "rollout__noise_level": None}
@@ -52,8 +56,9 @@ def spied(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple
 # --- guidance ---
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "nft"])
-@pytest.mark.parametrize("model", [FluxFill, SdInpaint])
+@pytest.mark.parametrize(
+    ("model", "algorithm"), cells(product([FluxFill, SdInpaint], ["grpo", "dpo", "nft"]), strength=1)
+)
 def test_guidance_of_training(
     algorithm: str, model: type[Any], run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +91,7 @@ def test_guidance_of_training(
     ("algorithm", "options"),
     [
         pytest.param("dpo", {"beta": 100.0}, marks=pytest.mark.full),
-        ("nft", {"kl_weight": 0.1}),
+        pytest.param("nft", {"kl_weight": 0.1}, marks=pytest.mark.full),
         ("grpo", {"kl_weight": 0.1}),
         pytest.param("grpo", {"guard": True, "kl_weight": 0.1}, marks=pytest.mark.full),
     ],
@@ -224,7 +229,7 @@ def test_options_of_nft(mode: str, run_of: Config, scripted: Use, monkeypatch: p
     assert losses and all(arguments[6:9] == (0.3, 2.5, mode) for arguments in losses)
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.full), "grpo"])
 def test_times_of_supervised_steps(
     algorithm: str, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +253,7 @@ def test_times_of_supervised_steps(
 
 
 @pytest.mark.parametrize("which", ["ema", "raw", None])
+@pytest.mark.usefixtures("whole")
 def test_the_evaluation_takes_the_weights_that_are_named(
     which: str | None, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ from tests.families.conftest import with_point_posterior
 from tests.selection import cells
 from tests.tiny_models import tiny_model
 
-from .runs import Config, Use, brightness, labelled, of_kind, train, weights
+from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train, weights
 from .test_cells import ALGORITHMS, guidance_of
 
 CELLS = [
@@ -117,6 +117,7 @@ def start_of(made: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.
 
 
 @pytest.mark.parametrize(("family", "algorithm"), cells(CELLS, 1))
+@pytest.mark.usefixtures("bare")
 def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     family: str, algorithm: str, config: Config, scripted: Use, styled: Path
 ) -> None:
@@ -141,17 +142,20 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
         assert list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
     own["resume"] = str(whole.dir.path / "checkpoints/step-000002")
     second, _ = train(run_of(config, styled, algorithm, {}, name="whole", **own))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in after.items())
+    assert same_weights(after, weights(second))
 
 
 @pytest.mark.parametrize(
     ("choice", "trained"),
     [
         ("all", lambda key: True),
-        ("no_last_layer", lambda key: ".proj.2." not in key and ".id_proj.2." not in key),
+        pytest.param(
+            "no_last_layer", lambda key: ".proj.2." not in key and ".id_proj.2." not in key, marks=pytest.mark.full
+        ),
         ("kv", lambda key: key.startswith("ip_adapter.")),
     ],
 )
+@pytest.mark.usefixtures("bare")
 def test_what_is_trained(choice: str, trained: Any, config: Config, scripted: Use, styled: Path) -> None:
     """And the files hold everything: what is frozen as it was, what is trained as it became."""
     scripted(brightness)
@@ -169,6 +173,7 @@ def test_what_is_trained(choice: str, trained: Any, config: Config, scripted: Us
     assert changed == {key for key in names if trained(key)}
 
 
+@pytest.mark.usefixtures("bare")
 def test_lora_is_merged_into_the_files_and_goes_on_from_its_factors(
     config: Config, scripted: Use, styled: Path
 ) -> None:
@@ -185,9 +190,10 @@ def test_lora_is_merged_into_the_files_and_goes_on_from_its_factors(
     torch.testing.assert_close(file.tensors["ip_adapter.1.to_v_ip.weight"], layer.base_layer.weight + 2.0 * b @ a)  # type: ignore[union-attr,operator]
     resume = str(whole.dir.path / "checkpoints/step-000002")
     second, _ = train(run_of(config, styled, "grpo", adapter, name="whole", resume=resume))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(whole).items())
+    assert same_weights(weights(whole), weights(second))
 
 
+@pytest.mark.usefixtures("bare")
 def test_with_the_value_norm_training_is_on_policy_and_resumes_bitwise(
     config: Config, scripted: Use, styled: Path
 ) -> None:
@@ -203,11 +209,12 @@ def test_with_the_value_norm_training_is_on_policy_and_resumes_bitwise(
         assert written.value_norm is True
     resume = str(whole.dir.path / "checkpoints/step-000002")
     second, _ = train(run_of(config, styled, "grpo", adapter, name="whole", resume=resume, **own))
-    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(whole).items())
+    assert same_weights(weights(whole), weights(second))
     with pytest.raises(CheckpointError, match=r"trained with value_norm=True, .* set model\.train\.value_norm=true"):
         train(run_of(config, styled, "grpo", {**adapter, "value_norm": None}, name="whole", resume=resume, **own))
 
 
+@pytest.mark.usefixtures("bare")
 def test_training_goes_on_from_a_file_of_any_layout(
     config: Config, scripted: Use, styled: Path, tmp_path: Path
 ) -> None:
@@ -219,9 +226,10 @@ def test_training_goes_on_from_a_file_of_any_layout(
     for path in (folder, folder / "ip-adapter.safetensors", tmp_path / "legacy.bin"):
         made = build(run_of(config, styled, "grpo", {"initial_adapter": str(path)}, name="next"))
         made.close()
-        assert all(torch.equal(t, weights(first)[n]) for n, t in weights(made).items())
+        assert same_weights(weights(made), weights(first))
 
 
+@pytest.mark.usefixtures("bare")
 def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: Config, styled: Path) -> None:
     """On a frozen network a row without tokens has no gradient for the adapter; half the rows of many are dropped."""
     _, none = train(run_of(config, styled, "sft", {"reference_dropout": 1.0}, name="all"))
@@ -232,7 +240,8 @@ def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: C
     assert norms[0] != norms[1] and sum(norms[0]) > 0
 
 
-@pytest.mark.parametrize("weights_of", ["all", "kv_lora"])
+@pytest.mark.parametrize("weights_of", [pytest.param("all", marks=pytest.mark.full), "kv_lora"])
+@pytest.mark.usefixtures("bare")
 def test_an_adapter_on_a_quantized_base(config: Config, scripted: Use, styled: Path, weights_of: str) -> None:
     """On-policy, trained, and its files are whole."""
     scripted(brightness)
@@ -374,6 +383,7 @@ def test_factors_of_a_file_are_merged_where_the_network_is() -> None:
     assert {t.device.type for t in trainee._whole(state).values()} == {"meta"}  # pyright: ignore[reportPrivateUsage]
 
 
+@pytest.mark.usefixtures("bare")
 def test_a_row_that_loses_its_caption_loses_its_reference(
     config: Config, styled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,8 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) 
         optimizer__batch_size_per_device=2,
         training__max_steps=2,
         training__checkpoint_every=1,
+        evaluation__num_examples=1,
+        evaluation__num_steps=1,
         ema={"decay": 0.9, "update_interval": 1},
         resume="auto",
         **overrides,

@@ -19,6 +19,8 @@ from tests.tiny_models import WITH_BASE
 
 from .runs import Config, base_weights, labelled, of_kind, train
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
 Make = Callable[..., RunConfig]
 
@@ -63,6 +65,7 @@ def test_the_reference_is_the_policy_after_the_warm_up(kto_run: Make, signs: Pat
     assert any(not torch.equal(t, base[n]) for n, t in run.policy.state("reference").items())
 
 
+@pytest.mark.full
 def test_micro_batches_change_memory_not_gradients(kto_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps, so that z and the gains of the second are not 0; z is that of the whole step in every micro-batch."""
     seen: list[float] = []
@@ -103,7 +106,9 @@ def test_every_forward_of_a_step_has_the_same_times_and_noise(kto_run: Make, mon
     assert not torch.equal(seen[0][0], seen[3][0])
 
 
-@pytest.mark.parametrize("labels", [(True, False), (1, 0), ("1", "0"), ("Good", " bad ")])
+@pytest.mark.parametrize(
+    "labels", default([(True, False), (1, 0), ("1", "0"), ("Good", " bad ")], ("Good", " bad ").__eq__)
+)
 def test_labels_as_json_and_csv_have_them(labels: tuple[Any, Any], kto_run: Make, tmp_path: Path) -> None:
     run, _ = train(kto_run(labels, training__max_steps=1))
     assert [kto.label_of(item) for item in run.data.items] == [True, False, True, False]

@@ -25,8 +25,11 @@ from retouch.training.experience import Experience
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.types import Failure, Outcome, Score, Stopped
+from tests.selection import default
 
 from .runs import Config, Use, brightness, by_group, of_kind, train, weights
+
+pytestmark = pytest.mark.usefixtures("bare")
 
 SHAPE: dict[str, Any] = {
     "rollout__global_groups_per_batch": 4,
@@ -112,7 +115,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], float, Tenso
     return seen
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", default(ALGORITHMS, "grpo".__eq__))
 def test_the_gradient_is_that_of_waiting_for_the_same_groups(
     algorithm: str,
     config: Config,
@@ -176,7 +179,7 @@ def test_more_steps_than_groups_with_a_signal(config: Config, scripted: Use, del
     assert sum(record.get("rows", 0.0) for record in of_kind(records, "train")) == 4.0
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", default(ALGORITHMS, "nft".__eq__))
 def test_a_checkpoint_inside_the_epoch_continues_bitwise(
     algorithm: str,
     config: Config,

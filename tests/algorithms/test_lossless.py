@@ -22,7 +22,9 @@ from retouch.training.build import build
 from retouch.types import Outcome
 from tests.selection import default
 
-from .runs import Config, Use, brightness, of_kind, train, weights
+from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
+
+pytestmark = pytest.mark.usefixtures("bare")
 
 Gradients = list[dict[str, Tensor]]
 
@@ -44,7 +46,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> Gradients:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({}, id="flux_fill"),
+        pytest.param({}, id="flux_fill", marks=pytest.mark.full),
         pytest.param({"model": {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "train": {"kind": "full"}},
                       "rollout__guidance_scale": 2.0, "rollout__num_steps": 4, "rollout__noise_level": None},
                      id="sd_inpaint, guided"),
@@ -99,7 +101,7 @@ def test_rewards_while_sampling_goes_on_are_those_waited_for(
     scripted(brightness)
     monkeypatch.setattr(RewardTable, "submit", submit_and_wait)
     sequential, _ = train(config(name="sequential", **options))
-    assert all(torch.equal(weights(sequential)[name], weight) for name, weight in weights(overlapped).items())
+    assert same_weights(weights(overlapped), weights(sequential))
 
 
 # --- out of memory ---
@@ -229,7 +231,7 @@ def test_compiled_blocks_sample_and_train_one_policy(config: Config, monkeypatch
     check(run.model.network)
     (step,) = of_kind(records, "train")
     assert step["max_abs_log_ratio"] == 0.0
-    assert all(torch.equal(weights(run)[n], w) for n, w in weights(plain).items())
+    assert same_weights(weights(plain), weights(run))
 
 
 @pytest.mark.slow

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.families.test_quantized import NF4
 
-from .runs import Config, brightness, of_kind, train, weights
+from .runs import Config, brightness, of_kind, same_weights, train, weights
 
 
 @pytest.mark.parametrize(
@@ -32,4 +31,4 @@ def test_training_is_on_policy_and_resumes_bitwise(scheme: Any, config: Config, 
     assert first["max_abs_log_ratio"] == 0.0 and first["grad_norm"] > 0
     resume = str(whole.dir.path / "checkpoints/step-000001")
     again, _ = train(config(resume=resume, **options))
-    assert all(torch.equal(t, weights(again)[n]) for n, t in weights(whole).items())
+    assert same_weights(weights(whole), weights(again))

@@ -22,6 +22,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.training.dump import read_dump
 from tests import forked
 from tests.command_line import retouch
+from tests.conftest import small_run
 
 LORA = {"kind": "lora", "rank": 4}
 BROKEN: dict[str, dict[str, Any]] = {
@@ -69,9 +70,17 @@ def test_a_broken_step_is_repeated_bitwise(kind: str, tmp_path: Path, run_file: 
     assert records[-1] == {"step": 1, "kind": "event", "event": "diverged", "dump": "dumps/step-000001"}
 
 
+@pytest.fixture(scope="module")
+def made(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dump of a run."""
+    folder = tmp_path_factory.mktemp("broken")
+    return broken_run("sft", folder, lambda **options: small_run(signs, folder / "runs", **options))[1]
+
+
 @pytest.fixture
-def dump(tmp_path: Path, run_file: Callable[..., dict[str, Any]]) -> Path:
-    return broken_run("sft", tmp_path, run_file)[1]
+def dump(made: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "dumps" / made.name))
 
 
 def test_what_a_dump_records(dump: Path) -> None:

@@ -11,8 +11,10 @@ from retouch.types import Failure, Score, Stopped
 
 from .runs import Config, Use, brightness, by_group, of_kind, train
 
+pytestmark = pytest.mark.usefixtures("bare")
 
-@pytest.mark.parametrize("name", ["grpo", "dpo"])
+
+@pytest.mark.parametrize("name", ["grpo", pytest.param("dpo", marks=pytest.mark.full)])
 def test_flat_groups_are_followed_by_new_ones(name: str, config: Config, scripted: Use) -> None:
     """The first two groups tie; two more are drawn, which differ."""
     rule, seen = by_group(lambda group, item: Score(0.5) if group < 2 else brightness(item))
@@ -26,7 +28,7 @@ def test_flat_groups_are_followed_by_new_ones(name: str, config: Config, scripte
     assert step["skipped"] == 0.0 and step["rows"] == 2.0
 
 
-@pytest.mark.parametrize("name", ["grpo", "dpo"])
+@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.full), "dpo"])
 def test_groups_whose_rewards_failed_are_followed_by_new_ones(name: str, config: Config, scripted: Use) -> None:
     """One group has no reward, one has only one: neither compares anything."""
     seen: list[int] = []

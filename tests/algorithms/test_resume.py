@@ -99,10 +99,12 @@ def uninterrupted(long_run: Path) -> Path:
     return long_run.parent / "runs" / "whole"
 
 
-def test_resume_is_bitwise(long_run: Path, uninterrupted: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "count"), [pytest.param("rollout", 2, marks=pytest.mark.full), ("backward", 10), ("writing", 5)]
+)
+def test_resume_is_bitwise(long_run: Path, uninterrupted: Path, where: str, count: int) -> None:
     """Killed in the second rollout, between backwards of step 5 (an inner epoch), and while writing a checkpoint."""
-    for where, count in (("rollout", 2), ("backward", 10), ("writing", 5)):
-        resumes_bitwise(long_run, uninterrupted, where, count)
+    resumes_bitwise(long_run, uninterrupted, where, count)
 
 
 @pytest.mark.full
@@ -127,13 +129,22 @@ def same_runs(a: Path, b: Path) -> None:
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[n], theirs[n]) for n in mine), f"{b.name}: {name}/{part}"
         optimizers = [torch.load(d / "checkpoints" / name / "optimizer.pt", weights_only=True) for d in (a, b)]
-        assert repr(optimizers[0]) == repr(optimizers[1])
+        assert structure(optimizers[0]) == structure(optimizers[1])
         for x, y in zip(*(o["optimizer"]["state"].values() for o in optimizers), strict=True):
             assert all(torch.equal(x[k], y[k]) for k in x)
         states = [json.loads((d / "checkpoints" / name / "state.json").read_text())["progress"] for d in (a, b)]
         assert states[0] == states[1]
     records = [[{k: v for k, v in r.items() if k != "time"} for r in read_metrics(d / "metrics.jsonl")] for d in (a, b)]
     assert records[0] == records[1]
+
+
+def structure(value: object) -> object:
+    """Nested values with the shapes of their tensors."""
+    if isinstance(value, dict):
+        return {key: structure(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [structure(one) for one in value]
+    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else value
 
 
 def test_sigterm_stops_cleanly_and_resumes_bitwise(long_run: Path, uninterrupted: Path) -> None:

@@ -80,7 +80,12 @@ ELSE = "or start a new run under another name=..."
     ("step", "overrides", "problem"),
     [
         (1, ("algorithm={name: dpo}", *ODE), "was written under algorithm.name=grpo, the run file has dpo; set it "),
-        (3, ("algorithm={name: dpo}", *ODE), "was written under algorithm.name=grpo, the run file has dpo; set it "),
+        pytest.param(
+            3,
+            ("algorithm={name: dpo}", *ODE),
+            "was written under algorithm.name=grpo, the run file has dpo; set it ",
+            marks=pytest.mark.full,
+        ),
         (3, ("algorithm={name: nft}", *ODE), "was written under algorithm.name=grpo, the run file has nft; set it "),
         (2, ("algorithm.kl_weight=0.1",), "was written with algorithm.kl_weight=0, which keeps no reference, "),
         (

@@ -21,9 +21,12 @@ from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import preservation
 from retouch.training import pixel_gradients
 from retouch.types import Failure, Outcome, Score, Stopped
+from tests.selection import default
 from tests.tiny_models import tiny_model
 
 from .runs import Config, base_weights, of_kind, train, weights
+
+pytestmark = pytest.mark.usefixtures("bare")
 
 Value = Callable[[Tensor], Tensor]
 """Reward of an image [3, H, W] in [0, 1]."""
@@ -109,7 +112,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", default(FAMILIES, "flux_fill".__eq__))
 @pytest.mark.parametrize(
     ("algorithm", "steps"),
     [
@@ -222,7 +225,7 @@ def test_a_crop_has_no_gradient_outside(gradient_run: Config, rewarded: Use, mon
 # --- the loss ---
 
 
-@pytest.mark.parametrize("region", ["all", "mask"])
+@pytest.mark.parametrize("region", default(["all", "mask"], "mask".__eq__))
 def test_rms_makes_the_step_independent_of_the_scale_of_the_reward(
     region: str, gradient_run: Config, rewarded: Use
 ) -> None:

@@ -31,6 +31,8 @@ from retouch.training.noised import denoising_error
 from retouch.types import Example
 from tests.command_line import retouch
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 Config = Callable[..., RunConfig]
 
 SFT = {"algorithm": {"name": "sft"}, "rewards": {}}

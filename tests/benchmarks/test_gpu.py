@@ -61,6 +61,7 @@ def test_a_dry_run_measures_every_case(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["tflops"] > 0 and row["peak_memory_gib"] is None and row["counted_gib"] > 0 and row["held_gib"] > 0
 
 
+@pytest.mark.full
 def test_a_cell_with_guidance_and_kl(tmp_path: Path) -> None:
     slow = gpu.row(cell("sd_inpaint-lora-reference-plain"), DRY, tmp_path, time.monotonic() + 600)
     # 10 steps of twice the rows; 9 trained ones under the reference, forward, and backward through frozen weights

@@ -234,7 +234,7 @@ def test_distances_of_the_outputs_to_real_images_are_in_the_result(
         (("--benchmark", "{file}", "--path", "{none}", "--images", "{data}", "--out", "{out}"), "data.path: {none}:"),
         (("--shard", "1/2", "--run", "{data}"), "--shard: given without --benchmark"),
         (("--images", "{data}", "--run", "{data}"), "--images: given {data}; expected a number of images"),
-        (("--images", "0", "--run", "{data}"), "--images: given 0; expected one number of 1 or more"),
+        (("--images", "0", "--run", "{data}"), "--images: given 0; expected one number of 1 to 1000"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(

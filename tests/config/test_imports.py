@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import default
+
 from .conftest import TINY
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
@@ -86,16 +88,16 @@ for registry in (FAMILIES, ALGORITHMS, REWARDS, FORMATS):
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["sample", "--config", str(TINY), "--out", "x", "--data", "x", "--crop", "al"],
-        ["sample", "--config", str(TINY), "--out", "x", "--image", "no.png", "--box", "0,0,9,9", "--text", "A"],
-        ["eval", "--config", str(TINY), "--data", "no-such-folder"],
-        ["export", "no-such-checkpoint", "--to", "diffusers"],
-        ["export", ".", "--to", "difusers"],
-    ],
-)
+USAGE_ERRORS = [
+    ["sample", "--config", str(TINY), "--out", "x", "--data", "x", "--crop", "al"],
+    ["sample", "--config", str(TINY), "--out", "x", "--image", "no.png", "--box", "0,0,9,9", "--text", "A"],
+    ["eval", "--config", str(TINY), "--data", "no-such-folder"],
+    ["export", "no-such-checkpoint", "--to", "diffusers"],
+    ["export", ".", "--to", "difusers"],
+]
+
+
+@pytest.mark.parametrize("arguments", default(USAGE_ERRORS, USAGE_ERRORS[1:4].__contains__))
 def test_a_usage_error_imports_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """It is reported within a second, not after the seconds that torch takes to import."""
     code = f"""

@@ -164,11 +164,10 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
         overrides += [f"rewards={{{score}}}"]
     overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
-    overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "rollout.batch_size_per_device=4"]
+    overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "evaluation.num_steps=1"]
+    overrides += ["rollout.batch_size_per_device=4"]
     if sections["evaluation.data"]:
         overrides += ["evaluation.allow_overlap=true"]  # all sections read the same few signs here
-    if "num_steps" in published.get("evaluation", {}):
-        overrides += ["evaluation.num_steps=4"]
     if algorithm["name"] == "sft":
         return [*overrides, "rollout.num_steps=4", "training.max_steps=1", "training.mixed_precision=no"]
     if algorithm["name"] == "kto":

@@ -200,7 +200,7 @@ def lightning_lora(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        ("qwen_image_edit_vlm_grpo_8gpu", "edit"),
+        pytest.param("qwen_image_edit_vlm_grpo_8gpu", "edit", marks=pytest.mark.full),
         ("qwen_image_edit_vlm_grpo_full_8gpu", "edit_plus"),
         ("qwen_image_vlm_grpo_8gpu_lightning", None),
     ],

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, ...]] = {
 """Name of a comparison -> what its runs have in common beside `write_run`. Three of them would grow rounding beyond
 the tolerance, or until it tips a pixel over, in one step of its learning rate."""
 
-FEW = ("sd_nft", "qwen_grpo", "flux_gradient")
+FEW = ("sd_nft", "qwen_grpo")
 """Those of them that are compared in every run of the tests, not only in the slow ones."""
 
 COMPARED = [pytest.param(name, marks=slow) for name in CASES if name not in FEW and not name.startswith("flat")]

@@ -102,7 +102,7 @@ def test_launchers_of_all_weights_name_what_four_gpus_hold(file: str, released: 
     assert held in PAGE and left in PAGE and left in header
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "nft"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("nft", marks=pytest.mark.full)])
 def test_launchers_and_files_of_style_adapters_name_what_they_hold(algorithm: str, released: Path) -> None:
     files = [file for file in ADAPTERS_OF if file.endswith(f"_{algorithm}.yaml")]
     one = [counted(file, released, 1) for file in files]

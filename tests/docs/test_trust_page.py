@@ -25,13 +25,9 @@ def test_the_page_is_current() -> None:
 
 def test_no_kill_was_noticed() -> None:
     """Runs and servers are counted apart, and every algorithm is there."""
-    found, again = result("kill"), result("kill_again")
-    for one in (found, again):
-        assert one["kills_of_runs"] >= 100 and one["runs_that_differ"] == 0 and one["problems"] == []
-    assert {target.removesuffix("_server") for target in again["by_target"]} == set(ALGORITHMS)
-    assert (
-        set(again["by_target"]) - set(found["by_target"]) == {"kto"} and sum(again["by_target"]["kto"].values()) >= 10
-    )
+    found = result("kill")
+    assert found["kills_of_runs"] >= 100 and found["runs_that_differ"] == 0 and found["problems"] == []
+    assert {target.removesuffix("_server") for target in found["by_target"]} == set(ALGORITHMS)
     kills = [one["way"] for trial in found["trials"] for one in trial["kills"]]
     of_servers = kills.count("server")
     assert found["kills_of_runs"] == len(kills) - of_servers

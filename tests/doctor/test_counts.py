@@ -38,6 +38,7 @@ from retouch.families.loading import (
     tiny_path,
 )
 from retouch.image_encoder import TINY
+from tests.selection import cells
 from tests.tiny_models import tiny_model
 
 PARTS = [
@@ -68,7 +69,7 @@ def run_of(family: str, train: dict[str, Any], **model: Any) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize(("family", "part"), PARTS)
+@pytest.mark.parametrize(("family", "part"), cells(PARTS, strength=1))
 def test_what_must_be_there_is_what_is_loaded(family: str, part: str, tmp_path: Path) -> None:
     base = tiny_path(family)
     folder = Path(shutil.copytree(base if base.is_dir() else tiny_model(family), tmp_path / "model"))

@@ -26,7 +26,7 @@ from retouch.families.loading import ModelFilesError, load_model
 from retouch.image_encoder import TINY
 from retouch.types import Example
 from retouch.use.precompute import precompute
-from tests.algorithms.runs import train, weights
+from tests.algorithms.runs import same_weights, train, weights
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.tiny_models import tiny_model
@@ -82,7 +82,7 @@ def test_training_without_the_encoders_is_training_with_them(signs: Path, tmp_pa
     without_encoders(model)
     run["model"]["embeddings"] = str(tmp_path / "cache")
     without, _ = train(parse_run({**run, "name": "without"}))
-    assert all(torch.equal(t, weights(without)[name]) for name, t in weights(with_encoders).items())
+    assert same_weights(weights(with_encoders), weights(without))
 
 
 def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_t5_is_not_loaded_where_every_example_brings_its_states(freed: bool, sig
     without_t5(model)
     without, records = train(parse_run(run))
     assert without.model.text.encoders.keys() == (set() if freed else {"pooled"})  # type: ignore[attr-defined]
-    assert all(torch.equal(tensor, weights(without)[name]) for name, tensor in weights(with_t5).items())
+    assert same_weights(weights(with_t5), weights(without))
     assert [record["phase"] for record in records if record["kind"] == "train"] == ["warmup", "rl"]
     with pytest.raises(ModelFilesError, match="cannot load text_encoder_2/"):
         train(parse_run({**whole, "name": "again"}))

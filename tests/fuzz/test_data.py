@@ -44,6 +44,7 @@ LISTS = {
     "prompts.jsonl": ("prompts", "\n".join(map(json.dumps, ENTRIES[1:]))),
     "mapping_file.json": ("brushbench", json.dumps(BRUSH)),
     "self_bench.txt": ("self_bench", "1-cat\n2-two words-dog\n"),
+    "cross_bench.txt": ("cross_bench", "1-2,3-cat\n2-1-two words\n"),
 }
 
 
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _list_and_read(name: str, path: Path) -> None:
     kind = LISTS[name][0]
-    place = path.parent if kind in ("brushbench", "self_bench") else path
+    place = path.parent if kind in ("brushbench", "self_bench", "cross_bench") else path
     section = FORMATS.available()[kind].model_validate({"path": str(place), "resolution": 32})
     for item in section.list_items()[:3]:
         if isinstance(item, ItemFiles):

@@ -41,11 +41,11 @@ def totals(records: list[dict[str, Any]]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"algorithm__kl_weight": 0.1},
+        pytest.param({"algorithm__kl_weight": 0.1}, marks=pytest.mark.full),
         {"algorithm__kl_weight": 0.1, "optimizer__steps_per_forward": 1, "training__gradient_checkpointing": True},
-        {"model": SD, "rollout__noise_level": None},  # guided: twice
+        pytest.param({"model": SD, "rollout__noise_level": None}, marks=pytest.mark.full),  # guided: twice
         {"algorithm": {"name": "nft", "timesteps_per_image": 2, "kl_weight": 0.1, "old_policy": "copy"}, **ODE},
-        {"algorithm": {"name": "dpo", "timesteps_per_pair": 2}, **ODE},
+        pytest.param({"algorithm": {"name": "dpo", "timesteps_per_pair": 2}, **ODE}, marks=pytest.mark.full),
     ],
     ids=["grpo", "grpo_checkpointed", "guided", "nft", "dpo"],
 )
@@ -102,7 +102,14 @@ def test_flops_are_those_of_the_real_network(family: str, config: Config) -> Non
     assert counter.get_total_flops() > 1e7
 
 
-@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("flux_fill", marks=pytest.mark.full),
+        "sd_inpaint",
+        pytest.param("qwen_image", marks=pytest.mark.full),
+    ],
+)
 def test_flops_of_a_network_with_a_style_adapter(
     family: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

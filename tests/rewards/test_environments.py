@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,9 +74,9 @@ def test_an_environment_is_made_by_venv_and_pip(ran: list[list[str]], tmp_path: 
     folder = tmp_path / "e"
     make(environments()["imscore"], folder, "https://torch.example/cpu")
     venv, paired, rest = ran
-    assert venv == [sys.executable, "-m", "venv", str(folder)]
-    python = [str(folder / "bin" / "python"), "-m", "pip"]
-    assert paired[:3] == rest[:3] == python
+    assert venv == [sys.executable, "-P", "-m", "venv", str(folder)]
+    python = [str(folder / "bin" / "python"), "-P", "-m", "pip"]
+    assert paired[:4] == rest[:4] == python
     assert paired[-4:] == ["--index-url", "https://torch.example/cpu", "torch>=2.6", "torchvision"]
     assert rest[-1] == own_requirement(["serve"]) and "-c" in rest and "imscore>=0.0.11,<0.1" in rest
 
@@ -106,7 +107,7 @@ def test_an_old_pip_which_would_download_is_replaced(ran: list[list[str]], monke
     monkeypatch.setattr(module, "_PIP", (99, 0))
     resolve(environments()["imscore"])
     venv, update, dry = ran
-    assert venv[1:3] == ["-m", "venv"] and update[-1] == "pip>=24.1" and dry[0] == update[0] != sys.executable
+    assert venv[1:4] == ["-P", "-m", "venv"] and update[-1] == "pip>=24.1" and dry[0] == update[0] != sys.executable
 
 
 def test_the_commands_are_printed(ran: list[list[str]], tmp_path: Path) -> None:
@@ -140,3 +141,42 @@ def test_the_releases_of_an_environment_fit_together(name: str, tmp_path: Path) 
     pins = [Requirement(one) for one in environments()[name].constraints]
     assert all(pin.specifier.contains(found[pin.name]) for pin in pins if pin.name in found)
     assert {one.name for one in map(Requirement, environments()[name].requirements)} <= {*found}
+
+
+def test_programs_of_the_working_directory_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("venv", "pip"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(3)\n")
+    real, ran = module._run, list[Sequence[str]]()
+
+    def run(command: Sequence[str], problem: str) -> None:
+        """The real interpreter and module, asked for its help."""
+        ran.append(command)
+        real([sys.executable, *command[1 : command.index("-m") + 2], "--help"], problem)
+
+    monkeypatch.setattr(module, "_run", run)
+    make(environments()["vllm"], Path("--help"))
+    assert len(ran) == 2 and not (tmp_path / "ran").exists()
+    assert ran[0][-1] == str(tmp_path / "--help")
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["sh", "-c", r"printf '\377bad\n' >&2; exit 3"], "what: \ufffdbad"),
+        (["sh", "-c", "yes out | head -c 50000000 >&2; echo 'ERROR: no such package' >&2; exit 3"],
+         "what: no such package"),
+        (["sh", "-c", "kill -9 $$"], "what: exit code -9"),
+        (["/nothing/python"], "what: /nothing/python: no such file or directory"),
+        (["/"], "what: /: permission denied"),
+    ],
+)  # fmt: skip
+def test_a_program_that_fails_is_one_line(command: list[str], told: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError) as raised:
+            module._run(command, "what")
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(raised.value) == told

@@ -84,7 +84,7 @@ class Breaks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, image: Tensor) -> Tensor:
-        return image.sum()
+        return image.mean()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -102,6 +102,8 @@ def broken(image: Tensor) -> Tensor:
         (reward(broken), item_of(), "fake raised ZeroDivisionError: no image"),
         (reward(lambda image: image.mean().detach()), item_of(), "fake returned a value without gradient"),
         (reward(lambda image: image.mean() * float("nan")), item_of(), "fake returned NaN or Inf"),
+        (reward(lambda image: image.sum() * 1e20), item_of(), ", far outside its range of 0 to 1"),
+        (reward(lambda image: image.mean() - 2), item_of(), ", far outside its range of 0 to 1"),
         (reward(lambda image: image.mean(0)), item_of(), "fake returned a tensor of shape [24, 32], not a scalar"),
         (reward(lambda image: 0.5), item_of(), "fake returned float, not a tensor"),
         (reward(Breaks.apply), item_of(), "fake raised ZeroDivisionError: no gradient"),

@@ -88,7 +88,7 @@ def test_it_is_of_flow_models() -> None:
         ode_plan(FakeModel("epsilon").schedule(6, SIZE), "dpm2")
 
 
-@pytest.mark.parametrize(("terminal", "share"), [(None, 0.97), (0.02, 0.9)])
+@pytest.mark.parametrize(("terminal", "share"), [pytest.param(None, 0.97, marks=pytest.mark.full), (0.02, 0.9)])
 @torch.no_grad()
 def test_it_ends_nearer_to_the_end_of_the_ode(terminal: float | None, share: float) -> None:
     """Of the trained tiny base, in 6 and in 10 steps; the end is where 60 steps go. By the schedule of Qwen-Image,

@@ -211,7 +211,10 @@ def test_full_fine_tuning_has_its_files() -> None:
 
 @pytest.mark.parametrize(
     ("name", "variable"),
-    [("finetune_flux_fill_grpo_4gpus", "DATA_PATH"), ("finetune_sd_inpainting_sft_4gpus", "DATA_JSON_PATH")],
+    [
+        pytest.param("finetune_flux_fill_grpo_4gpus", "DATA_PATH", marks=pytest.mark.full),
+        ("finetune_sd_inpainting_sft_4gpus", "DATA_JSON_PATH"),
+    ],
 )
 def test_a_list_of_descriptions_trains_by_its_launcher(
     name: str, variable: str, signs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,10 @@ def test_the_run_file_of_an_adapter_follows_from_the_variables(algorithm: str, t
 
 @pytest.mark.parametrize(
     ("script", "data"),
-    [("train_grpo", "self_bench"), pytest.param("train_ip_nft", "manifest", marks=pytest.mark.slow)],
+    [
+        pytest.param("train_grpo", "self_bench", marks=pytest.mark.full),
+        pytest.param("train_ip_nft", "manifest", marks=pytest.mark.slow),
+    ],
 )
 def test_training_goes_on_from_the_released_adapter(
     script: str, data: str, signs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from PIL import Image
 from pydantic import Field, model_validator
 
-from retouch.config.base import Count, NonNegative, Section, Text
+from retouch.config.base import Count, ImageCount, NonNegative, Section, Text
 from retouch.config.load import overlaid, with_variables
 from retouch.data.base import DataSection, ItemFiles
 from retouch.rewards.base import Reward, RewardEntry
@@ -108,7 +108,7 @@ class Benchmark(Section):
     """Registered name of the benchmark."""
     path: Text
     """The published data: a folder, a file, or for some benchmarks the id of a data set on the hub."""
-    images_per_item: Count | None = None
+    images_per_item: ImageCount | None = None
     """Images of each item, each with its own seed; null is the official number."""
     resolution: Count | tuple[Count, Count] | None = None
     """Side or [height, width] in pixels to sample at; null is the official size, or the run's if there is none."""

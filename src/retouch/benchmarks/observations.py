@@ -1,7 +1,8 @@
 """Outcomes of the rewards on the outputs of a benchmark, as lines of JSON that a later start completes. No torch.
 
-A line holds one output. An outcome counts only for the same bytes of the image, the same item, and the same reward and
-revision; a failure is on record and is tried again by the next start.
+A line holds one output and ends with its checksum: a line that was changed counts as missing. An outcome counts only
+for the same bytes of the image, the same item, and the same reward and revision; a failure is on record and is tried
+again by the next start.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from retouch import plain_json
+from retouch.errors import ConfigError
 from retouch.rewards.base import UNSCORED, RewardEntry
 from retouch.types import Failure, Outcome, Score
+
+_SEAL = re.compile(rb', "check": "([0-9a-f]{16})"}$')
 
 
 def reward_digest(entry: RewardEntry, revision: str) -> str:
@@ -41,11 +46,16 @@ class Observations:
     def __init__(self, folder: Path, name: str, part: str = "") -> None:
         """Args:
         part: name of the share that this process writes; "" writes NAME.jsonl.
+
+        Raises:
+            ConfigError: one of them is a pipe, a device or a folder.
         """
         self.path = folder / (f"{name}.{part}.jsonl" if part else f"{name}.jsonl")
         self._known: dict[tuple[Asked, str, str], Outcome] = {}
         files = sorted(folder.glob("*.jsonl"))
         for path in (path for path in files if path.name == f"{name}.jsonl" or path.name.startswith(f"{name}.")):
+            if not path.is_file():
+                raise ConfigError(f"--out: {path} is not a file; delete it")
             for line in path.read_bytes().split(b"\n")[:-1]:  # the last one is empty, or was cut off
                 self._read(line)
         self._cut_off = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
@@ -59,7 +69,7 @@ class Observations:
         lines: list[str] = []
         for asked, outcomes in scored:
             told = {name: {"by": digests[name], **_told(outcome)} for name, outcome in outcomes.items()}
-            lines.append(json.dumps({**asdict(asked), "outcomes": told}, ensure_ascii=False))
+            lines.append(_sealed(json.dumps({**asdict(asked), "outcomes": told})))
             self._known |= {(asked, name, digests[name]): outcome for name, outcome in outcomes.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as stream:
@@ -67,9 +77,10 @@ class Observations:
         self._cut_off = False
 
     def _read(self, line: bytes) -> None:
-        """Take in a line; one that a kill cut off, or that is not of this layout, counts as missing."""
+        """Take in a line; one that a kill cut off, that was changed, or that is not of this layout, counts as
+        missing."""
         try:
-            told = cast("dict[str, Any]", plain_json.loads(line, finite=True))
+            told = cast("dict[str, Any]", plain_json.loads(_opened(line), finite=True))
             asked = Asked(*(_text(told[name]) for name in ("file", "image", "item")))
             found = {name: (_text(one["by"]), _outcome(one)) for name, one in told["outcomes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -78,6 +89,30 @@ class Observations:
             before = self._known.get((asked, name, digest))
             if not (isinstance(before, Score) and isinstance(outcome, Failure)):  # files of shards have no order
                 self._known[asked, name, digest] = outcome
+
+
+def _check(line: bytes) -> str:
+    return hashlib.blake2b(line, digest_size=8).hexdigest()
+
+
+def _sealed(line: str) -> str:
+    """A JSON object with the checksum of its text as its last member."""
+    return f'{line[:-1]}, "check": "{_check(line.encode())}"}}'
+
+
+def _opened(line: bytes) -> bytes:
+    """The JSON object of a line; of an earlier version, which wrote no checksum, as it is.
+
+    Raises:
+        ValueError: it was changed.
+    """
+    seal = _SEAL.search(line)
+    if seal is None:
+        return line
+    text = line[: seal.start()] + b"}"
+    if _check(text) != seal[1].decode():
+        raise ValueError("the line was changed")
+    return text
 
 
 def _told(outcome: Outcome) -> dict[str, Any]:

@@ -108,12 +108,12 @@ def _measured(benchmark: Benchmark, rows: Sequence[ImageRow]) -> dict[str, float
     try:
         return benchmark.summary(rows)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        if all(entry.url is None for entry in benchmark.rewards.values()):
+        if all(entry.url is None and entry.scorer != "fn" for entry in benchmark.rewards.values()):
             raise
         raise ConfigError(
             f"rewards: a detail of a score has not the form that {benchmark.title} needs ({type(error).__name__}: "
             f"{one_line(str(error))}); serve {', '.join(sorted(benchmark.rewards))} with `retouch reward serve`, or "
-            "leave url out"
+            "leave url and fn out"
         ) from None
 
 

@@ -131,7 +131,7 @@ def build(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
-    seed: Annotated[int, typer.Option(help="Random seed of data and weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed of data and weights.")] = 0,
 ) -> None:
     """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions, or fonts)."""
     start_logging()
@@ -139,6 +139,7 @@ def build(
     from retouch.tiny.glyph_structure import build_structure
     from retouch.tiny.image_encoder import build_encoder
     from retouch.tiny.text_recognizer import build_recognizer
+    from retouch.tiny.training import empty_folder
     from retouch.tiny.writing import SCHEDULES, build_and_measure
 
     builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
@@ -146,6 +147,6 @@ def build(
     builders |= {"text_recognizer": build_recognizer}
     if family not in builders:
         raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
-    with writing(out):
+    with writing(out), empty_folder(out):
         result = builders[family](out, seed)
     typer.echo(json.dumps(result, indent=2))

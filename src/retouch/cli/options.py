@@ -28,6 +28,10 @@ def start_logging(verbose: bool = False) -> None:
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
+_MOST_SIDE = 8192
+"""Pixels, those of the largest image that a reward server takes."""
+
+
 def parse_size(text: str, option: str) -> tuple[int, int]:
     """(height, width) of "512" or "32x64".
 
@@ -35,6 +39,12 @@ def parse_size(text: str, option: str) -> tuple[int, int]:
         ConfigError: neither form.
     """
     parts = text.lower().split("x")
-    if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{option}: given {text!r}; write a side like 512, or HEIGHTxWIDTH like 32x64")
+    if len(parts) not in (1, 2) or not all(map(_is_side, parts)):
+        raise ConfigError(
+            f"{option}: given {text[:80]!r}; write a side like 512, or HEIGHTxWIDTH like 32x64, of at most {_MOST_SIDE}"
+        )
     return int(parts[0]), int(parts[-1])
+
+
+def _is_side(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_MOST_SIDE)) and 1 <= int(text) <= _MOST_SIDE

@@ -11,9 +11,11 @@ import typer
 
 from retouch.cli.options import Json, parse_size, start_logging
 from retouch.config import load_run
+from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
 from retouch.disk import writing
 from retouch.errors import ConfigError
+from retouch.plain_text import printable
 
 if TYPE_CHECKING:
     from retouch.use.trained import Trained
@@ -73,7 +75,7 @@ def sample(
         Path | None, typer.Option(help="Style reference, for a run that trained a style adapter.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for the noise.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Number of images per item.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="Number of images per item.")] = 1,
     steps: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Number of solver steps; default: the run's.")
     ] = None,
@@ -211,7 +213,7 @@ def evaluate(
         if result is not None:
             from retouch.benchmarks.result import benchmark_table
 
-            typer.echo(json.dumps(result, indent=2) if as_json else benchmark_table(result))
+            typer.echo(json.dumps(result, indent=2) if as_json else printable(benchmark_table(result)))
         return
     if misplaced := [o for o, value in {"--path": path, "--shard": shard}.items() if value is not None]:
         raise ConfigError(f"{misplaced[0]}: given without --benchmark; add --benchmark NAME, or leave it out")
@@ -365,9 +367,14 @@ def parse_images(given: Sequence[str]) -> tuple[int | None, list[Path]]:
     """The values of `--images`: at most one number of images, and folders.
 
     Raises:
-        ConfigError: two numbers, or 0.
+        ConfigError: two numbers, or one that is not in 1 to `MOST_IMAGES`.
     """
     numbers = [text for text in given if text.lstrip("-").isdecimal()]
-    if len(numbers) > 1 or any(int(number) < 1 for number in numbers):
-        raise ConfigError(f"--images: given {' and '.join(numbers)}; expected one number of 1 or more, or folders")
+    if len(numbers) > 1 or any(not _is_count(number) for number in numbers):
+        shown = " and ".join(number[:20] for number in numbers)
+        raise ConfigError(f"--images: given {shown}; expected one number of 1 to {MOST_IMAGES}, or folders")
     return (int(numbers[0]) if numbers else None), [Path(text) for text in given if text not in numbers]
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(MOST_IMAGES)) and 1 <= int(text) <= MOST_IMAGES

@@ -19,6 +19,9 @@ from retouch.lines import TextLine, joined, parse_lines, polygon_mask
 SUFFIXES = (".json", ".jsonl", ".csv")
 """Files that `entries_of` reads."""
 
+MOST_DIGITS = 18
+"""Of a number in a list, which becomes the id of an example."""
+
 PATH_KEYS = {
     "image_path": ("image_path", "image", "file_name", "image_file_name"),
     "mask_path": ("mask_path", "mask", "mask_file_name"),
@@ -28,12 +31,19 @@ PATH_KEYS = {
 """File of an entry -> the keys that name it; the first that is present counts."""
 
 
+def require_file(path: Path) -> None:
+    """Raises: DataError: nothing, or a pipe, a device, or a folder, in place of a file."""
+    if not path.is_file():
+        raise DataError(f"{path}: not a file")
+
+
 def read_text(path: Path) -> str:
     """A text file, without a byte-order mark.
 
     Raises:
-        DataError: not UTF-8, or with a null character.
+        DataError: not a file, not UTF-8, or with a null character.
     """
+    require_file(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -78,12 +88,33 @@ def entries_of(path: Path) -> list[Any]:
     if path.suffix == ".csv":
         header, *rows = csv_rows(path) or [[]]
         entries = [{key: cell for key, cell in zip(header, row, strict=False) if cell} for row in rows]
-        return [{k: int(v) if k == "id" and v.isdecimal() else v for k, v in entry.items()} for entry in entries]
+        return [{k: int(v) if k == "id" and is_number(v) else v for k, v in entry.items()} for entry in entries]
     text = read_text(path)
     if text.lstrip().startswith("["):
         return cast("list[Any]", parsed(text, str(path)))
     remedy = "; write one object in each line, or one JSON list of them"
     return [parsed(line, f"{path} line {number}", remedy) for number, line in lines_of(path)]
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number that Python reads: digits, and at most MOST_DIGITS of them."""
+    return text.isdecimal() and len(text) <= MOST_DIGITS
+
+
+def number_of(text: str, what: str) -> int:
+    """The number that a text is.
+
+    Args:
+        what: names the text in the message.
+
+    Raises:
+        DataError: no number, or more than MOST_DIGITS digits.
+    """
+    if not text.isdecimal():
+        raise DataError(f"{what} {text[:40]!r} must be a number")
+    if not is_number(text):
+        raise DataError(f"{what} {text[:40]!r} has {len(text)} digits; at most {MOST_DIGITS} are read")
+    return int(text)
 
 
 def csv_rows(path: Path) -> list[list[str]]:

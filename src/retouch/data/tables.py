@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.data.base import DataError
-from retouch.data.lists import entries_of, fields_of
+from retouch.data.lists import entries_of, fields_of, require_file
 from retouch.data.remote import import_library, local_path, of_the_hub, pinned
 from retouch.disk import is_file
 from retouch.hub import hub_problem, require_hub
@@ -156,6 +156,7 @@ def _bytes_of(table: Table, position: int, column: str) -> bytes:
 
 
 def _table(file: Path, name: str) -> Table:
+    require_file(file)
     if file.suffix == ".jsonl":
         rows = [_fields(file, number, entry) for number, entry in enumerate(entries_of(file))]
         return Table(name, len(rows), rows.__getitem__, file.parent)

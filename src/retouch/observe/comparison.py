@@ -286,7 +286,7 @@ def _kept_images(run: RunRecord) -> dict[tuple[int, int], tuple[Image.Image, str
     files = sorted((run.path / "evaluations" / f"step-{last['step']:06d}").glob("*.png"))
     found: dict[tuple[int, int], tuple[Image.Image, str]] = {}
     for row, file in zip(rows_of(run.path, last), files, strict=False):  # the first so many are kept
-        with Image.open(file) as image:
+        with Image.open(file, formats=("PNG",)) as image:
             label = ": ".join(str(row[name]) for name in ("text", "read") if row.get(name) is not None)
             found[row["example"], row["index"]] = image.convert("RGB"), label
     return found

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,6 +84,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @cached_property
+    def run_file(self) -> str:
+        """The whole run as YAML."""
+        return dump_run(self.config)
+
     def open(self, resume_step: int | None, *, evaluated: bool = True) -> None:
         """Create the directory, or continue in it.
 
@@ -105,8 +111,8 @@ class RunDir:
         if resume_step is not None:
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
-            _keep_config(self.path, resume_step, dump_run(self.config))
-        write_whole(self.path / "config.yaml", dump_run(self.config))
+            _keep_config(self.path, resume_step, self.run_file)
+        write_whole(self.path / "config.yaml", self.run_file)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         self._metrics = metrics.open("a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
@@ -323,22 +329,25 @@ def environment() -> dict[str, Any]:
     """Versions and machine, to repeat the run."""
     import torch
 
-    versions: dict[str, str] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "gpus": gpus,
         "threads": torch.get_num_threads(),
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+@cache
+def _version(package: str) -> str | None:
+    """The version of a package, None where it is not installed. Looking it up takes milliseconds."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:

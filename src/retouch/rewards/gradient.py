@@ -73,7 +73,7 @@ class PixelReward:
             value = self.value(pixels, item)
             if isinstance(value, Failure):
                 return value
-            problem = _unusable(value)
+            problem = _unusable(value, *self.scorer.spec.range)
             if problem is not None:
                 return Failure("scorer_error", f"{self.name} {problem}")
             try:
@@ -107,14 +107,21 @@ def combined_gradient(rewards: Sequence[PixelReward], image: Tensor, item: Rewar
     return total
 
 
-def _unusable(value: Tensor) -> str | None:
-    """The reason why the value of a scorer has no usable gradient, None where it has one."""
+def _unusable(value: Tensor, low: float, high: float) -> str | None:
+    """The reason why the value of a scorer has no usable gradient, None where it has one.
+
+    Args:
+        low, high: range of the scorer. Pixels beyond [0, 1] may have values beyond it, but by no more than its width.
+    """
     if not isinstance(value, Tensor):
         return f"returned {type(value).__name__}, not a tensor"
     if value.numel() != 1:
         return f"returned a tensor of shape {list(value.shape)}, not a scalar"
     if not bool(value.isfinite().all()):
         return "returned NaN or Inf"
+    width = high - low
+    if not low - width <= float(value.detach()) <= high + width:
+        return f"returned {float(value.detach()):g}, far outside its range of {low:g} to {high:g}"
     return None if value.requires_grad else "returned a value without gradient"
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
+from retouch.disk import only_writer
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,21 @@ def write_card(out: Path, card: dict[str, Any], started: float, drawn: float) ->
     """Write `out/card.json` -> the card, and the seconds from `started` until `drawn`, and until now."""
     (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     return card | {"seconds": {"drawing": round(drawn - started, 1), "in all": round(monotonic() - started, 1)}}
+
+
+@contextmanager
+def empty_folder(out: Path) -> Iterator[None]:
+    """Within it, `out` is a folder without files of others, which this process alone builds in.
+
+    Raises:
+        ConfigError: it is a file, holds files, or another process builds in it.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is a file; choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    with only_writer(out):
+        require_empty(out)
+        yield
 
 
 def require_empty(out: Path) -> None:

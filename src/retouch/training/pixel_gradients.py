@@ -20,6 +20,8 @@ from retouch.types import Failure
 
 logger = logging.getLogger(__name__)
 
+_LEAST_DIVISOR = 1e-30
+
 
 def latent_gradient(
     run: Run, rewards: Sequence[PixelReward], latents: Tensor, item: RewardItem, strip: int = 0
@@ -88,7 +90,13 @@ def pulls(
             result[i] = -found[0]
     refuse_lost_gradients(session, len(asked), failures)
     rms, elements = region_rms(run, algorithm, position, result, weight)
-    return result * (sum(weights.values()) / (rms * elements or 1.0))
+    return result * (sum(weights.values()) / divisor(rms, elements))
+
+
+def divisor(rms: float, elements: float) -> float:
+    """The divisor of gradients, see `region_rms`; 1 where they are 0, or so small that fp32 has no quotient."""
+    product = rms * elements
+    return product if product >= _LEAST_DIVISOR else 1.0
 
 
 def region_rms(

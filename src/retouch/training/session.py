@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retouch.config import dump_run
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
@@ -438,7 +437,7 @@ class Session:
     def _state(self) -> dict[str, Any]:
         return {
             "progress": asdict(self.progress),
-            "config": dump_run(self.config),
+            "config": self.run.dir.run_file,
             "evaluated_at": self._evaluated_at,
             "rows_per_forward": self.rows_per_forward if self._halved else None,
             "rewards": of_all(self.run.engine.gather_list([self._counted])),

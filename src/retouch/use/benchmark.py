@@ -113,9 +113,14 @@ def run_benchmark(
         from retouch.use.benchmark_distances import distances_of
 
         result["distances"] = distances_of(benchmark, outputs, places)
-    write_whole(out / "result.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    write_whole(out / "result.json", _writable(json.dumps(result, indent=2, ensure_ascii=False)) + "\n")
     write_png(_grid(outputs, places, columns), out / "grid.png")
     return result
+
+
+def _writable(text: str) -> str:
+    """JSON with escapes of what UTF-8 cannot hold: names of files need not be UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def launcher_shard() -> Shard | None:

@@ -19,10 +19,13 @@ from retouch.data.base import DataSection, ImageSection
 from retouch.data.dataset import Dataset, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
-from retouch.disk import write_whole
+from retouch.disk import read_bounded, write_first
 from retouch.imaging import open_image, write_png
 
 logger = logging.getLogger(__name__)
+
+_MOST_RECORD = 1 << 24
+"""Bytes of the record of a folder of images."""
 
 
 def with_settings(config: RunConfig, benchmark: Benchmark) -> RunConfig:
@@ -78,14 +81,16 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
     """Record where the images of a folder come from.
 
     Raises:
-        ConfigError: it holds images of other weights or settings.
+        ConfigError: it holds images of other weights or settings, or images without a record.
     """
     record = folder.with_name(f"{folder.name}.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    filled = any(folder.iterdir())  # before the record of another process is looked for, which then precedes its images
     told = {name: value for name, value in about.items() if name != "folder"}  # a run directory may be moved
-    if record.is_file():
+    if record.is_file() or not _recorded(record, told, folder, filled):
         try:
-            before: object = plain_json.loads(record.read_text(encoding="utf-8"))
-        except ValueError:
+            before: object = plain_json.loads(read_bounded(record, _MOST_RECORD))
+        except (OSError, ValueError):
             before = None
         if not isinstance(before, dict):
             raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
@@ -95,9 +100,13 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
                 f"--out: {folder} holds images of another {different[0]} ({was[:200]!r}); give another "
                 "--out, or delete that folder and its .json"
             )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps(told, indent=2) + "\n")
+
+
+def _recorded(record: Path, told: Mapping[str, Any], folder: Path, filled: bool) -> bool:
+    """Write the record -> whether this process did; another one may have come first."""
+    if filled:
+        raise ConfigError(f"--out: {folder} holds files, but {record} is missing, which names their weights; move them")
+    return write_first(record, json.dumps(told, indent=2) + "\n")
 
 
 def sample_outputs(

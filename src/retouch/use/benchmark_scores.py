@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from retouch.use.comparison import scored_here
 logger = logging.getLogger(__name__)
 
 _UNDER_WAY = 4  # batches: a scorer is never idle while the next images are read
+
+_MOST_PIXELS = 1 << 25
+"""Pixels of the images of a batch, beyond which it ends, and of all batches under way; one image may have more."""
 
 
 class Scorers:
@@ -158,6 +161,15 @@ def _is_scored(outcome: Outcome | None) -> bool:
     return outcome is not None and not isinstance(outcome, Failure)
 
 
+class _Batch(NamedTuple):
+    """Outputs under way: those that cannot be read, by their place; the scores of the others; the pixels of these."""
+
+    outputs: Sequence[Found]
+    unreadable: Mapping[int, Failure]
+    scores: PendingScores | None
+    pixels: int
+
+
 def _score_with(
     table: RewardTable,
     benchmark: Benchmark,
@@ -168,13 +180,13 @@ def _score_with(
 ) -> list[tuple[Found, Failure]]:
     """Score outputs with one table, batch by batch -> those that failed."""
     size = benchmark.reward_client.batch_size
-    pending: deque[tuple[list[Found], PendingScores | None, dict[int, Failure]]] = deque()
+    pending: deque[_Batch] = deque()
     failed: list[tuple[Found, Failure]] = []
     names = list(table.entries)
     read: LruCache[int, Example] = LruCache(1)  # the images of an item follow each other
 
     def settle() -> None:
-        batch, scores, unreadable = pending.popleft()
+        batch, unreadable, scores, _ = pending.popleft()
         columns = {} if scores is None else scores.result().outcomes
         scored = zip(*(columns[name] for name in names), strict=True) if columns else iter(())
         outcomes: list[tuple[Asked, dict[str, Outcome]]] = []
@@ -189,16 +201,22 @@ def _score_with(
         if len(lost) == len(outcomes) * len(names) and all(failure.retryable for failure in lost):
             raise RewardOutage(f"{', '.join(names)}: {summary(lost)}; the scores so far are kept: start again")
 
-    for start in range(0, len(todo), size):
-        batch = list(todo[start : start + size])
+    left = deque(todo)
+    while left:
+        batch: list[Found] = []
         items: list[RewardItem] = []
         unreadable: dict[int, Failure] = {}
-        for i, one in enumerate(batch):
+        pixels = 0
+        while left and len(batch) < size and pixels < _MOST_PIXELS:
+            batch.append(one := left.popleft())
             try:
-                items.append(_item(benchmark, one, section, read, i))
+                items.append(_item(benchmark, one, section, read, len(batch) - 1))
+                pixels += items[-1].image.size // 3
             except (ImageProblem, DataError) as problem:
-                unreadable[i] = Failure("bad_item", str(problem))
-        pending.append((batch, table.submit(items, training=False) if items else None, unreadable))
+                unreadable[len(batch) - 1] = Failure("bad_item", str(problem))
+        while pending and sum(other.pixels for other in pending) + pixels > _MOST_PIXELS:
+            settle()
+        pending.append(_Batch(batch, unreadable, table.submit(items, training=False) if items else None, pixels))
         if len(pending) == _UNDER_WAY:
             settle()
     while pending:

@@ -42,6 +42,9 @@ from retouch.use.regions import (
 
 logger = logging.getLogger(__name__)
 
+_WIDEST_EDGE = 1000
+"""Pixels of a soft edge."""
+
 Crop = Literal["auto", "mask", "none"]
 
 
@@ -106,6 +109,8 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     if request.fit not in (None, *FITS):
         raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
     _check_crop(config, request)
+    for option, text in (("--prompt", request.prompt), *(("--text", text) for text in request.texts)):
+        require_utf_8(option, text or "")
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
@@ -129,6 +134,12 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     if problem:
         raise DataError(problem.problem)
     return section, [item]
+
+
+def require_utf_8(option: str, text: str) -> None:
+    """Raises: ConfigError: a text of a terminal with bytes that are not UTF-8, which no text encoder can read."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{option}: given {text[:80]!r}, which is not UTF-8; write it in UTF-8")
 
 
 def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFiles:
@@ -200,7 +211,9 @@ def _check_crop(config: RunConfig, request: SampleRequest) -> None:
         raise ConfigError(f"--crop: given {request.crop!r}; {nearest(request.crop, allowed)}")
     if request.crop == "mask" and config.algorithm.trains_text_encoder:
         raise ConfigError("--crop: given mask, but a vlm_grpo run generates whole images; leave --crop out")
-    if request.context < 0:
+    if not 0 <= request.feather <= _WIDEST_EDGE:
+        raise ConfigError(f"--feather: given {request.feather:g}; expected 0 to {_WIDEST_EDGE} pixels")
+    if not request.context >= 0:
         raise ConfigError(
             f"--context: given {request.context:g}; expected a share of 0 or more; set 0.25 (the default)"
         )

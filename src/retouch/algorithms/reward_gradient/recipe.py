@@ -38,7 +38,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.experience import evenly_dealt
-from retouch.training.pixel_gradients import latent_gradient, refuse_lost_gradients, region_rms
+from retouch.training.pixel_gradients import divisor, latent_gradient, refuse_lost_gradients, region_rms
 from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -171,7 +171,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     )
     if algorithm.gradient_scale == "rms":
         rms, elements = region_rms(run, algorithm, rows.position, rows.gradient, rows.weight)
-        rows.coefficient /= rms * elements or 1.0
+        rows.coefficient /= divisor(rms, elements)
     return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu())
 
 

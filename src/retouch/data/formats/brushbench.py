@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import parsed, read_text
+from retouch.data.lists import is_number, parsed, read_text
 from retouch.data.remote import local_path
 from retouch.imaging import PackedImage, Pixels
 
@@ -67,7 +67,7 @@ class BrushBenchData(ImageSection):
         if not isinstance(entries, dict):
             raise DataError(f"{mapping}: holds no object of images; is it BrushBench's?")
         named = cast("dict[str, object]", entries)
-        numbered = all(key.isdecimal() for key in named)
+        numbered = all(map(is_number, named))
         found = [
             item_or_error(f"{MAPPING} {key}", self._item, key, int(key) if numbered else position, entry)
             for position, (key, entry) in enumerate(named.items())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
-from retouch.data.lists import lines_of
+from retouch.data.lists import is_number, lines_of, number_of
 from retouch.data.remote import local_path
 from retouch.disk import is_file
 
@@ -74,13 +74,14 @@ class SelfBenchData(CalligrapherData):
         head, hyphen, text = line.partition("-")
         if not hyphen or not head.strip().isdecimal():
             raise DataError(f"{line!r} is not {{number}}-{{text}}")
+        number = number_of(head.strip(), "the number")
         text, folder = _written(text, head), local_path(self.path)
-        reference = folder / f"test{int(head)}_ref.png"
+        reference = folder / f"test{number}_ref.png"
         return ItemFiles(
-            id=int(head),
+            id=number,
             prompt=self.prompt_template.replace("{text}", text),
-            source_path=folder / f"test{int(head)}_source.png",
-            mask_path=folder / f"test{int(head)}_mask.png",
+            source_path=folder / f"test{number}_source.png",
+            mask_path=folder / f"test{number}_mask.png",
             reference_path=reference if is_file(reference) else None,
             target=self.target,
             crops_reference=True,
@@ -108,7 +109,7 @@ class CrossBenchData(CalligrapherData):
             where = f"{name} line {number}"
             head, references, text = (*line.split("-", 2), "", "")[:3]
             others = [other.strip() for other in references.split(",")]
-            if not head.strip().isdecimal() or not all(other.isdecimal() for other in others):
+            if not is_number(head.strip()) or not all(map(is_number, others)):
                 items.append(ItemError(where, f"{line!r} is not {_CROSS_PATTERN}"))
                 continue
             for other in others if text.strip() else others[:1]:

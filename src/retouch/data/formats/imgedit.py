@@ -9,14 +9,12 @@ from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import fields_of, parsed, read_text, require_texts
+from retouch.data.lists import fields_of, number_of, parsed, read_text, require_texts
 from retouch.data.remote import local_path
 from retouch.disk import file_in, is_file
 from retouch.imaging import Fit
 
 LIST = "basic_edit.json"
-
-_MOST_DIGITS = 18  # of a key, which is the id of an example
 
 
 class ImgEditData(DataSection):
@@ -61,12 +59,8 @@ class ImgEditData(DataSection):
 def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
     fields = fields_of(entry)
     require_texts(fields, "id", "prompt", "edit_type")
-    if not key.isdecimal():
-        raise DataError(f"the key {key!r} must be a number")
-    if len(key) > _MOST_DIGITS:
-        raise DataError(f"the key {key[:40]!r} has {len(key)} digits; at most {_MOST_DIGITS} are read")
     return ItemFiles(
-        id=int(key),
+        id=number_of(key, "the key"),
         prompt=fields["prompt"],
         source_path=folder / fields["id"],
         metadata={"key": key, "edit_type": fields["edit_type"], "image": fields["id"]},

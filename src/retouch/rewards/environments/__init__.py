@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from retouch.config.errors import nearest
@@ -35,6 +36,15 @@ _PIP = (23, 3)
 
 _PIP_NOW = "pip>=24.1"
 _TIMEOUT_S = 3600.0
+
+_MODULE = ("-P", "-m")
+"""Runs a module of Python, and none of that name in the working directory."""
+
+_READ_S = 10.0
+"""Time in seconds for the last errors of a program that has ended; one that it started may hold the pipe open."""
+
+_KEPT = 1 << 16
+"""Bytes of the errors of a program that are kept, from their end."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +123,9 @@ def make(environment: Environment, folder: Path, torch_index: str | None = None)
     """
     if folder.exists() and not (folder / "pyvenv.cfg").is_file():
         raise ConfigError(f"--path: {folder} exists and is no virtual environment; set --path to another folder")
-    _run([sys.executable, "-m", "venv", str(folder)], f"--path: no virtual environment can be made in {folder}")
-    pip = [str(program(folder, "python")), "-m", "pip", "--disable-pip-version-check", "install"]
+    made = f"--path: no virtual environment can be made in {folder}"
+    _run([sys.executable, *_MODULE, "venv", str(folder.absolute())], made)
+    pip = [str(program(folder, "python")), *_MODULE, "pip", "--disable-pip-version-check", "install"]
     with _constraints(environment) as limits:
         wanted = list(environment.requirements)
         if torch_index:
@@ -137,7 +148,7 @@ def resolve(environment: Environment, python: str | None = None) -> dict[str, st
         ConfigError: no releases fit together, or no index.
     """
     with tempfile.TemporaryDirectory(prefix="retouch-env-") as folder, _constraints(environment) as limits:
-        pip = [python or _with_new_pip(Path(folder)), "-m", "pip", "--disable-pip-version-check", "install"]
+        pip = [python or _with_new_pip(Path(folder)), *_MODULE, "pip", "--disable-pip-version-check", "install"]
         report = Path(folder) / "report.json"
         wanted = [*environment.requirements, *(own_dependencies(environment.extras) if environment.extras else ())]
         options = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(report), "-c", limits]
@@ -193,9 +204,10 @@ def _with_new_pip(folder: Path) -> str:
         major, minor = 0, 0
     if (major, minor) >= _PIP:
         return sys.executable
-    _run([sys.executable, "-m", "venv", str(folder / "pip")], "no temporary environment can be made")
+    _run([sys.executable, *_MODULE, "venv", str(folder / "pip")], "no temporary environment can be made")
     python = str(program(folder / "pip", "python"))
-    _run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", _PIP_NOW], "pip cannot be updated")
+    update = [python, *_MODULE, "pip", "--disable-pip-version-check", "install", "--quiet", _PIP_NOW]
+    _run(update, "pip cannot be updated")
     return python
 
 
@@ -206,12 +218,29 @@ def _run(command: Sequence[str], problem: str) -> None:
         ConfigError: it failed; with the last line of its errors.
     """
     logger.info("%s", shlex.join(command))
+    end = bytearray()
     try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_TIMEOUT_S)
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+            reader = Thread(target=_keep_end, args=(process.stderr, end), daemon=True)
+            reader.start()
+            try:
+                code = process.wait(_TIMEOUT_S)
+            except BaseException:
+                process.kill()
+                raise
+            reader.join(_READ_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{problem}: no end after {_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
-        raise ConfigError(
-            f"{problem}: {lines[-1].removeprefix('ERROR: ') if lines else f'exit code {done.returncode}'}"
-        )
+    except OSError as error:
+        raise ConfigError(f"{problem}: {command[0]}: {(error.strerror or str(error)).lower()}") from None
+    if code:
+        told = end.decode("utf-8", "replace").splitlines()
+        lines = [line for line in told if line.startswith("ERROR:")] or told
+        raise ConfigError(f"{problem}: {lines[-1].removeprefix('ERROR: ') if lines else f'exit code {code}'}")
+
+
+def _keep_end(stream: IO[bytes], end: bytearray) -> None:
+    """Read a stream to its end, of which the last bytes are kept."""
+    while part := stream.read1(_KEPT):  # type: ignore[attr-defined]
+        end += part
+        del end[:-_KEPT]
