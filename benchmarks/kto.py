@@ -2,6 +2,8 @@
 
 The labels: 480 samples of the base, one for each word, good if OCR reads at most one letter of four wrong (two of four
 for Stable Diffusion, whose samples are worse). KTO trains on both labels (configs/tiny/*_kto.yaml), three seeds.
+The control, `sft good`, are supervised steps on the good samples alone: the same images per step, learning rate and
+schedule, for as many forwards.
 Forwards are those of training; held-out words, seeds and solver are those of benchmarks/algorithms.py.
 
     python benchmarks/kto.py --out benchmarks/results/kto.json                    # 3 seeds
@@ -33,6 +35,7 @@ from retouch.types import Score
 from retouch.use.comparison import gains
 
 FAMILIES = ("flux_fill", "sd_inpaint")
+ARMS = ("kto", "sft good")
 WORDS, SEED = 480, 4
 GOOD = {"flux_fill": 0.75, "sd_inpaint": 0.5}
 """NED from which a sample of a base is labelled good."""
@@ -42,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--labels", choices=FAMILIES, help="write the labelled samples of one base, run nothing")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path("runs/kto"), help="folder for data and runs")
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
@@ -52,21 +56,21 @@ def main() -> None:
     if arguments.labels:
         make_labels(arguments.labels, arguments.work)
         return
-    for seed, family in product(arguments.seeds, arguments.families):
+    for arm, seed, family in product(arguments.arms, arguments.seeds, arguments.families):
         make_labels(family, arguments.work)
-        row = trained(family, seed, arguments.work, arguments.set)
+        row = trained(family, arm, seed, arguments.work, arguments.set)
         rows = sorted([r for r in rows if r["run"] != row["run"]] + [row], key=order)
         if arguments.out:
             write(rows, arguments.out)
     print(table(rows))
 
 
-def order(row: Row) -> tuple[int, int]:
-    return FAMILIES.index(row["family"]), row["seed"]
+def order(row: Row) -> tuple[int, int, int]:
+    return FAMILIES.index(row["family"]), ARMS.index(row["arm"]), row["seed"]
 
 
-def config_file(family: str) -> Path:
-    return REPOSITORY / f"configs/tiny/{family}_kto.yaml"
+def config_file(family: str, arm: str = "kto") -> Path:
+    return REPOSITORY / f"configs/tiny/{family}_{arm.split()[0]}.yaml"
 
 
 # --- labels ---
@@ -113,10 +117,31 @@ def reward_item(one: dict[str, Any]) -> RewardItem:
 # --- runs ---
 
 
-def trained(family: str, seed: int, work: Path, changed: Sequence[str]) -> Row:
-    """Train on the labels and measure the run."""
-    file, labels, name = config_file(family), work / family / "labels.json", f"{family}-kto-{seed}"
-    overrides = [f"data.path={labels}", *changed]
+def control(family: str, work: Path) -> list[str]:
+    """Overrides that make the published file of supervised steps the control of KTO."""
+    kto, good = load_run(config_file(family)), work / family / "good.json"
+    entries = json.loads((work / family / "labels.json").read_text(encoding="utf-8"))
+    kept = [{k: v for k, v in one.items() if k != "label"} for one in entries if one["label"] == "good"]
+    good.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    optimizer = kto.optimizer
+    images = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+    shared = [
+        f"optimizer.lr={optimizer.lr}",
+        f"optimizer.schedule={optimizer.schedule}",
+        f"optimizer.batch_size_per_device={images}",
+        "optimizer.gradient_accumulation=1",
+    ]
+    each = derive(load_run(config_file(family, "sft good"), shared)).forwards_per_image
+    steps = round(kto.training.max_steps * derive(kto).forwards_per_image / each)
+    data = f"data={{format: manifest, path: {good}, resolution: [32, 64]}}"
+    return [data, *shared, f"training.max_steps={steps}"]
+
+
+def trained(family: str, arm: str, seed: int, work: Path, changed: Sequence[str]) -> Row:
+    """Train on the labels, or on the good samples, and measure the run."""
+    file, labels = config_file(family, arm), work / family / "labels.json"
+    name = f"{family}-{arm.replace(' ', '-')}-{seed}"
+    overrides = [*([f"data.path={labels}"] if arm == "kto" else control(family, work)), *changed]
     options = [f"name={name}", f"seed={seed}", f"logging.dir={work}", "training.eval_every=20", "resume=auto"]
     environment = {"DATA_PATH": str(work / "data"), "LABELS_PATH": str(labels)}
     retouch("train", str(file), *options, *overrides, **environment)
@@ -126,13 +151,13 @@ def trained(family: str, seed: int, work: Path, changed: Sequence[str]) -> Row:
     steps = [r for r in read_metrics(work / name / "metrics.jsonl") if r["kind"] == "train"]
     images = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation * len(steps)
     return {
-        "run": name, "family": family, "arm": "kto", "seed": seed,
+        "run": name, "family": family, "arm": arm, "seed": seed,
         "inputs": inputs(file, overrides=overrides[1:]),
         "labels": {label: sum(one["label"] == label for one in counted) for label in ("good", "bad")},
         "forwards": round(images * derive(run).forwards_per_image),
         "held_out": {n: {m: round(e.means()[m], 4) for m in MEASURES} for n, e in points.items() if n != "warmed up"},
         "gain": {m: [round(v, 4) for v in gain[m]] for m in MEASURES},
-        "label_margin": [round(r["label_margin"], 5) for r in (steps[0], steps[-1])],
+        "label_margin": [round(r["label_margin"], 5) for r in (steps[0], steps[-1]) if "label_margin" in r],
         "seconds": round(sum(r["time"]["step"] - r["time"]["eval"] - r["time"]["checkpoint"] for r in steps), 1),
     }  # fmt: skip
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -20,6 +22,7 @@ ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/kto.js
     "rows"
 ]
 KTO = [row for row in ROWS if row["arm"] == "kto"]
+CONTROL = [row for row in ROWS if row["arm"] == "sft good"]
 
 
 def test_the_runs_are_of_the_run_files_and_bases_in_the_tree() -> None:
@@ -43,3 +46,17 @@ def test_ned_rises_on_every_seed() -> None:
         assert row["gain"]["ocr.ned"][1] > 0 and last["glyph_correlation"] > base["glyph_correlation"]
         assert last["outside_l1"] < 2 * base["outside_l1"]
         assert row["label_margin"][0] == 0 and row["label_margin"][1] > 0
+
+
+def test_the_control_has_the_forwards_of_kto() -> None:
+    """Within one step; on the good samples alone it gains more on FLUX.1-Fill and less on Stable Diffusion, as the page
+    states."""
+    assert [(row["family"], row["seed"]) for row in CONTROL] == [(row["family"], row["seed"]) for row in KTO]
+    for control, row in zip(CONTROL, KTO, strict=True):
+        assert control["forwards"] == pytest.approx(row["forwards"], rel=0.01) and control["labels"] == row["labels"]
+        assert control["label_margin"] == []
+        gains = [one["gain"]["ocr.ned"] for one in (control, row)]
+        if row["family"] == "flux_fill":
+            assert gains[0][1] > gains[1][2]
+        else:
+            assert gains[0][1] < 0 < gains[1][1] and gains[0][0] < gains[1][0]
