@@ -21,22 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the cells of the tests
 
 from tests.algorithms import test_cells, test_ip_adapter, test_killed  # noqa: E402
+from tools.titles import ALGORITHMS  # noqa: E402
 
 from retouch.families import FAMILIES  # noqa: E402
 
 BEGIN, END = "<!-- families: written by tools/family_pages.py -->", "<!-- /families -->"
-
-COLUMNS = {
-    "sft": "SFT",
-    "grpo": "GRPO",
-    "ppo": "PPO",
-    "dpo": "DPO",
-    "kto": "KTO",
-    "nft": "DiffusionNFT",
-    "reward_gradient": "reward gradients",
-    "vlm_grpo": "VLM-GRPO",
-}
-"""Algorithm -> head of its column."""
 
 LETTERS = "LFAT"
 """What is trained: LoRA, all weights, a style adapter, the text encoder."""
@@ -73,9 +62,9 @@ def trained() -> set[tuple[str, str, str]]:
 
 def matrix() -> str:
     cells = trained()
-    lines = ["", "| model | task | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = ["", "| model | task | " + " | ".join(ALGORITHMS.values()) + " |", "|---" * (len(ALGORITHMS) + 2) + "|"]
     for page in families():
-        letters = [[x for x in LETTERS if (page.family, name, x) in cells] for name in COLUMNS]
+        letters = [[x for x in LETTERS if (page.family, name, x) in cells] for name in ALGORITHMS]
         row = " | ".join(" ".join(cell) or "-" for cell in letters)
         lines.append(f"| {page.title} (`{page.family}`) | {', '.join(page.tasks)} | {row} |")
     return "\n".join([*lines, ""])

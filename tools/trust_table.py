@@ -17,20 +17,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.titles import ALGORITHMS  # noqa: E402
+
 PAGE = ROOT / "docs/trust.md"
 RESULTS = ROOT / "benchmarks/results"
 
-NAMES = {
-    "sft": "SFT",
-    "grpo": "GRPO",
-    "ppo": "PPO",
-    "dpo": "DPO",
-    "kto": "KTO",
-    "nft": "DiffusionNFT",
-    "reward_gradient": "reward gradients",
-    "vlm_grpo": "VLM-GRPO",
-    "grpo_server": "GRPO with `url: auto`",
-}
+NAMES = ALGORITHMS | {"grpo_server": "GRPO with `url: auto`"}
 
 WAYS = ("SIGKILL", "SIGKILL, writing", "SIGTERM", "SIGHUP", "SLURM", "server")
 

@@ -20,7 +20,7 @@ def test_the_matrix_is_what_the_tests_train() -> None:
     shown = {
         (family, name, letter)
         for family, cells in rows
-        for name, cell in zip(family_pages.COLUMNS, cells.split(" | "), strict=True)
+        for name, cell in zip(family_pages.ALGORITHMS, cells.split(" | "), strict=True)
         for letter in cell.replace("-", "").split()
     }
     assert shown == family_pages.trained()
