@@ -1,0 +1,25 @@
+"""The committed measurement of `benchmarks/text_encoders.py`, and that the script runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+from text_encoders import PROMPTS, measure  # noqa: E402
+
+RESULT = json.loads((REPOSITORY / "benchmarks/results/text_encoders.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_holds_the_measured_ratio() -> None:
+    assert RESULT["ratio"] >= 0.98 and RESULT["moves"] == {"for each prompt": 2 * PROMPTS, "once": 2}
+    assert f"{RESULT['ratio']:.2f} x" in (REPOSITORY / "docs/speed.md").read_text(encoding="utf-8")
+
+
+def test_encoders_are_moved_once_for_all_prompts_and_encode_the_same() -> None:
+    found = measure(released=False, device="cpu", repetitions=1, prompts=3)
+    assert found["moves"] == {"for each prompt": 6, "once": 2}
+    assert found["bytes_moved"]["for each prompt"] == 3 * found["bytes_moved"]["once"] > 0
