@@ -46,4 +46,4 @@ def test_a_stale_entry_is_seen(tree: Path) -> None:
 def test_a_fault_is_one_replacement(tree: Path) -> None:
     GOOD.apply(tree)
     assert GOOD.path(tree).read_text() == "x = 3\ny = 2\ny = 2\n"
-    assert exists("t.py::test_a", tree) and not exists("t.py::test_b", tree)
+    assert exists("t.py::test_a", tree) and exists("t.py::test_a[case]", tree) and not exists("t.py::test_b", tree)

@@ -91,8 +91,8 @@ def problems(mutant: Mutant, root: Path = ROOT) -> list[str]:
 
 
 def exists(test: str, root: Path) -> bool:
-    """Whether "tests/file.py::test_name" is a function of that file."""
-    file, _, name = test.partition("::")
+    """Whether "tests/file.py::test_name", with or without the "[id]" of a case, is a function of that file."""
+    file, _, name = test.partition("[")[0].partition("::")
     if not (root / file).is_file():
         return False
     tree = ast.parse((root / file).read_text(encoding="utf-8"))
