@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from retouch.families.base import FamilySpec
+from retouch.families.base import FamilySpec, require_variant
 from retouch.families.flux2.spec import FACTS, Flux2Section, networks, released
 from retouch.families.qwen3.spec import QWEN3_4B
 
@@ -53,13 +53,7 @@ class Flux2KleinModel(Flux2Section):
 
     @model_validator(mode="after")
     def _path_is_of_the_variant(self) -> Self:
-        for variant, hub_ids in RELEASED.items():
-            if self.path in hub_ids and variant != self.variant:
-                other = RELEASED[self.variant][hub_ids.index(self.path)]
-                raise ValueError(
-                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set model.variant={variant}, "
-                    f"or model.path={other}"
-                )
+        require_variant(self.path, self.variant, RELEASED)
         return self
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from retouch.config.base import Text
-from retouch.families.base import FamilySpec, patches
+from retouch.families.base import FamilySpec, patches, require_variant
 from retouch.families.qwen.spec import FACTS, QwenSection
 
 if TYPE_CHECKING:
@@ -59,12 +59,7 @@ class QwenImageEditModel(QwenSection):
 
     @model_validator(mode="after")
     def _path_is_of_the_variant(self) -> Self:
-        for variant, released in RELEASED.items():
-            if self.path in released and variant != self.variant:
-                raise ValueError(
-                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set "
-                    f"{RELEASED[self.variant][-1]}"
-                )
+        require_variant(self.path, self.variant, RELEASED)
         return self
 
     @property

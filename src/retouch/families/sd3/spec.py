@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from retouch.families.base import FamilySpec, ModelSection
+from retouch.families.base import FamilySpec, ModelSection, require_variant
 
 Sd3Variant = Literal["medium", "large", "large_turbo"]
 
@@ -127,12 +127,7 @@ class Sd3Model(ModelSection):
 
     @model_validator(mode="after")
     def _path_is_of_the_variant(self) -> Self:
-        for variant, released in RELEASED.items():
-            if self.path == released and variant != self.variant:
-                raise ValueError(
-                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set model.variant={variant}, "
-                    f"or model.path={RELEASED[self.variant]}"
-                )
+        require_variant(self.path, self.variant, {variant: (hub_id,) for variant, hub_id in RELEASED.items()})
         return self
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from retouch.config.base import Positive
-from retouch.families.base import FamilySpec, ModelSection
+from retouch.families.base import FamilySpec, ModelSection, require_variant
 from retouch.families.qwen3.spec import QWEN3_4B
 
 ZImageVariant = Literal["base", "turbo"]
@@ -79,12 +79,7 @@ class ZImageModel(ModelSection):
 
     @model_validator(mode="after")
     def _path_is_of_the_variant(self) -> Self:
-        for variant, released in RELEASED.items():
-            if self.path == released and variant != self.variant:
-                raise ValueError(
-                    f"path: given {self.path!r}, but model.variant is {self.variant!r}; set model.variant={variant}, "
-                    f"or model.path={RELEASED[self.variant]}"
-                )
+        require_variant(self.path, self.variant, {variant: (hub_id,) for variant, hub_id in RELEASED.items()})
         return self
 
     @property

@@ -27,6 +27,7 @@ from retouch.rewards.scorers.judged import (
     integer_schema,
     read_integers,
     read_object,
+    require_prompts,
     schema_of,
     whole,
 )
@@ -119,12 +120,7 @@ class ComplexEditReward(JudgeEntry):
 
     @model_validator(mode="after")
     def _has_its_prompts(self) -> ComplexEditReward:
-        if self.wording == "published" and self.prompts is None and self.is_made_here:
-            raise ValueError(f"prompts: not set with wording=published; set it to your copy of {_WHERE}")
-        if self.wording == "own" and self.prompts is not None:
-            raise ValueError(
-                f"prompts: given {self.prompts!r} with wording=own; set wording=published, or leave it out"
-            )
+        require_prompts(self, self.wording, self.prompts, _WHERE)
         return self
 
     def make(self) -> ComplexEditScorer:

@@ -8,7 +8,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import model_validator
@@ -74,6 +74,21 @@ class JudgeEntry(RewardEntry):
         if self.budget_dollars is not None and not self.price_in + self.price_out:
             raise ValueError("budget_dollars: given without prices; set price_in and price_out")
         return self
+
+
+def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], prompts: str | None, where: str) -> None:
+    """Check that `prompts` is set with wording=published, and only with it.
+
+    Args:
+        where: what `prompts` must be a copy of.
+
+    Raises:
+        ValueError: "prompts: ...; set ...".
+    """
+    if wording == "published" and prompts is None and entry.is_made_here:
+        raise ValueError(f"prompts: not set with wording=published; set it to your copy of {where}")
+    if wording == "own" and prompts is not None:
+        raise ValueError(f"prompts: given {prompts!r} with wording=own; set wording=published, or leave it out")
 
 
 Judged = TypeVar("Judged", bound=JudgeEntry)

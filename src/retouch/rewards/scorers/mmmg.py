@@ -22,7 +22,7 @@ from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, schema_of
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
 from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
@@ -44,6 +44,8 @@ _QUESTION = (
     "Entails: a is shown to lead to b. Causes: a is shown to bring about b. TemporalOrder: a is shown to come before "
     "b."
 )
+
+_WHERE = "MMMG's question (mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
 
 _GRAPH_SLOT = "[ELEM_DEPEND]"
 """Place of the graph and the annotation in the published question."""
@@ -102,15 +104,7 @@ class MmmgReward(JudgeEntry):
 
     @model_validator(mode="after")
     def _has_its_prompts(self) -> MmmgReward:
-        if self.wording == "published" and self.prompts is None and self.is_made_here:
-            raise ValueError(
-                "prompts: not set with wording=published; set it to your copy of MMMG's question "
-                "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
-            )
-        if self.wording == "own" and self.prompts is not None:
-            raise ValueError(
-                f"prompts: given {self.prompts!r} with wording=own; set wording=published, or leave it out"
-            )
+        require_prompts(self, self.wording, self.prompts, _WHERE)
         return self
 
     def advice(self, name: str) -> list[str]:

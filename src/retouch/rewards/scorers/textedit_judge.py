@@ -24,7 +24,7 @@ from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, schema_of
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
 from retouch.types import Failure, Outcome, Score
 
 PARTS = ("text_accuracy", "text_preservation", "scene_integrity", "local_realism", "visual_coherence")
@@ -89,12 +89,7 @@ class TextEditJudgeReward(JudgeEntry):
 
     @model_validator(mode="after")
     def _has_its_prompts(self) -> TextEditJudgeReward:
-        if self.wording == "published" and self.prompts is None and self.is_made_here:
-            raise ValueError(f"prompts: not set with wording=published; set it to your copy of {_WHERE}")
-        if self.wording == "own" and self.prompts is not None:
-            raise ValueError(
-                f"prompts: given {self.prompts!r} with wording=own; set wording=published, or leave it out"
-            )
+        require_prompts(self, self.wording, self.prompts, _WHERE)
         return self
 
     def example_images(self) -> frozenset[str]:
