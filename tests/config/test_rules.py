@@ -89,8 +89,10 @@ ELEMENTS = [
     (
         "model",
         "{family: qwen_image_edit, path: Qwen/Qwen-Image-Edit-2509}",
-        "model.path: given 'Qwen/Qwen-Image-Edit-2509', but model.variant is 'edit'; set model.variant=edit_plus, or "
-        "model.path=Qwen/Qwen-Image-Edit",
+        (
+            "model.path: given 'Qwen/Qwen-Image-Edit-2509', but model.variant is 'edit'; set model.variant=edit_plus, "
+            "or model.path=Qwen/Qwen-Image-Edit"
+        ),
     ),
     (
         "model.train",
