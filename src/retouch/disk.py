@@ -94,9 +94,13 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path, option: str = "--out") -> Iterator[None]:
     """Within it, no other process gets here for the same folder. The kernel ends the lock with this process; on file
     systems and machines without locks there is none.
+
+    Args:
+        folder: exists.
+        option: sets the folder, for the message.
 
     Raises:
         ConfigError: another process is there.
@@ -112,7 +116,7 @@ def only_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{folder}: another process is writing there; wait for it, or choose another --out"
+                f"{folder}: another process is writing there; wait for it, or choose another {option}"
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):

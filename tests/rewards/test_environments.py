@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from retouch.cli import app
 from retouch.config import ConfigError
+from retouch.disk import only_writer
 from retouch.rewards import REWARDS
 from retouch.rewards import environments as module
 from retouch.rewards.environments import environment_of, environments, make, own_dependencies, own_requirement, resolve
@@ -87,9 +88,21 @@ def test_a_judge_server_has_no_retouch(ran: list[list[str]], tmp_path: Path) -> 
 
 
 def test_a_folder_with_other_files_is_kept(ran: list[list[str]], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exists and is no virtual environment; set --path"):
-        make(environments()["imscore"], tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    for folder in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ConfigError, match="exists and is no virtual environment; set --path"):
+            make(environments()["imscore"], folder)
     assert not ran
+
+
+def test_one_process_makes_an_environment_at_a_time(ran: list[list[str]], tmp_path: Path) -> None:
+    folder = tmp_path / "e"
+    folder.mkdir()
+    with only_writer(folder), pytest.raises(ConfigError, match=r"another process .* choose another --path"):
+        make(environments()["imscore"], folder)
+    assert not ran
+    make(environments()["imscore"], folder)  # an empty folder, as of one that was killed early
+    assert ran
 
 
 def test_a_dry_run_installs_nothing(ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from retouch.config.errors import nearest
+from retouch.disk import only_writer, writing
 from retouch.errors import ConfigError
 from retouch.rewards import REWARDS
 
@@ -119,10 +120,18 @@ def make(environment: Environment, folder: Path, torch_index: str | None = None)
         torch_index: package index of `environment.paired`; None: of the configured index.
 
     Raises:
-        ConfigError: the folder exists and is no such environment, or pip failed.
+        ConfigError: the folder holds other files, another process makes an environment in it, or pip failed.
     """
-    if folder.exists() and not (folder / "pyvenv.cfg").is_file():
+    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not empty and not (folder / "pyvenv.cfg").is_file():
         raise ConfigError(f"--path: {folder} exists and is no virtual environment; set --path to another folder")
+    with writing(folder, "--path"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with only_writer(folder, "--path"):
+        _make(environment, folder, torch_index)
+
+
+def _make(environment: Environment, folder: Path, torch_index: str | None) -> None:
     made = f"--path: no virtual environment can be made in {folder}"
     _run([sys.executable, *_MODULE, "venv", str(folder.absolute())], made)
     pip = [str(program(folder, "python")), *_MODULE, "pip", "--disable-pip-version-check", "install"]
