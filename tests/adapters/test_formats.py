@@ -232,6 +232,10 @@ BROKEN = {
         _set("image_proj.norm.bias", torch.zeros(64, dtype=torch.int64)),
         r"no weights: image_proj\.norm\.bias",
     ),
+    "not a number": (
+        lambda tensors: tensors["image_proj.norm.bias"].__setitem__(7, torch.nan),
+        r"image_proj\.norm\.bias contains NaN or Inf$",
+    ),
 }
 
 

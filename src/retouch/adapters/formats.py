@@ -152,8 +152,8 @@ def read_adapter(path: Path) -> AdapterFile:
     Calligrapher's own loader does; `unused` names them, and the caller reports them.
 
     Raises:
-        AdapterFileError: no such file, a pickle that holds more than tensors, or keys and shapes that do not fit
-            together. An adapter is never loaded in part.
+        AdapterFileError: no such file, a pickle that holds more than tensors, keys and shapes that do not fit together,
+            or NaN. An adapter is never loaded in part.
     """
     if path.is_dir():
         path = newest_weights(path)
@@ -180,6 +180,9 @@ def read_adapter(path: Path) -> AdapterFile:
     expected = shape.tensors()
     unused = tuple(name for key, name in names.items() if key not in expected and not _adds_to(key, expected))
     _same_keys({key: t for key, t in tensors.items() if names[key] not in unused}, expected, path)
+    for key in expected:
+        if not bool(tensors[key].float().isfinite().all()):  # fp8 has no isfinite
+            raise AdapterFileError(f"{path}: {names[key]} contains NaN or Inf")
     file = AdapterFile({key: tensors[key] for key in expected}, shape, metadata, unused)
     blocks, scale = len(shape.inner), cast(Any, file.scale)
     if (
