@@ -229,6 +229,10 @@ ELEVEN = {
     },
     "Signals, logs, links and web pages": {
         "SIGTERM, SIGHUP while a model loads": ("test_bad_input.py", "test_a_signal_while_the_model_loads_is_a_stop"),
+        "SIGTERM while rewards are computed": (
+            "algorithms/test_grpo.py",
+            "test_a_signal_while_rewards_are_computed_stops_before_they_are_in",
+        ),
         "SIGTERM in training": ("algorithms/test_resume.py", "test_sigterm_stops_cleanly_and_resumes_bitwise"),
         "the server of `url: auto`": (
             "rewards/test_launch.py",
@@ -331,6 +335,14 @@ FINDINGS = {
     "The run file within a damaged state ended a resume in a traceback": (
         "engine/test_integrity.py",
         "test_a_run_file_of_a_state_that_is_none",
+    ),
+    "A style adapter with NaN was noticed at the first gradient": (
+        "adapters/test_formats.py",
+        "test_a_file_that_is_not_whole_is_refused_before_the_model_is_touched",
+    ),
+    "Two `retouch reward env` for one folder ran into each other": (
+        "rewards/test_environments.py",
+        "test_one_process_makes_an_environment_at_a_time",
     ),
     "A LoRA with factors of another number of dimensions, or a config that is none, ended in a traceback": (
         "adapters/test_initial_lora.py",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -26,7 +29,8 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.training import evaluation
+from retouch.rewards.table import PendingScores, RewardTable
+from retouch.training import evaluation, rollouts
 from retouch.training.build import build
 from retouch.training.scoring import RewardOutage
 from retouch.training.session import Session
@@ -511,6 +515,33 @@ def test_a_signal_that_another_process_got_stops_this_one_resumable(
         recipe("grpo")(run)
     run.close()
     assert stopped.value.code == 3
+
+
+def test_a_signal_while_rewards_are_computed_stops_before_they_are_in(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, late = RewardTable.submit, list[threading.Timer]()
+
+    def submit(self: RewardTable, items: Any, *, training: bool = True) -> PendingScores:
+        pending = real(self, items, training=training)
+        if not training:
+            return pending
+        if not late:
+            late.append(threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)))
+            late[0].start()
+        return replace(pending, parts={place: Future() for place in pending.parts})  # never in
+
+    whole, _ = train(config(training__max_steps=1, name="whole"))
+    with monkeypatch.context() as slow:
+        slow.setattr(RewardTable, "submit", submit)
+        slow.setattr(rollouts, "LOOK_S", 0.05)
+        run = build(config(training__max_steps=1))
+        with pytest.raises(Stopped, match="received SIGTERM at step 0") as stopped:
+            recipe("grpo")(run)
+        run.close()
+    assert stopped.value.code == 3
+    again, _ = train(config(training__max_steps=1, resume="auto"))
+    assert same_weights(weights(again), weights(whole))
 
 
 @pytest.mark.usefixtures("whole")

@@ -109,11 +109,15 @@ class PendingScores:
         """Whether all of them are in."""
         return all(future.done() for future in self.parts.values())
 
+    @property
+    def counted(self) -> list[Future[dict[str, list[Outcome]]]]:
+        """Those that count."""
+        return [future for place, future in self.parts.items() if place.kind == "counts"]
+
     def wait(self) -> None:
         """Wait for those that count."""
-        for place, future in self.parts.items():
-            if place.kind == "counts":
-                future.result()
+        for future in self.counted:
+            future.result()
 
     def result(self, until: float | None = None) -> Scores:
         """Wait for all of them and apply the gates.

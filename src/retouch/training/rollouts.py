@@ -29,6 +29,7 @@ from retouch.training.scoring import (
     PendingBatch,
     RewardOutage,
     Tally,
+    arrived,
     gather_rewards,
     items_of,
     judge_statistics,
@@ -41,6 +42,9 @@ from retouch.training.scoring import (
 )
 from retouch.training.session import Session
 from retouch.types import Scores, Trajectory
+
+LOOK_S = 1.0
+"""Seconds between two looks at requests to stop, while rewards are computed."""
 
 
 @dataclass
@@ -151,12 +155,26 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
 
     Raises:
         RewardOutage: on every process.
-        Stopped: asked to stop between batches.
+        Stopped: asked to stop between batches, or while rewards are computed.
     """
-    run = session.run
     result = sample_groups(session, algorithm, examples, policy)
-    result.scores = settle_together(run, result.batches)
+    await_rewards(session, result.batches)
+    result.scores = settle_together(session.run, result.batches)
     return result
+
+
+def await_rewards(session: Session, batches: Sequence[PendingBatch]) -> None:
+    """Until the rewards of all processes are in, looking for requests to stop: a judge may take minutes.
+
+    Raises:
+        Stopped: asked to stop.
+    """
+    while True:
+        with session.run.clock.part("reward_wait"):
+            late = session.run.engine.any(not arrived(batches, LOOK_S))
+        if not late:
+            return
+        session.check_stop()
 
 
 def settle_together(run: Run, batches: Sequence[PendingBatch]) -> list[Scores]:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,12 @@ def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
     remedy = [start_servers(started_elsewhere)] if started_elsewhere else []
     raise RewardOutage("rewards are not ready: " + "; ".join([*problems, *remedy]))
+
+
+def arrived(batches: Sequence[PendingBatch], timeout_s: float) -> bool:
+    """Wait for the rewards that count, so long at most -> whether all of them are in."""
+    counted = [future for batch in batches for future in batch.scores.counted]
+    return not futures.wait(counted, timeout_s).not_done
 
 
 def settle(

@@ -290,7 +290,7 @@ class Session:
         self._stop_if_asked(left)
 
     def check_stop(self) -> None:
-        """Between rollout batches: stop now, at the state before this epoch's rollouts.
+        """Between rollout batches, and while rewards are computed: stop now, at the state before this epoch's rollouts.
 
         Raises:
             Stopped: on a signal or when the time is up.
