@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,27 @@ def test_an_evaluation_that_met_an_outage_is_made_up_for(config: Config, scripte
     run, records = train(config(**shape))
     assert [r["step"] for r in of_kind(records, "eval")] == [0, 2, 4]
     assert (run.rewards.asked, run.rewards.failed) == (8, 0)  # four images an epoch, of both processes
+
+
+def test_an_outage_is_not_waited_out_after_a_signal(config: Config, scripted: Use) -> None:
+    asked: list[float] = []
+
+    def away(item: RewardItem) -> Outcome:
+        if (item.group or 0) >= 200:
+            return brightness(item)
+        if not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        asked.append(time.monotonic())
+        return Failure("unavailable", "gone", retryable=True)
+
+    scripted(away)
+    begun = config(training__max_steps=1, reward_client={"outage_wait_s": 600.0}, resume="auto")
+    with pytest.raises(Stopped, match="asked to stop while rewards were unavailable: unavailable x 4") as stopped:
+        train(begun)
+    assert stopped.value.code == 3 and time.monotonic() - asked[0] < 60
+    scripted(brightness)
+    _, records = train(begun)
+    assert [r["step"] for r in of_kind(records, "train")] == [1]
 
 
 def test_images_that_are_thrown_away_are_not_counted(config: Config, scripted: Use) -> None:

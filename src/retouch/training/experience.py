@@ -225,7 +225,7 @@ class Arrivals:
         session, run, chosen = self._session, self._session.run, set(examples)
         numbers = [number for number, example in enumerate(self._examples) if example in chosen]
         try:
-            settled = settle_together(run, [self._rollouts.batches[number] for number in numbers])
+            settled = settle_together(session, [self._rollouts.batches[number] for number in numbers])
             self._scores |= zip(numbers, settled, strict=True)
             tally = accepted(run, *self._of(sorted(self._scores)))
         except (RewardOutage, FailureRateExceeded):

@@ -159,7 +159,7 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     """
     result = sample_groups(session, algorithm, examples, policy)
     await_rewards(session, result.batches)
-    result.scores = settle_together(session.run, result.batches)
+    result.scores = settle_together(session, result.batches)
     return result
 
 
@@ -177,16 +177,16 @@ def await_rewards(session: Session, batches: Sequence[PendingBatch]) -> None:
         session.check_stop()
 
 
-def settle_together(run: Run, batches: Sequence[PendingBatch]) -> list[Scores]:
+def settle_together(session: Session, batches: Sequence[PendingBatch]) -> list[Scores]:
     """The scores of batches of this process.
 
     Raises:
         RewardOutage: on every process.
     """
-    scores, stopped = list[Scores](), None
+    run, scores, stopped = session.run, list[Scores](), None
     with run.clock.part("reward_wait"):
         try:
-            scores = settle(run.rewards, batches, run.config.reward_client)
+            scores = settle(run.rewards, batches, run.config.reward_client, stop_heard=session.stop_heard)
         except RewardOutage as error:
             stopped = error
     raise_together(stopped, run.engine.any)

@@ -105,21 +105,27 @@ def arrived(batches: Sequence[PendingBatch], timeout_s: float) -> bool:
 
 
 def settle(
-    table: RewardTable, batches: Sequence[PendingBatch], config: RewardClientConfig, *, training: bool = True
+    table: RewardTable,
+    batches: Sequence[PendingBatch],
+    config: RewardClientConfig,
+    *,
+    training: bool = True,
+    stop_heard: Callable[[], bool] = lambda: False,
 ) -> list[Scores]:
     """Wait for every batch. A reward of weight 0 is only logged: an outage of it is not waited out, its failures stop
     nothing.
 
     Args:
         training: false for an evaluation, which waits for rewards that are only logged, too.
+        stop_heard: whether an outage is not to be waited out any longer.
 
     Raises:
-        RewardOutage: servers that did not come back within `outage_wait_s`.
+        RewardOutage: servers that did not come back within `outage_wait_s`, or before a request to stop.
     """
     for batch in batches:
         batch.scores.wait()
     until = _logged_until(config, training)
-    scores = [_settle_one(table, batch, config, until, training) for batch in batches]
+    scores = [_settle_one(table, batch, config, until, training, stop_heard) for batch in batches]
     counted = rewards_of(_names(scores, counted=True), scores)
     if counted.failures:
         lost = int((~counted.valid).any(1).sum())
@@ -143,13 +149,20 @@ def raise_together(failed: RewardOutage | None, any_rank: Callable[[bool], bool]
 
 
 def _settle_one(
-    table: RewardTable, batch: PendingBatch, config: RewardClientConfig, until: float | None, training: bool
+    table: RewardTable,
+    batch: PendingBatch,
+    config: RewardClientConfig,
+    until: float | None,
+    training: bool,
+    stop_heard: Callable[[], bool],
 ) -> Scores:
     scores = batch.scores.result(until)
     columns = {name: list(column) for name, column in scores.outcomes.items()}
     deadline = time.monotonic() + config.outage_wait_s
     while away := _unavailable(columns, scores):
         left = deadline - time.monotonic()
+        if stop_heard():
+            raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(away.values()))}")
         if left <= 0:
             raise RewardOutage(
                 f"rewards stayed unavailable for reward_client.outage_wait_s = {config.outage_wait_s:g} s: "

@@ -297,6 +297,10 @@ class Session:
         """
         self._stop_if_asked(_nothing)
 
+    def stop_heard(self) -> bool:
+        """Whether this process got a signal to stop; others may not have."""
+        return self._stops.heard
+
     def probe_rewards(self) -> None:
         """Every `probe_every` epochs, check that the scorers still give the same images the same rewards."""
         client, rewards = self.config.reward_client, self.run.rewards

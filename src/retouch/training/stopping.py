@@ -68,6 +68,11 @@ class StopRequests:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @property
+    def heard(self) -> bool:
+        """Whether this process got a signal; others may not have."""
+        return self._signal is not None
+
     def asked(self) -> tuple[str, int] | None:
         """Reason and exit code, the same on every process; None to continue. Each request may have reached some
         processes only."""
