@@ -391,6 +391,25 @@ def test_using_it_reports_failed_rewards_and_goes_on(parts_of: Any) -> None:
         assert isinstance(one.outcomes["letters"][0], Failure) and isinstance(one.outcomes["second"][0], Score)
 
 
+def test_an_evaluation_has_gold_rewards_and_its_own_number_of_denoising_steps(
+    parts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, _ = parts_of(
+        rewards={"letters": reward("plain"), "gold": reward("plain", role="gold")}, evaluation={"num_steps": 3}
+    )
+    assert parts.config.rollout.num_steps != 3
+    steps: list[int] = []
+    real = vlm_scoring.generate_images
+
+    def watched(painter: Any, drawings: Any, count: int, *options: Any) -> Any:
+        steps.append(count)
+        return real(painter, drawings, count, *options)
+
+    monkeypatch.setattr(vlm_scoring, "generate_images", watched)
+    [found] = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)
+    assert steps == [3] and isinstance(found.outcomes["gold"][0], Score)
+
+
 def test_a_group_is_drawn_from_one_noise_and_no_other_is(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[int]] = []
     real = vlm_scoring.generate_images
