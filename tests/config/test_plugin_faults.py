@@ -16,6 +16,7 @@ from retouch.core.rules import STEP_RULES
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.discover import discover
 from retouch.data.formats import FORMATS
+from retouch.data.split import split
 from retouch.doctor.machine import extra_lines
 from retouch.errors import code_place
 from retouch.families.base import FamilySpec
@@ -176,6 +177,25 @@ def test_items_that_no_dataset_can_use_are_rejected(found: Any, message: str, mo
     monkeypatch.setattr(FaultyData, "found", found)
     with pytest.raises(DataError, match=re.escape(message)):
         FaultyData(path="x").items()
+
+
+@pytest.mark.parametrize(
+    ("listing", "message"),
+    [
+        (".", "no such file; FaultyData.listing must return the file that lists the items, or None"),
+        ("list.txt", "given 3 lines for 1 items of format faulty; expected a line for each item, and optionally"),
+    ],
+)
+def test_a_listing_that_cannot_be_divided_is_named(
+    listing: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.txt").write_text("a\nb\nc\n", encoding="utf-8")
+    section = FaultyData(path=str(tmp_path))
+    monkeypatch.setattr(FaultyData, "found", [ItemFiles(id=1, prompt="a")])
+    monkeypatch.setattr(FaultyData, "listing", lambda _: tmp_path / listing)
+    monkeypatch.setattr("retouch.data.split.data_at", lambda *_: section)
+    with pytest.raises(DataError, match=re.escape(message)):
+        split(tmp_path, 0.5, "text", 0)
 
 
 PLUGIN = """

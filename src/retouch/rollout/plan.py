@@ -111,7 +111,7 @@ class StepPlan:
             if not part.isfinite().all():
                 raise ConfigError(
                     f"{where}: given a {name} that contains NaN or Inf, for a state and a prediction of 0 at levels "
-                    f"{level[span.start : span.stop + 1].tolist()}; expected finite numbers; correct the function"
+                    f"{level[span.start : span.stop + 1].tolist()}; correct the function"
                 )
         return found[1].expand(len(span))
 
