@@ -97,7 +97,7 @@ class Registry(Mapping[str, Component], Generic[Component]):
             )
         missing = sorted(getattr(component, "__abstractmethods__", ()))
         if missing:
-            raise ValueError(f"{where}: {own} lacks {', '.join(missing)}; define each as a method of {own}")
+            raise ValueError(f"{where}: {own} has no {', '.join(missing)}; define each as a method of {own}")
 
     def available(self) -> dict[str, Component]:
         """Every component that can be imported. One of another package that cannot is left out with a warning."""

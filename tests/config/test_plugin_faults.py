@@ -60,7 +60,7 @@ class NoFieldReward(RewardEntry):
 @pytest.mark.parametrize(
     ("component", "message"),
     [
-        (NoMakeReward, "reward 'faulty': NoMakeReward lacks make; define each as a method of NoMakeReward"),
+        (NoMakeReward, "reward 'faulty': NoMakeReward has no make; define each as a method of NoMakeReward"),
         (
             NoFieldReward,
             (
@@ -89,7 +89,7 @@ def test_an_entry_point_of_an_incomplete_class_is_left_out_with_a_warning(caplog
     registry: Registry[Any] = Registry("reward", "retouch.none", {}, key="scorer")
     registry._places["faulty"] = f"{__name__}:NoMakeReward"  # as an installed package names it
     assert registry.available() == {}
-    assert "NoMakeReward lacks make" in caplog.text
+    assert "NoMakeReward has no make" in caplog.text
 
 
 def items(count: int) -> list[RewardItem]:
