@@ -6,6 +6,10 @@ complete: what was given, what is expected, what to set. The command line prints
 
 from __future__ import annotations
 
+import os
+import traceback
+from pathlib import Path
+
 from retouch.plain_text import printable
 
 
@@ -123,3 +127,19 @@ class Stopped(RetouchError):
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
         self.exit_code = self.code = code
+
+
+_PACKAGE = str(Path(__file__).parent)
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
+
+
+def code_place(error: BaseException) -> str:
+    """ ", at FILE:LINE" of the last custom line that raised an error, outside this package, the standard library and
+    installed packages; "" if there is none. For messages in one line, which have no traceback."""
+    custom = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_custom(frame.filename)]
+    return f", at {Path(custom[-1].filename).name}:{custom[-1].lineno}" if custom else ""
+
+
+def _is_custom(file: str) -> bool:
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return not is_installed and not file.startswith((_PACKAGE + os.sep, _STANDARD_LIBRARY + os.sep, "<"))

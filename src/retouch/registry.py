@@ -20,6 +20,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_a
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create_model
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
+from retouch.errors import ConfigError, code_place
+
 logger = logging.getLogger(__name__)
 
 PLUGINS = "RETOUCH_PLUGINS"
@@ -38,11 +40,15 @@ class Registry(Mapping[str, Component], Generic[Component]):
         group: entry-point group of other packages, for example "retouch.rewards".
         builtin: name -> "module:attribute" of the package's own components.
         key: field of the components that has their name as its literal; "" if they have none.
+        of: class of the components, if they are objects without `key`; None: any.
     """
 
-    def __init__(self, kind: str, group: str, builtin: Mapping[str, str], key: str = "") -> None:
+    def __init__(
+        self, kind: str, group: str, builtin: Mapping[str, str], key: str = "", of: type[Component] | None = None
+    ) -> None:
         self.kind = kind
         self.key = key
+        self.of = of
         others = {point.name: point.value for point in entry_points(group=group)}
         self._places = {**builtin, **others, **builtin}  # the package's own come first and keep their names
         self._builtin = frozenset(builtin)
@@ -59,15 +65,39 @@ class Registry(Mapping[str, Component], Generic[Component]):
         place = self._places.get(name, "")
         if name in self and not same and (name in self._builtin or place != ":".join(_qualified(component))):
             raise ValueError(f"{self.kind} {name!r}: the name is taken; register it under another name")
-        field = getattr(component, "model_fields", {}).get(self.key)
-        own = get_args(field.annotation) if field is not None else ()
-        if own and name not in own:
-            raise ValueError(
-                f"{self.kind} {name!r}: given {self.key}={own[0]!r} in {_qualified(component)[1]}; expected the "
-                f"registered name; set {self.key}: Literal[{name!r}] = {name!r}, or register it as {own[0]!r}"
-            )
+        self._require_component(name, component)
         self._loaded[name] = component
         return component
+
+    def _require_component(self, name: str, component: object) -> None:
+        """Reject a component that a run file could not choose, or whose class is incomplete.
+
+        Raises:
+            ValueError: what is wrong with it, and the remedy.
+        """
+        where = f"{self.kind} {name!r}"
+        if not self.key:
+            if self.of is not None and not isinstance(component, self.of):
+                raise ValueError(f"{where}: given {component!r:.80}; expected a {self.of.__name__}; register one")
+            return
+        if not isinstance(component, type):
+            raise ValueError(f"{where}: given {component!r:.80}; expected a class; register the class")
+        own = component.__name__
+        field = getattr(component, "model_fields", {}).get(self.key)
+        names = get_args(field.annotation) if field is not None else ()
+        if not names:
+            raise ValueError(
+                f"{where}: {own} has no field {self.key} of type Literal; expected a class of an options section; "
+                f"set {self.key}: Literal[{name!r}] = {name!r} in it"
+            )
+        if name not in names:
+            raise ValueError(
+                f"{where}: given {self.key}={names[0]!r} in {own}; expected the registered name; "
+                f"set {self.key}: Literal[{name!r}] = {name!r}, or register it as {names[0]!r}"
+            )
+        missing = sorted(getattr(component, "__abstractmethods__", ()))
+        if missing:
+            raise ValueError(f"{where}: {own} has no {', '.join(missing)}; define each as a method of {own}")
 
     def available(self) -> dict[str, Component]:
         """Every component that can be imported. One of another package that cannot is left out with a warning."""
@@ -88,7 +118,10 @@ class Registry(Mapping[str, Component], Generic[Component]):
 
     def __getitem__(self, name: str) -> Component:
         if name not in self._loaded:
-            self._loaded[name] = cast("Component", load_attribute(self._places[name]))
+            component = load_attribute(self._places[name])
+            if name not in self._builtin:
+                self._require_component(name, component)
+            self._loaded[name] = cast("Component", component)
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:
@@ -164,6 +197,18 @@ def import_from_here(module: str) -> Any:
         raise ImportError(f"{module} ends the program when it is imported, with code {end.code}") from end
 
 
+def import_plugins_of_environment() -> None:
+    """Import the modules in RETOUCH_PLUGINS, in a command that reads no run file.
+
+    Raises:
+        ConfigError: one of them cannot be imported.
+    """
+    try:
+        import_plugins()
+    except ImportError as error:
+        raise ConfigError(f"{PLUGINS}: {error}") from error
+
+
 def import_plugins(modules: Iterable[str] = ()) -> None:
     """Import modules that register components, with those in RETOUCH_PLUGINS, and name them there for child processes.
 
@@ -177,9 +222,12 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
             import_from_here(name)
         except Exception as error:
             absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-            remedy = "install its package, or start where its file is" if absent else "correct the module"
+            remedy = (
+                "install its package, or run the command in the folder of its file" if absent else "correct the module"
+            )
+            place = "" if absent else code_place(error)
             raise ImportError(
-                f"given {name!r}, which cannot be imported ({type(error).__name__}: {error}); {remedy}"
+                f"given {name!r}, which cannot be imported ({type(error).__name__}: {error}{place}); {remedy}"
             ) from error
         _plugins.add(name)
     if new:
@@ -190,6 +238,24 @@ def load_attribute(place: str) -> Any:
     """The object that "module:attribute" names."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def load_named(key: str, place: str, attribute: str) -> Any:
+    """The object that the attribute `key` of a component names as "module:attribute".
+
+    Args:
+        attribute: what a message calls the attribute of the module, for example "function".
+
+    Raises:
+        ConfigError: no such module or attribute, or the module cannot be imported.
+    """
+    try:
+        return load_attribute(place)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: given {place!r}, which cannot be imported ({error}{code_place(error)}); set it to "
+            f"'module:{attribute}'"
+        ) from error
 
 
 def _qualified(component: object) -> tuple[str, str]:

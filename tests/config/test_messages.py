@@ -8,7 +8,7 @@ import pytest
 
 from retouch.algorithms import ALGORITHMS
 from retouch.config import ConfigError, RunConfig, parse_run
-from retouch.config.errors import nearest
+from retouch.config.errors import CUSTOM, nearest
 from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
@@ -70,7 +70,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
         ("data.format=manifst", "data.format: given 'manifst'; did you mean 'manifest'?"),
         (
             "evaluation.data={format: foo, path: x}",
-            f"evaluation.data.format: given 'foo'; known: {', '.join(sorted(FORMATS))}",
+            f"evaluation.data.format: given 'foo'; known: {', '.join(sorted(FORMATS))}{CUSTOM}",
         ),
         ("rewards.orc={}", "rewards.orc.scorer: given 'orc'; did you mean 'ocr'?"),
         ("rewards.fn={fn: score}", "rewards.fn.fn: given 'score'; write module:function, like my_rewards:score"),
@@ -78,10 +78,13 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
             "rewards.fn={fn: 'a:b', needs: [depth]}",
             "rewards.fn.needs: given 'depth'; an item may have mask, source, reference",
         ),
-        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}"),
+        ("rewards.legible={}", f"rewards.legible.scorer: given 'legible'; known: {', '.join(sorted(REWARDS))}{CUSTOM}"),
         ("model.family=flux_fil", "model.family: given 'flux_fil'; did you mean 'flux_fill'?"),
-        ("model.family=sdxl", f"model.family: given 'sdxl'; known: {', '.join(sorted(FAMILIES))}"),
-        ("algorithm.name=reinforce", f"algorithm.name: given 'reinforce'; known: {', '.join(sorted(ALGORITHMS))}"),
+        ("model.family=sdxl", f"model.family: given 'sdxl'; known: {', '.join(sorted(FAMILIES))}{CUSTOM}"),
+        (
+            "algorithm.name=reinforce",
+            f"algorithm.name: given 'reinforce'; known: {', '.join(sorted(ALGORITHMS))}{CUSTOM}",
+        ),
     ],
 )
 def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Problems) -> None:

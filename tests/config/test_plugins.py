@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from retouch.config import RunConfig
+from retouch.config import ConfigError, RunConfig
 from retouch.core.rules import StepRule
 from retouch.registry import import_plugins
 
@@ -62,12 +62,12 @@ def test_a_run_after_another_one_takes_in_its_plugins_and_a_taken_name_is_refuse
             PLUGIN.replace('register("own"', 'register("mine"'),
             (
                 "reward 'mine': given scorer='own' in OwnReward; expected the registered name; "
-                "set scorer: Literal['mine'] = 'mine', or register it as 'own'); correct the module"
+                "set scorer: Literal['mine'] = 'mine', or register it as 'own', at mistaken.py:12); correct the module"
             ),
         ),
         ("raise SystemExit(0)", "mistaken ends the program when it is imported, with code 0); correct the module"),
-        ("import retouch.step_rules", "No module named 'retouch.step_rules'); correct the module"),
-        (None, "No module named 'mistaken'); install its package, or start where its file is"),
+        ("import retouch.step_rules", "No module named 'retouch.step_rules', at mistaken.py:1); correct the module"),
+        (None, "No module named 'mistaken'); install its package, or run the command in the folder of its file"),
     ],
 )
 def test_the_message_about_a_plugin_that_cannot_be_imported_names_its_own_remedy(
@@ -90,7 +90,7 @@ def test_a_step_rule_rejects_values_that_no_run_file_can_use() -> None:
 @pytest.mark.parametrize("step", ["nowhere_at_all:step", "retouch.core.steps:nope", "retouch.core.steps"])
 def test_a_step_rule_whose_function_is_missing_names_it(step: str) -> None:
     rule = StepRule(prediction="flow", strength="eta", default=1.0, step=step)
-    with pytest.raises(ImportError, match=rf"StepRule\.step: given '{step}', .*; set it to 'module:function'"):
+    with pytest.raises(ConfigError, match=rf"StepRule\.step: given '{step}', .*; set it to 'module:function'"):
         _ = rule.mean_std
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,28 @@ def test_its_format_is_recognised_and_unknown_names_list_its_components(site: Pa
     assert found.returncode == 0 and "5 items" in found.stdout + found.stderr, found.stderr
     refused = program(site, tmp_path, "check", PLUGIN / "run.yaml", *overrides(data), "rewards={warmht: {}}")
     assert refused.returncode == 2 and "did you mean 'warmth'?" in refused.stderr
+
+
+def test_its_list_is_divided_with_its_header(site: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data.parent, tmp_path / "tsv")
+    done = program(site, tmp_path, "data", "split", "tsv/signs.tsv", "--share", "0.4")
+    assert done.returncode == 0, done.stderr
+    parts = [(tmp_path / f"tsv/signs_{part}.tsv").read_text("utf-8").splitlines() for part in ("train", "held_out")]
+    assert all(lines[0] == "image\tmask\tcaption\ttext" for lines in parts)
+    whole = data.read_text("utf-8").splitlines()[1:]
+    assert sorted(parts[0][1:] + parts[1][1:]) == whole and all(len(lines) > 1 for lines in parts)
+
+
+def test_the_run_file_of_the_page_checks_with_its_shortest_step_rule(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/extending.md").read_text(encoding="utf-8")
+    (rule,) = re.findall(r'```python\n("""my_rules\.py.*?)```', page, re.DOTALL)
+    (run,) = re.findall(r"```yaml\n(# run\.yaml.*?)```", page, re.DOTALL)
+    (tmp_path / "my_rules.py").write_text(rule, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(run, encoding="utf-8")
+    made = program(tmp_path / "none", tmp_path, "data", "synth", "--out", "signs", "--count", 16, "--size", "32x64")
+    assert made.returncode == 0, made.stderr
+    done = program(tmp_path / "none", tmp_path, "check", "run.yaml")
+    assert done.returncode == 0 and "run.yaml: ok" in done.stdout, done.stderr
 
 
 def test_a_module_named_in_the_run_file_needs_no_installation(data: Path, tmp_path: Path) -> None:

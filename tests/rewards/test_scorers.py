@@ -332,7 +332,7 @@ def test_what_cannot_be_pasted_stays_as_it_is(fields: dict[str, Any]) -> None:
     ("name", "options", "message"),
     [
         ("orc", {}, "reward 'orc': no such scorer; did you mean 'ocr'"),
-        ("zzz", {}, "no such scorer; known: .*; if a module of your own registers it, set RETOUCH_PLUGINS=MODULE"),
+        ("zzz", {}, "no such scorer; known: .*; if a custom module registers it, set RETOUCH_PLUGINS=MODULE"),
         ("ocr", {"thread": 1}, "no such option 'thread'; did you mean 'threads'"),
         ("ocr", {"threads": -1}, "threads: given -1"),
         ("ocr", {"detect": "no"}, "detect: given 'no'"),

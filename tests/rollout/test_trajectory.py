@@ -11,6 +11,7 @@ from torch import Tensor
 from retouch.core import steps
 from retouch.core.rules import STEP_RULES, StepRule
 from retouch.core.steps import gaussian_log_prob
+from retouch.errors import ConfigError
 from retouch.rollout.plan import (
     StepPlan,
     ode_plan,
@@ -130,19 +131,29 @@ def never_noise(x: Tensor, *_: Any) -> Any:
     return x, torch.zeros(len(x))
 
 
+def float_std(x: Tensor, *_: Any) -> Any:
+    return x, 0.1
+
+
+def nan_mean(x: Tensor, *_: Any) -> Any:
+    return x / 0, torch.ones(len(x))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (float_std, r"given shapes \(4, 1\), float .* expected \(mean, std\)"),
+        (nan_mean, r"given a mean that contains NaN or Inf, .*; correct the function"),
         (pair_of_four_dims, r"given shapes \(4, 1\), \(4, 1\) .* expected \(mean, std\).* set the std to std.flatten"),
         (mean_alone, r"given a single value .* expected \(mean, std\)"),
-        (no_noise_at_the_end, "step 3 of 4 .*for a step rule of your own, set ends_without_noise=True in its StepRule"),
-        (never_noise, "step 0 of 4 .*for a step rule of your own, set a std above 0 in its function"),
+        (no_noise_at_the_end, "step 3 of 4 .*for a custom step rule, set ends_without_noise=True in its StepRule"),
+        (never_noise, "step 0 of 4 .*for a custom step rule, set a std above 0 in its function"),
     ],
 )
 def test_a_step_rule_that_cannot_be_trained_is_rejected_with_its_remedy(function: Any, message: str) -> None:
     schedule = FakeModel("flow").schedule(4, SIZE)
     rule = StepRule("flow", "eta", 1.0, f"{__name__}:{function.__name__}")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         StepPlan(schedule, rule, 1.0, 0, 4, 4)
 
 

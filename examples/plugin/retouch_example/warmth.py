@@ -38,6 +38,6 @@ class WarmthScorer(PackageScorer[WarmthReward]):
         pixels = item.image.reshape(-1, 3)
         if self.options.region == "mask":
             assert item.mask is not None  # an item without a required image is a failure before it comes here
-            pixels = item.image[np.asarray(item.mask) > 0]
+            pixels = item.image[np.asarray(item.mask) >= 128]
         red, _, blue = pixels.mean(0) / 255
         return float(red - blue)

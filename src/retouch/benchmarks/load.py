@@ -13,7 +13,7 @@ from retouch.config.errors import explain, nearest
 from retouch.config.load import read_yaml, with_variables
 from retouch.disk import is_file
 from retouch.errors import ConfigError
-from retouch.registry import PLUGINS, import_plugins
+from retouch.registry import import_plugins_of_environment
 
 
 def load_benchmark(given: str, path: Path | None) -> Benchmark:
@@ -33,10 +33,7 @@ def load_benchmark(given: str, path: Path | None) -> Benchmark:
         keys, source = read_yaml(Path(given)), given
     if path is not None:
         keys["path"] = str(path)
-    try:
-        import_plugins()
-    except ImportError as error:
-        raise ConfigError(f"{PLUGINS}: {error}") from error
+    import_plugins_of_environment()
     name = keys.get("name")
     if not isinstance(name, str) or name not in BENCHMARKS:
         where = "--benchmark" if source == "--benchmark" else f"{source}: name"

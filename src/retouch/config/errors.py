@@ -34,6 +34,11 @@ _FOLLOWS = {"default_factory_not_called"}
 """pydantic's error types that follow from another error: the default of a key that is computed from an invalid one."""
 
 
+_NAMES_OF_COMPONENTS = {"family", "format", "name", "scorer"}
+"""Keys whose values plug-ins can add to."""
+
+CUSTOM = "; for a custom component, add the module that registers it to plugins, or install its package"
+
 _NOT_A_SECTION = {"model_attributes_type", "model_type", "dict_type"}
 """pydantic's error types for a value in place of a section."""
 
@@ -54,7 +59,9 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
         context = problem["ctx"]
         tags = [tag.strip(" '") for tag in str(context["expected_tags"]).split(",")]
         tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
-        return f"{key}.{name}: given {tag!r}; {nearest(tag, tags)}"
+        hint = nearest(tag, tags)
+        may_be_custom = name in _NAMES_OF_COMPONENTS and hint.startswith("known")
+        return f"{key}.{name}: given {tag!r}; {hint}{CUSTOM if may_be_custom else ''}"
     if kind == "missing":
         return f"{key}: required and not set"
     message: str = problem["msg"].removeprefix("Value error, ")

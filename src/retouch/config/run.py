@@ -24,7 +24,7 @@ from retouch.config.base import (
     Text,
     Unit,
 )
-from retouch.config.errors import nearest
+from retouch.config.errors import CUSTOM, nearest
 from retouch.config.presets import Preset, fill_in
 from retouch.core.rules import STEP_RULES
 from retouch.data.formats import Data
@@ -95,7 +95,8 @@ class RolloutConfig(Section):
     @classmethod
     def _is_registered(cls, value: str | None) -> str | None:
         if value is not None and value not in STEP_RULES:
-            raise ValueError(f"given {value!r}; {nearest(value, STEP_RULES)}")
+            hint = nearest(value, STEP_RULES)
+            raise ValueError(f"given {value!r}; {hint}{CUSTOM if hint.startswith('known') else ''}")
         return value
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from retouch.registry import Registry, load_attribute
+from retouch.registry import Registry, load_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,15 +50,9 @@ class StepRule:
         """The function that `step` names, imported on first use.
 
         Raises:
-            ImportError: no such module or function.
+            ConfigError: no such module or function.
         """
-        try:
-            return load_attribute(self.step)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ImportError(
-                f"StepRule.step: given {self.step!r}, which cannot be imported ({error}); set it to "
-                "'module:function' of the function of the rule"
-            ) from error
+        return load_named("StepRule.step", self.step, "function")
 
 
 FLOW_SDE = StepRule("flow", "noise_level", 0.9, "retouch.core.steps:flow_sde", takes_second_level=True)
@@ -83,6 +77,7 @@ STEP_RULES: Registry[StepRule] = Registry(
         "cps": f"{__name__}:CPS",
         "ddim": f"{__name__}:DDIM",
     },
+    of=StepRule,
 )
 """`rollout.step_rule` -> rule. The first one for a prediction is the default of its models."""
 

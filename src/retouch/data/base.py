@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -231,8 +231,36 @@ class DataSection(Section):
         return [self.path, *(folder for folder in folders if folder)]
 
     def items(self) -> list[ItemFiles | ItemError]:
-        """`list_items`, the first `limit` of them."""
-        return self.list_items()[: self.limit]
+        """`list_items`, the first `limit` of them.
+
+        Raises:
+            DataError: the list itself is missing or unreadable, or `list_items` returned something else.
+        """
+        listed: Any = self.list_items()
+        where = f"data.format: {type(self).__name__}.list_items returned"
+        if not isinstance(listed, list):
+            raise DataError(f"{where} {listed!r:.80}; expected a list of ItemFiles and ItemError; return one")
+        kept = cast("list[Any]", listed)[: self.limit]
+        for item in kept:
+            problem = _item_problem(item)
+            if problem is not None:
+                raise DataError(f"{where} {problem}")
+        return kept
+
+
+def _item_problem(item: Any) -> str | None:
+    """The part of a message about an item that no dataset can use; None for a usable one. A dataclass does not check
+    its fields."""
+    if isinstance(item, ItemError):
+        return None
+    if not isinstance(item, ItemFiles):
+        return f"{item!r:.80}; expected ItemFiles or ItemError; return one of them"
+    for name, kind, given in (("id", int, cast("object", item.id)), ("prompt", str, cast("object", item.prompt))):
+        if not isinstance(given, kind):
+            return f"an item with {name} {given!r:.80}; expected {kind.__name__}; set {name} to one"
+    if item.target not in get_args(TargetRole):
+        return f"an item with target {item.target!r}; set target to one of {', '.join(get_args(TargetRole))}"
+    return None
 
 
 class ImageSection(DataSection):

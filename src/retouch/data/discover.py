@@ -14,6 +14,7 @@ from retouch.data.formats import FORMATS
 from retouch.data.formats.manifest import ManifestData, manifest_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text
 from retouch.data.remote import local_path
+from retouch.registry import import_plugins_of_environment
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
@@ -56,6 +57,7 @@ class Found:
 
 def recognised(path: Path, size: tuple[int, int]) -> DataSection | None:
     """A section of the first format that recognises the path, or data at a commit; None if no format does."""
+    import_plugins_of_environment()
     path = local_path(str(path))
     for section in FORMATS.available().values():
         if section.recognises(path):

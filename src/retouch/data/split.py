@@ -103,12 +103,24 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
         raise DataError(
             f"{path}: {broken[0]} (and {len(broken) - 1} more problems); `retouch data validate` lists them"
         )
+    if not is_file(listing):
+        raise DataError(
+            f"{listing}: no such file; {type(section).__name__}.listing must return the file that lists the items, or "
+            "None"
+        )
     if listing.suffix == ".csv":
         header, *rows = map(_csv_line, csv_rows(listing))
         return listing, [header], rows, items
     if listing.suffix in (".json", ".jsonl"):
         return listing, [], [json.dumps(entry, ensure_ascii=False) for entry in entries_of(listing)], items
-    return listing, [], [line for _, line in lines_of(listing)], items
+    lines = [line for _, line in lines_of(listing)]
+    extra = len(lines) - len(items)
+    if extra not in (0, 1):
+        raise DataError(
+            f"{listing}: given {len(lines)} lines for {len(items)} items of format {section.format}; expected a line "
+            f"for each item, and optionally a header; correct {type(section).__name__}.listing"
+        )
+    return listing, lines[:extra], lines[extra:], items  # the formats of the package have no header
 
 
 def _csv_line(cells: Sequence[str]) -> str:

@@ -88,6 +88,10 @@ def extra_lines(needed: Collection[str] | None, optional: Mapping[str, str]) -> 
             yield Line("warning", what, f"{'; '.join(problems)}; {optional[extra]}: {remedy}")
         else:
             yield Line("ok", what, f"{'; '.join(problems)}, but the run does not need it")
+    for extra in sorted({*(needed or ())} - {*EXTRAS}):
+        yield Line(
+            "fix", f"extra {extra}", f"retouch has no such extra; set extras of the reward to {', '.join(EXTRAS)}"
+        )
 
 
 def _required(extra: str) -> list[tuple[str, str]]:

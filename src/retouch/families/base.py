@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -112,6 +112,11 @@ class FamilySpec:
     empty_prompt: str = ""
     unmasked_attention: bool = False
     reference_width: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prediction not in get_args(Prediction):
+            names = ", ".join(map(repr, get_args(Prediction)))
+            raise ValueError(f"FamilySpec.prediction: given {self.prediction!r}; set one of {names}")
 
     @property
     def edits(self) -> bool:
@@ -302,6 +307,21 @@ class ModelSection(Section):
     not loaded. Null encodes during training."""
     train: Train = TrainLora()
     """Trained part of the network: a low-rank adapter, all weights, or a style adapter."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Require one name of the family: adapter files have that of the spec, run files that of the field.
+
+        Raises:
+            ValueError: `spec.family` is not in the literal of the field `family`.
+        """
+        super().__pydantic_init_subclass__(**kwargs)
+        spec, names = getattr(cls, "spec", None), get_args(cls.model_fields["family"].annotation)
+        if spec is not None and names and spec.family not in names:
+            raise ValueError(
+                f"{cls.__name__}.spec.family: given {spec.family!r}, but the field family is {names[0]!r}; set "
+                f"family={names[0]!r} in the FamilySpec"
+            )
 
     @property
     def pipeline(self) -> str:

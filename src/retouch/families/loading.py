@@ -24,7 +24,7 @@ from retouch.model_files import (
     tiny_path,
     transformer_path,
 )
-from retouch.registry import load_attribute
+from retouch.registry import load_attribute, load_named
 
 if TYPE_CHECKING:
     from retouch.families.base import Model, OtherTransformer
@@ -64,7 +64,8 @@ def load_model(config: Model, device: Any = "cpu", **options: Any) -> DiffusionM
         ModelFilesError: a component is missing or of another class.
         ConfigError: no such image encoder, or embeddings of another model.
     """
-    return load_attribute(config.spec.model).from_config(config, device, **options)
+    kind = load_named(f"model of the FamilySpec of {config.family}", config.spec.model, "class")
+    return kind.from_config(config, device, **options)
 
 
 def is_there(path: str, name: str) -> bool:

@@ -54,7 +54,8 @@ class Metrics:
         for name, value in values.items():
             if name not in REDUCTIONS:
                 raise KeyError(
-                    f"metric {name!r} has no declared reduction; add it to retouch.observe.metrics.REDUCTIONS"
+                    f"metric {name!r} has no declared reduction; set retouch.observe.metrics.REDUCTIONS[{name!r}] to "
+                    "'mean', 'sum' or 'max'"
                 )
             self._values[name].append((value.detach().float(), weight))
 

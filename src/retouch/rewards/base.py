@@ -308,7 +308,7 @@ class PackageScorer(Generic[Options]):
 
     def _one(self, item: RewardItem) -> Outcome:
         """The outcome of an item."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method score; define score(items)")
 
 
 class PixelScorer(PackageScorer[Options]):

@@ -91,7 +91,11 @@ def pixel_rewards(table: RewardTable, weights: Mapping[str, float]) -> list[Pixe
     for name, weight in weights.items():
         if weight:
             scorer, view, device = table.local(name)
-            assert isinstance(scorer, DifferentiableScorer), f"{name}: differentiable, but without values"
+            if not isinstance(scorer, DifferentiableScorer):
+                raise ConfigError(
+                    f"rewards.{name}: its entry sets differentiable, but {type(scorer).__name__} has no method values; "
+                    "define values(images, items), or leave differentiable out"
+                )
             found.append(PixelReward(name, weight, scorer, view, device))
     return found
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
+from retouch.errors import ConfigError, shown
+from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
 from retouch.types import Outcome
 
 
@@ -45,7 +46,12 @@ class LocalRewards:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _load(self) -> None:
-        for scorer in self.scorers.values():
+        for name, scorer in self.scorers.items():
+            if not isinstance(getattr(scorer, "spec", None), ScorerSpec):
+                raise ConfigError(
+                    f"rewards.{name}: make of its entry returned {shown(scorer)}, which has no spec; return the "
+                    "scorer, a subclass of PackageScorer"
+                )
             scorer.load(self.device)
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:

@@ -6,15 +6,16 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retouch import plain_json
+from retouch.errors import code_place, shown
 from retouch.lines import TextLine, parse_lines
 from retouch.rewards.foreign import one_line, plain_detail
 from retouch.types import Failure, Outcome, Score
@@ -249,19 +250,27 @@ class CheckedScorer:
         name = self.scorer.spec.name
         self.calls += 1
         try:
-            raw: list[object] = list(self.scorer.score(items))
+            answer: object = self.scorer.score(items)
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(items) == 1:
-                return [Failure("scorer_error", one_line(f"{name} raised {type(error).__name__}: {error}"))]
+                raised = f"{name} raised {type(error).__name__}: {error}{code_place(error)}"
+                return [Failure("scorer_error", one_line(raised))]
             half = len(items) // 2
             if _out_of_memory(error):
                 self.largest = half
                 _free_memory()
             return self._attempt(items[:half]) + self._attempt(items[half:])
-        if len(raw) != len(items):
-            message = f"{name} returned {len(raw)} outcomes for {len(items)} items"
+        raw = _listed(answer)
+        if raw is None or len(raw) != len(items):
+            given = shown(answer) if raw is None else f"{len(raw)} outcomes"
+            message = f"{name} returned {given} for {len(items)} items; score must return one outcome for each item"
             return [Failure("scorer_error", message) for _ in items]
         return [_sound(outcome, self.scorer.spec) for outcome in raw]
+
+
+def _listed(answer: object) -> list[object] | None:
+    """The outcomes of a call of a scorer; None if it returned no list or other iterable."""
+    return list(cast("Iterable[object]", answer)) if isinstance(answer, Iterable) else None
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -290,7 +299,8 @@ def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
         return replace(outcome, message=one_line(str(outcome.message)))
     if not isinstance(outcome, Score) or isinstance(outcome.value, bool) or not isinstance(outcome.value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
         return Failure(
-            "scorer_error", one_line(f"{name} returned {outcome!r}; it must return a Score with a float, or a Failure")
+            "scorer_error",
+            one_line(f"{name} returned {shown(outcome)}; it must return a Score with a float, or a Failure"),
         )
     try:
         value = float(outcome.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from retouch.core.rules import StepRule
 from retouch.core.schedule import Schedule
 from retouch.core.steps import Estimate, dpm_step, ode_step
 from retouch.data.sampler import derive_seed
+from retouch.errors import ConfigError
 from retouch.types import Condition, DiffusionModel
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ class StepPlan:
                 step = self.first + flat[0]
                 is_last = step == self.num_steps - 1 and not self.rule.ends_without_noise
                 remedy = "ends_without_noise=True in its StepRule" if is_last else "a std above 0 in its function"
-                raise ValueError(
+                raise ConfigError(
                     f"step {step} of {self.num_steps} has a std of 0: a deterministic step has no "
-                    f"log-probability and cannot be trained; for a step rule of your own, set {remedy}"
+                    f"log-probability and cannot be trained; for a custom step rule, set {remedy}"
                 )
 
     @property
@@ -97,15 +98,27 @@ class StepPlan:
         level = self.schedule.level(self.schedule.times)
         x = torch.zeros(len(span), 1)
         found: Any = self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])
-        shapes = [tuple(part.shape) for part in found] if isinstance(found, tuple) else None
+        where = self.rule.step if self.rule else "the step rule"
+        shapes = [_form(part) for part in cast("tuple[object, ...]", found)] if isinstance(found, tuple) else None
         if shapes is None or len(shapes) != 2 or shapes[0] != (len(span), 1) or shapes[1] not in ((), (len(span),)):
             given = "a single value" if shapes is None else f"shapes {', '.join(map(str, shapes))}"
-            raise ValueError(
-                f"{self.rule.step if self.rule else 'the step rule'}: given {given} for x of shape {(len(span), 1)}; "
+            raise ConfigError(
+                f"{where}: given {given} for x of shape {(len(span), 1)}; "
                 "expected (mean, std) with the mean in the shape of x and the std as [B] or a scalar tensor; "
                 "set the std to std.flatten() after arithmetic with per_row"
             )
+        for name, part in zip(("mean", "std"), cast("tuple[Tensor, Tensor]", found), strict=True):
+            if not part.isfinite().all():
+                raise ConfigError(
+                    f"{where}: given a {name} that contains NaN or Inf, for a state and a prediction of 0 at levels "
+                    f"{level[span.start : span.stop + 1].tolist()}; correct the function"
+                )
         return found[1].expand(len(span))
+
+
+def _form(part: object) -> tuple[int, ...] | str:
+    """Shape of a tensor; the type of anything else."""
+    return tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
 
 
 def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int = 0) -> StepPlan:

@@ -26,7 +26,7 @@ from retouch.families.loading import load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
-from retouch.registry import load_attribute
+from retouch.registry import load_named
 from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.plan import Plans
@@ -176,9 +176,11 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
 
 def train(config: RunConfig) -> Path:
     """Build what a run file names and run the algorithm's recipe on it -> the run directory."""
+    algorithm = config.algorithm
+    recipe = load_named(f"{type(algorithm).__name__}.recipe", algorithm.recipe, "function")
     run = build(config)
     try:
-        load_attribute(config.algorithm.recipe)(run)
+        recipe(run)
     finally:
         run.close()
     return run.dir.path

@@ -194,7 +194,13 @@ class Attempt:
         Args:
             loss: its share of the step's loss; the normalizer counts all processes and micro-batches.
             values: metrics, means over `rows` rows.
+
+        Raises:
+            ValueError: the loss is no scalar, or has no gradient.
         """
+        if loss.ndim or not loss.requires_grad:
+            given = f"shape {tuple(loss.shape)}" if loss.ndim else "a scalar without gradient"
+            raise ValueError(f"backward: given a loss of {given}; expected a scalar with a gradient by the weights")
         self._forward.close()
         with self._session.run.clock.part("train_backward"):
             self._session.run.engine.backward(loss)

@@ -16,6 +16,7 @@ from retouch.data.discover import Found, discover
 from retouch.data.split import split
 from retouch.disk import write_whole
 from retouch.families import FAMILIES
+from retouch.registry import import_plugins_of_environment
 from retouch.texts import has_text
 
 _HELD_OUT = 0.2
@@ -65,6 +66,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
         ConfigError: an unknown family or algorithm, files that exist, or images that do not fit the family.
         DataError: no data set in the folder.
     """
+    import_plugins_of_environment()
     repainting = [name for name, section in FAMILIES.available().items() if "source" in section.spec.needs]
     algorithms = [name for name, kind in ALGORITHMS.available().items() if not kind.trains_text_encoder]
     for option, given, known in (("--family", family, repainting), ("--algorithm", algorithm, algorithms)):

@@ -119,7 +119,7 @@ class GrpoConfig(AdvantageConfig):
             if rule.is_share and value > 1:
                 raise ValueError(
                     f"rollout.{option}: given {value}, but for step_rule {name} it is a share in (0, 1]; set "
-                    f"{rule.default}, as published, or another step_rule"
+                    f"{rule.default:g}, its default, or another step_rule"
                 )
 
     def _check_window(self, run: RunConfig) -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
-from retouch.registry import PLUGINS, import_plugins
+from retouch.registry import PLUGINS, import_plugins_of_environment
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import Scorer
 
@@ -24,13 +24,10 @@ def make_scorer(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     Raises:
         ConfigError: no scorer of that name, or an option that it does not have or cannot take.
     """
-    try:
-        import_plugins()
-    except ImportError as error:
-        raise ConfigError(f"{PLUGINS}: {error}") from error
+    import_plugins_of_environment()
     if name not in REWARDS:
         close = nearest(name, REWARDS)
-        elsewhere = f"; if a module of your own registers it, set {PLUGINS}=MODULE" if close.startswith("known") else ""
+        elsewhere = f"; if a custom module registers it, set {PLUGINS}=MODULE" if close.startswith("known") else ""
         raise ConfigError(f"reward {name!r}: no such scorer; {close}{elsewhere}")
     entry = REWARDS[name]
     for option in options or {}:
