@@ -168,7 +168,8 @@ def test_poison_fails_alone() -> None:
     batch = [item(0), item(1, prompt="poison"), item(2, prompt="refused"), item(3)]
     outcomes = score_checked(Poisoned("fragile"), batch)
     assert values(outcomes) == [brightness(batch[0]), "scorer_error", "bad_item", brightness(batch[3])]
-    assert isinstance(outcomes[1], Failure) and outcomes[1].message == "fragile raised RuntimeError: choked"
+    assert isinstance(outcomes[1], Failure)
+    assert outcomes[1].message.startswith("fragile raised RuntimeError: choked, at fakes.py:")
 
 
 @pytest.mark.parametrize(
@@ -190,6 +191,14 @@ def test_a_wrong_count_is_a_failure_of_every_item(script: Any) -> None:
 
 def test_a_generator_is_as_good_as_a_list() -> None:
     assert values(score_checked(Scripted(lambda batch: (Score(0.5) for _ in batch)), items(3))) == [0.5] * 3
+
+
+def test_a_generator_that_raises_fails_alone() -> None:
+    def scores(batch: Any) -> Any:
+        return (Score(float(one.prompt)) for one in batch)
+
+    batch = [item(i, prompt=prompt) for i, prompt in enumerate(("0.1", "poison", "0.3"))]
+    assert values(score_checked(Scripted(scores), batch)) == [0.1, "scorer_error", 0.3]
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,7 @@ class CheckedScorer:
         self.calls += 1
         try:
             answer: object = self.scorer.score(items)
+            raw = _listed(answer)
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(items) == 1:
                 raised = f"{name} raised {type(error).__name__}: {error}{code_place(error)}"
@@ -260,7 +261,6 @@ class CheckedScorer:
                 self.largest = half
                 _free_memory()
             return self._attempt(items[:half]) + self._attempt(items[half:])
-        raw = _listed(answer)
         if raw is None or len(raw) != len(items):
             given = shown(answer) if raw is None else f"{len(raw)} outcomes"
             message = f"{name} returned {given} for {len(items)} items; score must return one outcome for each item"
