@@ -38,7 +38,7 @@ OFFLINE = (PAIRS, "rewards={}")
         (
             (SD, "rollout.eta=1.5"),
             (
-                "rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1.0, as published, or "
+                "rollout.eta: given 1.5, but for step_rule ddim it is a share in (0, 1]; set 1, its default, or "
                 "another step_rule"
             ),
         ),

@@ -9,6 +9,7 @@ import pytest
 from retouch.algorithms import ALGORITHMS
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.config.errors import CUSTOM, nearest
+from retouch.core.rules import STEP_RULES
 from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
@@ -85,6 +86,7 @@ def test_unknown_keys_name_the_nearest(override: str, line: str, problems: Probl
             "algorithm.name=reinforce",
             f"algorithm.name: given 'reinforce'; known: {', '.join(sorted(ALGORITHMS))}{CUSTOM}",
         ),
+        ("rollout.step_rule=foo", f"rollout.step_rule: given 'foo'; known: {', '.join(sorted(STEP_RULES))}{CUSTOM}"),
     ],
 )
 def test_unknown_tags_list_what_there_is(override: str, line: str, problems: Problems) -> None:

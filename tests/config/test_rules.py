@@ -278,7 +278,7 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("rollout={step_rule: cps, noise_level: 1.2}",),
             (
-                "rollout.noise_level: given 1.2, but for step_rule cps it is a share in (0, 1]; set 0.8, as published, "
+                "rollout.noise_level: given 1.2, but for step_rule cps it is a share in (0, 1]; set 0.8, its default, "
                 "or another step_rule"
             ),
         ),

@@ -72,6 +72,14 @@ def test_a_metric_without_a_declared_reduction_is_refused() -> None:
     assert set(REDUCTIONS.values()) == {"mean", "sum", "max"}
 
 
+def test_a_reduction_that_a_module_declares_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REDUCTIONS, "good_share", "sum")
+    metrics = Metrics()
+    for share in (0.25, 0.5):
+        metrics.add({"good_share": torch.tensor(share)}, 1)
+    assert metrics.reduce(OneRank()) == {"good_share": 0.75}  # type: ignore[arg-type]
+
+
 def test_metrics_hold_no_graph() -> None:
     value = torch.tensor(2.0, requires_grad=True)
     metrics = Metrics()
