@@ -289,7 +289,6 @@ class RunTrainer(GRPOTrainer):
         if self.scoring:
             set_rng_state(dict(self._before["generators"]))
             self.state.num_input_tokens_seen = self._before["tokens"]
-            self.run.rewards.restore(self._before["rewards"])
         if self.between_cycles():
             self.save(pinned=self.state.global_step >= self.run.config.training.max_steps)
         self._end("stopped", reason=str(error))
@@ -305,9 +304,8 @@ class RunTrainer(GRPOTrainer):
         return self.state.global_step % self.run.derived.optimizer_steps_per_generation == 0
 
     def remember(self) -> None:
-        """Keep generators and counts as they are before completions are generated."""
-        tokens, rewards = self.state.num_input_tokens_seen, self.run.rewards.state()
-        self._before = {"generators": rng_state(), "tokens": tokens, "rewards": rewards}
+        """Keep generators and the count of tokens as they are before completions are generated."""
+        self._before = {"generators": rng_state(), "tokens": self.state.num_input_tokens_seen}
 
 
 class RunCallback(TrainerCallback):
