@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutants.toml"
 COPIED = ("src", "tests", "configs", "pyproject.toml")
-TIMEOUT_S = 1800
+TIMEOUT_S = 600
 
 PASSED, FAILED, ELSEWHERE = 0, 1, 70
 
