@@ -75,6 +75,22 @@ def test_regions_equal_the_published_code(case: dict[str, Any]) -> None:
     assert count_regions(boxes.tolist(), lines) == case["regions"]
 
 
+def test_each_mask_is_predicted_again_at_its_own_point() -> None:
+    again: list[int] = []
+
+    class Paired(Disks):
+        def predict(self, points: Tensor, masks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+            if masks is not None:
+                assert torch.equal(masks[:, 1, :2], points)
+                again.append(len(points))
+            logits, ious, low = super().predict(points, masks)
+            low[:, :, 1, :2] = points[:, None]
+            return logits, ious, low
+
+    region_boxes(np.zeros((48, 64, 3), np.uint8), Paired(), Settings(side=4, points_per_batch=8))
+    assert sum(again) == 3 * (4**2 + 4 * 2**2) and max(again) == 8
+
+
 def test_parts_by_hand() -> None:
     assert crop_boxes((100, 150), 512 / 1500)[:3] == [(0, 0, 150, 100), (0, 0, 92, 67), (0, 33, 92, 100)]
     np.testing.assert_allclose(grid(2), [(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)])
