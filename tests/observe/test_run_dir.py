@@ -15,6 +15,7 @@ from PIL import Image
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.observe import RunDir, run_dir
 from retouch.observe.run_dir import read_metrics
+from tests.fuzz.inputs import bounded
 
 Config = Callable[..., RunConfig]
 
@@ -65,7 +66,7 @@ def test_what_is_no_file_is_not_waited_for(
     directory = RunDir(config())
     directory.path.mkdir(parents=True)
     make(directory.path / name)
-    with pytest.raises(ConfigError, match=f"{name} is not a file; delete it"):
+    with bounded(), pytest.raises(ConfigError, match=f"{name} is not a file; delete it"):
         directory.open(2)
     directory.close()
 
