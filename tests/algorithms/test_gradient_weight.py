@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from retouch.algorithms.nft import recipe
 from retouch.config import RunConfig
+from retouch.engine.saved import read_state
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.scorers import preservation
 from retouch.training import experience, pixel_gradients
-from retouch.types import Failure, Outcome, Score
+from retouch.types import Failure, Outcome, Score, Stopped
 from tests.selection import default
 
 from .runs import Config, of_kind, train, weights
@@ -143,6 +145,15 @@ def test_a_sample_without_gradient_trains_on_its_advantage_and_counts(
     live = rows.gradient[rows.weight > 0].flatten(1).abs().sum(1) > 0
     assert int((~live).sum()) == 1 and int(live.sum()) == len(calls) - 1
     assert run.rewards.failed == 1
+
+
+def test_an_epoch_that_lost_its_gradients_is_not_counted(mixed: Config) -> None:
+    """Its images are generated again when the run is resumed."""
+    run = mixed(1.0, lambda image: True, training__max_steps=1)
+    with pytest.raises(Stopped, match="nothing was trained on that batch"):
+        train(run)
+    [folder] = (Path(run.logging.dir) / run.name / "checkpoints").iterdir()
+    assert read_state(folder)["rewards"]["asked"] == 0
 
 
 def test_it_resumes_inside_an_epoch_bitwise(mixed: Config) -> None:
