@@ -75,6 +75,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The workers are forks of the shared server, and import nothing of what it imported."""
+    if forked.SHARED in os.environ:
+        for spec in specs:
+            spec.python = forked.WORKER
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests of servers and of several processes wait for a fifth of the time."""
     return (os.cpu_count() or 1) + 1
