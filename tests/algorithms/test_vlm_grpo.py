@@ -326,7 +326,10 @@ def test_failed_rows_leave_the_denominator(rows: int, accumulated: int, parts_of
 
 
 def test_one_failed_reward_of_two_masks_the_row(parts_of: Any) -> None:
-    both = {"letters": reward("fail_some"), "other": {**reward("x"), "fn": "tests.algorithms.vlm_runs:letters"}}
+    both = {
+        "letters": reward("fail_some"),
+        "other": {**reward("x"), "fn": "tests.algorithms.completion_rewards:letters"},
+    }
     parts, arguments = parts_of({}, rewards=both, reward_client__max_failure_rate=0.5, training__max_steps=1)
     trainer = Watched(parts, arguments)
     trainer.train()

@@ -109,7 +109,7 @@ def load_component(
     where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
     try:
         with _quiet():
-            loaded = kind.from_pretrained(path, subfolder=subfolder, **keywords)
+            loaded = read_component(kind, path, subfolder, **keywords)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "" if Path(path).is_dir() else "; check the id and the network (gated models need HF_TOKEN)"
         raise ModelFilesError(f"{where}: {first_line(error)}{hint}") from None
@@ -120,6 +120,11 @@ def load_component(
     if missing:  # both libraries fill these with random weights and go on
         raise ModelFilesError(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it anew")
     return network
+
+
+def read_component(kind: Any, path: str, subfolder: str | None, **keywords: Any) -> Any:
+    """What `kind.from_pretrained` makes of the files; it raises what the library raises."""
+    return kind.from_pretrained(path, subfolder=subfolder, **keywords)
 
 
 def transformer_folder(other: OtherTransformer) -> Path | None:
