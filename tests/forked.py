@@ -4,8 +4,8 @@ A program that imports them takes eight seconds of processor time before its fir
 one. Everything else is as in a new interpreter: a process of its own with its own arguments, environment, working
 directory and output, which can be killed. A test whose subject is the start of a process uses `subprocess`.
 
-`python -m tests.forked MODULE ...` is a launcher whose processes are forks of it. The workers of pytest-xdist are forks,
-too, where `share_server` was called (`WORKER`).
+`python -m tests.forked MODULE ...` is a launcher whose processes are forks of it. Where `share_server` was called, the
+workers of pytest-xdist are forks, too (`WORKER`).
 """
 
 from __future__ import annotations
@@ -107,13 +107,10 @@ def _ensure_server() -> None:
         forkserver.ensure_running()
 
 
-WORKER = shlex.join(
-    [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import forked; forked.worker()",
-    ]
+_START = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import forked; forked.worker()"
 )
+WORKER = shlex.join([sys.executable, "-c", _START])
 """What execnet starts as an interpreter: a fork of the shared server stands in for it."""
 
 

@@ -41,7 +41,7 @@ importlib.reload(huggingface_hub.constants)
 from retouch.cli import main
 main()
 """
-"""`retouch` where HF_ENDPOINT is set: huggingface_hub reads it when it is imported, and a fork has imported it already."""
+"""`retouch` where HF_ENDPOINT is set: huggingface_hub reads it when it is imported, and a fork has imported it."""
 
 
 @contextmanager
