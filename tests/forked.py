@@ -203,11 +203,13 @@ def _become(arguments: list[str]) -> None:
 
 
 def _fork_ranks() -> None:
-    """torch's launcher, otherwise as it is, forks this process where it would start another interpreter."""
-    handler: Any = importlib.import_module(
-        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-    )
+    """torch's launcher, otherwise as it is, forks this process where it would start another interpreter. It names the
+    methods in its log by the modules of the stack, among thousands that are imported here: a second of a launch."""
+    elastic = "torch.distributed.elastic"
+    handler: Any = importlib.import_module(f"{elastic}.multiprocessing.subprocess_handler.subprocess_handler")
     handler.Popen = _Rank
+    rendezvous: Any = importlib.import_module(f"{elastic}.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 class _Rank:

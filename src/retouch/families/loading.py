@@ -108,8 +108,7 @@ def load_component(
         keywords["output_loading_info"] = True
     where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
     try:
-        with _quiet():
-            loaded = read_component(kind, path, subfolder, **keywords)
+        loaded = read_component(kind, path, subfolder, **keywords)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "" if Path(path).is_dir() else "; check the id and the network (gated models need HF_TOKEN)"
         raise ModelFilesError(f"{where}: {first_line(error)}{hint}") from None
@@ -124,7 +123,8 @@ def load_component(
 
 def read_component(kind: Any, path: str, subfolder: str | None, **keywords: Any) -> Any:
     """What `kind.from_pretrained` makes of the files; it raises what the library raises."""
-    return kind.from_pretrained(path, subfolder=subfolder, **keywords)
+    with _quiet():
+        return kind.from_pretrained(path, subfolder=subfolder, **keywords)
 
 
 def transformer_folder(other: OtherTransformer) -> Path | None:
