@@ -122,7 +122,7 @@ def load_component(
 
 
 def read_component(kind: Any, path: str, subfolder: str | None, **keywords: Any) -> Any:
-    """What `kind.from_pretrained` makes of the files; it raises what the library raises."""
+    """Read the files of a component with `kind.from_pretrained`; errors are those of the library."""
     with _quiet():
         return kind.from_pretrained(path, subfolder=subfolder, **keywords)
 
