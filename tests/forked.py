@@ -97,9 +97,10 @@ def _ensure_server() -> None:
     """The server belongs to this process, starts on first use, and ends with this process; or it is a shared one."""
     if address := os.environ.get(SHARED):
         server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
-        if server._forkserver_address is None:
-            server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
-            server.ensure_running = lambda: None
+        if server._forkserver_pid is None:  # of another process; a worker that is a fork knows its address, no more
+            server._forkserver_address, server.ensure_running = address, lambda: None
+            if server._forkserver_alive_fd is None:
+                server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         return
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
