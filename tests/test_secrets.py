@@ -171,7 +171,7 @@ def test_a_secret_is_in_no_output(left: tuple[Path, dict[str, str]], name: str) 
     assert [command for command, text in printed.items() if SECRETS[name] in text] == []
 
 
-def test_the_search_would_find_them(left: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+def test_the_search_would_find_them(tmp_path: Path) -> None:
     """A text within a database or an event file is found by its bytes."""
     database = tmp_path / "scores.db"
     connection = sqlite3.connect(database)
