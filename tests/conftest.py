@@ -5,10 +5,9 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-import pickle
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
-from tests import forked
+from tests import forked, remembered
 from tests.command_line import retouch
 from tests.families.facts import text_length
 
@@ -49,13 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     """What is written need not outlive the machine, and published run files are read for hundreds of tests."""
     os.fsync = lambda fd: None
-    yaml12.parse = _remembered(yaml12.parse)
-
-
-def _remembered(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same, where a text was parsed before."""
-    once = functools.lru_cache(512)(lambda text: pickle.dumps(parse(text)))
-    return lambda text: pickle.loads(once(text))
+    yaml12.parse = remembered.parses(yaml12.parse)
 
 
 LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_killed.py", "tests/examples/")
@@ -69,10 +62,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported and collected lives as long as the process: an eighth of the time went into looking through it
-    for garbage."""
+    for garbage. Tiny models are read for hundreds of tests."""
+    if loading := sys.modules.get("retouch.families.loading"):
+        vars(loading)["read_component"] = remembered.components(vars(loading)["read_component"])
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The workers are forks of the shared server, and import nothing of what it imported."""
+    if forked.SHARED in os.environ:
+        for spec in specs:
+            spec.python = forked.WORKER
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -4,7 +4,8 @@ A program that imports them takes eight seconds of processor time before its fir
 one. Everything else is as in a new interpreter: a process of its own with its own arguments, environment, working
 directory and output, which can be killed. A test whose subject is the start of a process uses `subprocess`.
 
-`python -m tests.forked MODULE ...` is a launcher whose processes are forks of it.
+`python -m tests.forked MODULE ...` is a launcher whose processes are forks of it. Where `share_server` was called, the
+workers of pytest-xdist are forks, too (`WORKER`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,14 +97,57 @@ def _ensure_server() -> None:
     """The server belongs to this process, starts on first use, and ends with this process; or it is a shared one."""
     if address := os.environ.get(SHARED):
         server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
-        if server._forkserver_address is None:
-            server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
-            server.ensure_running = lambda: None
+        if server._forkserver_pid is None:  # of another process; a worker that is a fork knows its address, no more
+            server._forkserver_address, server.ensure_running = address, lambda: None
+            if server._forkserver_alive_fd is None:
+                server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         return
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         forkserver.set_forkserver_preload([PRELOADED])
         forkserver.ensure_running()
+
+
+_START = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import forked; forked.worker()"
+)
+WORKER = shlex.join([sys.executable, "-c", _START])
+"""What execnet starts as an interpreter: a fork of the shared server stands in for it."""
+
+
+def worker() -> None:
+    """Start the interpreter of a worker of pytest as a fork with the streams of this process, and end as it ends."""
+    _ensure_server()
+    options = (sys.argv[1:], dict(os.environ), [_Stream(number) for number in range(3)])
+    process = multiprocessing.get_context("forkserver").Process(target=_begin_worker, args=options)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+
+
+class _Stream:
+    """A stream of this process; the fork gets its number there."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._number),)
+
+
+def _received(stream: Any) -> int:
+    return stream.detach()
+
+
+def _begin_worker(arguments: list[str], environment: dict[str, str], streams: list[int]) -> None:
+    """In the fork."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    _become(arguments)
 
 
 def _kill(pid: int | None) -> None:
@@ -132,7 +177,7 @@ def _become(arguments: list[str]) -> None:
     """Run `-c CODE`, `-m MODULE` or a file with its arguments as the main program of this process."""
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
-    while arguments[0] == "-u":
+    while arguments[0] in ("-u", "-B"):
         arguments = arguments[1:]
     kind, *rest = arguments
     try:
@@ -159,11 +204,13 @@ def _become(arguments: list[str]) -> None:
 
 
 def _fork_ranks() -> None:
-    """torch's launcher, otherwise as it is, forks this process where it would start another interpreter."""
-    handler: Any = importlib.import_module(
-        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-    )
+    """torch's launcher, otherwise as it is, forks this process where it would start another interpreter. It names the
+    methods in its log by the modules of the stack, among thousands that are imported here: a second of a launch."""
+    elastic = "torch.distributed.elastic"
+    handler: Any = importlib.import_module(f"{elastic}.multiprocessing.subprocess_handler.subprocess_handler")
     handler.Popen = _Rank
+    rendezvous: Any = importlib.import_module(f"{elastic}.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 class _Rank:

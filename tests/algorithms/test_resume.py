@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.conftest import small_run
+from tests.selection import rows
 
 STEPS = 6
 
@@ -99,11 +100,10 @@ def uninterrupted(long_run: Path) -> Path:
     return long_run.parent / "runs" / "whole"
 
 
-@pytest.mark.parametrize(
-    ("where", "count"), [pytest.param("rollout", 2, marks=pytest.mark.full), ("backward", 10), ("writing", 5)]
-)
+@pytest.mark.parametrize(("where", "count"), rows([("rollout", 2), ("backward", 10), ("writing", 5)], [("writing", 5)]))
 def test_resume_is_bitwise(long_run: Path, uninterrupted: Path, where: str, count: int) -> None:
-    """Killed in the second rollout, between backwards of step 5 (an inner epoch), and while writing a checkpoint."""
+    """Killed in the second rollout, between backwards of step 5 (an inner epoch), and while writing a checkpoint. In
+    every run of the tests, test_killed.py kills between backwards, too."""
     resumes_bitwise(long_run, uninterrupted, where, count)
 
 

@@ -29,7 +29,7 @@ from retouch.types import Failure
 from tests.command_line import retouch
 from tests.selection import default
 
-from . import vlm_runs
+from . import completion_rewards, vlm_runs
 from .test_vlm_grpo import answered, parts_of
 from .vlm_runs import RunFile, records, train, vlm_file
 
@@ -43,7 +43,7 @@ def reward(name: str, module: str = __name__, **options: Any) -> dict[str, Any]:
 def fail_the_second(items: list[Any]) -> list[Any]:
     """`letters`, but no score of example 1."""
     broken = Failure("bad_item", "cannot be scored", retryable=False)
-    return [broken if item.group == 1 else v for item, v in zip(items, vlm_runs.letters(items), strict=True)]
+    return [broken if item.group == 1 else v for item, v in zip(items, completion_rewards.letters(items), strict=True)]
 
 
 def test_a_failed_reward_is_reported_and_ends_no_comparison(parts_of: Any) -> None:
@@ -95,7 +95,7 @@ def test_evaluation_examples_that_are_trained_on_are_refused_unless_asked_for(pa
 
 
 def test_gold_rewards_are_of_evaluations_alone(parts_of: Any) -> None:
-    module = vlm_runs.__name__
+    module = completion_rewards.__name__
     both = {"letters": reward("letters", module), "gold": reward("letters", module, role="gold")}
     parts, _ = parts_of(rewards=both)
     [scored] = answered(parts, [parts.data[0]], 0, "eval", 0, score=True)

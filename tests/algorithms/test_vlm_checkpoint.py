@@ -98,7 +98,7 @@ def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path
 @pytest.mark.full
 def test_a_reward_that_is_the_same_everywhere_alarms_once(vlm_file: RunFile, tmp_path: Path) -> None:
     """Steps before a resume count."""
-    reward = {"scorer": "fn", "fn": "tests.algorithms.vlm_runs:alike", "paste_back": False}
+    reward = {"scorer": "fn", "fn": "tests.algorithms.completion_rewards:alike", "paste_back": False}
     file = vlm_file(rewards={"alike": reward})
     for steps in (6, 11):
         done = train(file, f"training.max_steps={steps}", "resume=auto")

@@ -40,7 +40,7 @@ from retouch.types import Failure, Score, Scores
 from tests.command_line import retouch
 from tests.selection import default
 
-from . import vlm_runs
+from . import completion_rewards, vlm_runs
 from .vlm_runs import RunFile, random_model, records, run_section, train, vlm_file, weights
 
 __all__ = ["vlm_file"]
@@ -50,7 +50,7 @@ rollout_draw = importlib.import_module("retouch.algorithms.vlm_grpo.images")
 
 def fail_some(items: list[Any]) -> list[float]:
     """`letters`, but three rows in ten have no number: what is no number is a typed failure."""
-    values = vlm_runs.letters(items)
+    values = completion_rewards.letters(items)
     return [float("nan") if i % 10 in FAILED else value for i, value in enumerate(values)]
 
 
@@ -58,12 +58,12 @@ FAILED: set[int] = {1, 4, 5}
 
 
 def plain(items: list[Any]) -> list[float]:
-    return vlm_runs.letters(items)
+    return completion_rewards.letters(items)
 
 
 def other_where_it_fails(items: list[Any]) -> list[float]:
     """`letters`, and something else in the rows that `fail_some` has no number for."""
-    return [5.0 - i if i % 10 in FAILED else value for i, value in enumerate(vlm_runs.letters(items))]
+    return [5.0 - i if i % 10 in FAILED else value for i, value in enumerate(completion_rewards.letters(items))]
 
 
 def fail_always(items: list[Any]) -> list[float]:
@@ -77,7 +77,7 @@ def fail_from_the_second_batch(items: list[Any]) -> list[float]:
     CALLS.append(len(items))
     if len(CALLS) >= DIES_AT[0]:
         return [float("nan")] * len(items)
-    return vlm_runs.letters(items)
+    return completion_rewards.letters(items)
 
 
 DIES_AT = [10**9]
@@ -87,7 +87,9 @@ def away_in_the_fourth_batch(items: list[Any]) -> list[Any]:
     """`letters`, but the server of the fourth batch went away."""
     CALLS.append(len(items))
     gone = len(CALLS) == 4
-    return [Failure("unavailable", "gone", retryable=True) if gone else value for value in vlm_runs.letters(items)]
+    return [
+        Failure("unavailable", "gone", retryable=True) if gone else value for value in completion_rewards.letters(items)
+    ]
 
 
 def reward(name: str, **options: Any) -> dict[str, Any]:
@@ -326,7 +328,10 @@ def test_failed_rows_leave_the_denominator(rows: int, accumulated: int, parts_of
 
 
 def test_one_failed_reward_of_two_masks_the_row(parts_of: Any) -> None:
-    both = {"letters": reward("fail_some"), "other": {**reward("x"), "fn": "tests.algorithms.vlm_runs:letters"}}
+    both = {
+        "letters": reward("fail_some"),
+        "other": {**reward("x"), "fn": "tests.algorithms.completion_rewards:letters"},
+    }
     parts, arguments = parts_of({}, rewards=both, reward_client__max_failure_rate=0.5, training__max_steps=1)
     trainer = Watched(parts, arguments)
     trainer.train()

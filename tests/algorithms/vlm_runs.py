@@ -1,4 +1,4 @@
-"""Small runs of vlm_grpo on random weights, and rewards that look at the completion alone."""
+"""Small runs of vlm_grpo on random weights."""
 
 from __future__ import annotations
 
@@ -38,19 +38,6 @@ def tasks() -> Path:
     return folder / "manifest.json"
 
 
-def letters(items: list[Any]) -> list[float]:
-    """A reward that random words earn differently: the mean code of their letters."""
-    return [sum(ord(c) % 97 for c in text) / (97 * max(1, len(text))) for text in completions(items)]
-
-
-def alike(items: list[Any]) -> list[float]:
-    return [0.5] * len(items)
-
-
-def completions(items: list[Any]) -> list[str]:
-    return [str(item.metadata["completion"]) for item in items]
-
-
 def run_section(out: Path, trl: Mapping[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     """A run of two steps on eight completions each, in two groups."""
     options = {
@@ -74,7 +61,9 @@ def run_section(out: Path, trl: Mapping[str, Any] | None = None, **sections: Any
         "data": {"format": "manifest", "path": str(tasks()), "resolution": 32},
         "rollout": {"num_steps": 1, "guidance_scale": 1.0, "batch_size_per_device": 8},
         "algorithm": {"name": "vlm_grpo", "trl": options},
-        "rewards": {"letters": {"scorer": "fn", "fn": "tests.algorithms.vlm_runs:letters", "paste_back": False}},
+        "rewards": {
+            "letters": {"scorer": "fn", "fn": "tests.algorithms.completion_rewards:letters", "paste_back": False}
+        },
         "training": {
             "max_steps": 2,
             "checkpoint_every": 0,

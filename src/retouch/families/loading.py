@@ -109,8 +109,7 @@ def load_component(
         keywords["output_loading_info"] = True
     where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
     try:
-        with _quiet():
-            loaded = kind.from_pretrained(path, subfolder=subfolder, **keywords)
+        loaded = read_component(kind, path, subfolder, **keywords)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "" if Path(path).is_dir() else "; check the id and the network (gated models need HF_TOKEN)"
         raise ModelFilesError(f"{where}: {first_line(error)}{hint}") from None
@@ -121,6 +120,12 @@ def load_component(
     if missing:  # both libraries fill these with random weights and go on
         raise ModelFilesError(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it anew")
     return network
+
+
+def read_component(kind: Any, path: str, subfolder: str | None, **keywords: Any) -> Any:
+    """Read the files of a component with `kind.from_pretrained`; errors are those of the library."""
+    with _quiet():
+        return kind.from_pretrained(path, subfolder=subfolder, **keywords)
 
 
 def transformer_folder(other: OtherTransformer) -> Path | None:
