@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 TINY_SIZE_MULTIPLE = 8
 """Size multiple of the tiny bases, whose autoencoder downsamples by 4."""
+
+
+Variant = TypeVar("Variant", bound=str)
 
 
 @dataclass(frozen=True)
@@ -438,7 +441,7 @@ class ModelSection(Section):
 Model = Annotated[ModelSection, Chosen(FAMILIES, "family")]
 
 
-def require_variant(path: str, variant: str, released: Mapping[str, Sequence[str]]) -> None:
+def require_variant(path: str, variant: Variant, released: Mapping[Variant, Sequence[str]]) -> None:
     """Refuse a hub id of another variant.
 
     Args:
