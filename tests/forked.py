@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from pathlib import Path
@@ -141,6 +142,7 @@ def _received(stream: Any) -> int:
 
 def _begin_worker(arguments: list[str], environment: dict[str, str], streams: list[int]) -> None:
     """In the fork."""
+    _keep_what_the_server_made()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -159,6 +161,7 @@ def _kill(pid: int | None) -> None:
 
 def _begin(arguments: list[str], environment: dict[str, str], folder: str, files: list[str], anew: bool) -> None:
     """In the fork: take over what `run` was given, and become the program."""
+    _keep_what_the_server_made()
     os.setpgid(0, 0)
     for stream, file, mode in ((0, os.devnull, "rb"), (1, files[0], "wb"), (2, files[1], "wb")):
         with Path(file).open(mode) as opened:
@@ -171,6 +174,17 @@ def _begin(arguments: list[str], environment: dict[str, str], folder: str, files
         for module in [name for name in sys.modules if name.split(".")[0] == "retouch"]:
             del sys.modules[module]
     _become(arguments)
+
+
+def _keep_what_the_server_made() -> None:
+    """A folder that an import made (wandb's is one) is removed by the server at its end, and by no fork: the others use
+    it."""
+    finalizers: Any = weakref.finalize._registry  # pyright: ignore[reportAttributeAccessIssue]
+    for finalizer in list(finalizers):
+        made = (finalizer.peek() or [None])[0]
+        if isinstance(made, tempfile.TemporaryDirectory):
+            finalizer.atexit = False
+            atexit.unregister(made.cleanup)
 
 
 def _become(arguments: list[str]) -> None:
