@@ -76,6 +76,8 @@ class Recorder:
 class NoRewards:
     """In place of the reward table: scores that are there at once, and differ within a group."""
 
+    counted = ()  # nothing is waited for
+
     def __init__(self, table: Any) -> None:
         self.__dict__.update(vars(table))
         self._table = table
@@ -87,8 +89,7 @@ class NoRewards:
         self._count = len(items)
         return self
 
-    def wait(self) -> None:
-        """Nothing is waited for."""
+    def wait(self) -> None: ...
 
     def result(self, until: float | None = None) -> Scores:
         del until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -248,6 +248,7 @@ def test_decoded_pictures_are_bytes(model: FluxFill) -> None:
 def test_a_family_without_a_released_model_refuses_a_network_in_its_own_words() -> None:
     class Own(FluxFillModel):
         spec: ClassVar[FamilySpec] = replace(FluxFillModel.spec, family="own", hub_ids=())
+        family: Literal["own"] = "own"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     pipeline = tiny_pipeline("flux_fill")
     pipeline.transformer.register_to_config(in_channels=32)
