@@ -39,10 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     is remembered of checked data is kept out of the home of whoever runs them."""
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
     settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
+    if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the server imports torch, whose forks the workers are
     if config.args_source is config.ArgsSource.TESTPATHS and getattr(config.option, "numprocesses", None):
         forked.share_server()
-    if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_sessionstart() -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_a
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create_model
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from retouch.errors import ConfigError, code_place
+from retouch.errors import ConfigError, code_place, shown
 
 logger = logging.getLogger(__name__)
 
@@ -73,31 +73,31 @@ class Registry(Mapping[str, Component], Generic[Component]):
         """Reject a component that a run file could not choose, or whose class is incomplete.
 
         Raises:
-            ValueError: what is wrong with it, and the remedy.
+            ConfigError: what is wrong with it, and the remedy.
         """
         where = f"{self.kind} {name!r}"
         if not self.key:
             if self.of is not None and not isinstance(component, self.of):
-                raise ValueError(f"{where}: given {component!r:.80}; expected a {self.of.__name__}; register one")
+                raise ConfigError(f"{where}: given {shown(component)}; expected a {self.of.__name__}; register one")
             return
         if not isinstance(component, type):
-            raise ValueError(f"{where}: given {component!r:.80}; expected a class; register the class")
+            raise ConfigError(f"{where}: given {shown(component)}; expected a class; register the class")
         own = component.__name__
         field = getattr(component, "model_fields", {}).get(self.key)
         names = get_args(field.annotation) if field is not None else ()
         if not names:
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: {own} has no field {self.key} of type Literal; expected a class of an options section; "
                 f"set {self.key}: Literal[{name!r}] = {name!r} in it"
             )
         if name not in names:
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: given {self.key}={names[0]!r} in {own}; expected the registered name; "
                 f"set {self.key}: Literal[{name!r}] = {name!r}, or register it as {names[0]!r}"
             )
         missing = sorted(getattr(component, "__abstractmethods__", ()))
         if missing:
-            raise ValueError(f"{where}: {own} has no {', '.join(missing)}; define each as a method of {own}")
+            raise ConfigError(f"{where}: {own} has no {', '.join(missing)}; define each as a method of {own}")
 
     def available(self) -> dict[str, Component]:
         """Every component that can be imported. One of another package that cannot is left out with a warning."""
@@ -113,7 +113,7 @@ class Registry(Mapping[str, Component], Generic[Component]):
         except (Exception, SystemExit) as error:
             if name in self._builtin:
                 raise
-            logger.warning("%s %r (%s) cannot be imported: %s", self.kind, name, self._places[name], error)
+            logger.warning("%s %r (%s) cannot be used: %s", self.kind, name, self._places[name], error)
             return None
 
     def __getitem__(self, name: str) -> Component:
@@ -247,15 +247,24 @@ def load_named(key: str, place: str, attribute: str) -> Any:
         attribute: what a message calls the attribute of the module, for example "function".
 
     Raises:
-        ConfigError: no such module or attribute, or the module cannot be imported.
+        ConfigError: no such module or attribute, or the module fails when it is imported.
     """
+    name, _, wanted = place.partition(":")
+    expected = f"set it to 'module:{attribute}'"
+    if not name or not wanted:
+        raise ConfigError(f"{key}: given {place!r}; {expected}")
     try:
-        return load_attribute(place)
-    except (ImportError, AttributeError, ValueError) as error:
+        module = importlib.import_module(name)
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        remedy = expected if absent else "correct the module"
         raise ConfigError(
-            f"{key}: given {place!r}, which cannot be imported ({error}{code_place(error)}); set it to "
-            f"'module:{attribute}'"
+            f"{key}: given {place!r}, which cannot be imported ({type(error).__name__}: {error}"
+            f"{'' if absent else code_place(error)}); {remedy}"
         ) from error
+    if not hasattr(module, wanted):
+        raise ConfigError(f"{key}: given {place!r}, but {name} has no {wanted}; {expected}")
+    return getattr(module, wanted)
 
 
 def _qualified(component: object) -> tuple[str, str]:

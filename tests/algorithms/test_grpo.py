@@ -9,9 +9,11 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from retouch.training.build import build
 from retouch.training.scoring import RewardOutage
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
+from tests.fuzz.inputs import bounded
 from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, same_weights, train, weights
@@ -536,12 +539,27 @@ def test_a_signal_while_rewards_are_computed_stops_before_they_are_in(
         slow.setattr(RewardTable, "submit", submit)
         slow.setattr(rollouts, "LOOK_S", 0.05)
         run = build(config(training__max_steps=1))
-        with pytest.raises(Stopped, match="received SIGTERM at step 0") as stopped:
+        with bounded(60), pytest.raises(Stopped, match="received SIGTERM at step 0") as stopped:
             recipe("grpo")(run)
         run.close()
     assert stopped.value.code == 3
     again, _ = train(config(training__max_steps=1, resume="auto"))
     assert same_weights(weights(again), weights(whole))
+
+
+def test_rewards_that_are_late_on_another_process_are_waited_for_together() -> None:
+    """Each process looks as often as the others, or a collective would meet another one."""
+    late = iter([True, True, False])
+    looked: list[bool] = []
+    session: Any = SimpleNamespace(
+        run=SimpleNamespace(
+            clock=SimpleNamespace(part=lambda _: nullcontext()),
+            engine=SimpleNamespace(any=lambda own: looked.append(own) or next(late)),
+        ),
+        check_stop=lambda: looked.append(True),
+    )
+    rollouts.await_rewards(session, [])
+    assert looked == [False, True, False, True, False]
 
 
 @pytest.mark.usefixtures("whole")

@@ -100,10 +100,12 @@ def uninterrupted(long_run: Path) -> Path:
     return long_run.parent / "runs" / "whole"
 
 
-@pytest.mark.parametrize(("where", "count"), rows([("rollout", 2), ("backward", 10), ("writing", 5)], [("writing", 5)]))
+KILLED = [("rollout", 2), ("backward", 10), ("writing", 5)]
+
+
+@pytest.mark.parametrize(("where", "count"), rows(KILLED, KILLED[1:]))
 def test_resume_is_bitwise(long_run: Path, uninterrupted: Path, where: str, count: int) -> None:
-    """Killed in the second rollout, between backwards of step 5 (an inner epoch), and while writing a checkpoint. In
-    every run of the tests, test_killed.py kills after a checkpoint, before the next backward."""
+    """Killed in the second rollout, between backwards of step 5 (an inner epoch), and while writing a checkpoint."""
     resumes_bitwise(long_run, uninterrupted, where, count)
 
 

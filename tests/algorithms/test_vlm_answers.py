@@ -23,7 +23,7 @@ from retouch.algorithms.vlm_grpo.scoring import CompletionScorer
 from retouch.config import ConfigError
 from retouch.families.loading import load_component
 from retouch.families.qwen.text import ImageTextProcessor
-from retouch.observe.run_dir import read_metrics, read_rows
+from retouch.observe.run_dir import read_rows
 from retouch.training.scoring import RewardOutage
 from retouch.types import Failure
 from tests.command_line import retouch
@@ -275,5 +275,5 @@ def test_a_run_evaluates_as_retouch_eval_does(vlm_file: RunFile, tmp_path: Path)
     assert done.code == 0, done.err
     for step, name in ((0, "base"), (1, "after-RL")):
         during = read_rows(tmp_path / f"a/evaluations/step-{step:06d}/rows.jsonl")
-        after = read_metrics(tmp_path / f"out/{name}.jsonl")
+        after = read_rows(tmp_path / f"out/{name}.jsonl")
         assert during == after and len({row["read"] for row in after}) == 10

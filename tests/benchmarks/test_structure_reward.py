@@ -86,6 +86,7 @@ def test_with_reward_gradients_the_second_reward_ends_where_true_signs_are_and_g
     early, late = both["against"]
     assert early["glyph_correlation"][1] > 0 and late["glyph_correlation"][1] < 0 < late["glyph_correlation"][2]
     assert all(found["ocr.ned"][1] < 0 < found["ocr.ned"][2] for found in (early, late))
+    assert round(late["outside_l1"][0], 3) == 0.002 and late["outside_l1"][1] > 0
     assert alone["held_out"][-1]["glyph_structure"] < 0.6 and both["held_out"][-1]["glyph_structure"] > 0.88
 
 

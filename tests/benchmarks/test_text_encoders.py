@@ -6,17 +6,28 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-from text_encoders import PROMPTS, measure  # noqa: E402
+from text_encoders import PROMPTS, encoders, measure  # noqa: E402
 
+SPEED = " ".join((REPOSITORY / "docs/speed.md").read_text(encoding="utf-8").split())
 RESULT = json.loads((REPOSITORY / "benchmarks/results/text_encoders.json").read_text(encoding="utf-8"))
 
 
 def test_the_page_holds_the_measured_ratio() -> None:
     assert RESULT["ratio"] >= 0.98 and RESULT["moves"] == {"for each prompt": 2 * PROMPTS, "once": 2}
-    assert f"{RESULT['ratio']:.2f} x" in (REPOSITORY / "docs/speed.md").read_text(encoding="utf-8")
+    assert f"2 moves instead of {2 * PROMPTS} for {PROMPTS} prompts" in SPEED and RESULT["prompts"] == PROMPTS
+    assert f"{RESULT['ratio']:.2f} x (median of {RESULT['repetitions']} interleaved pairs" in SPEED
+
+
+def test_the_page_holds_the_bytes_of_the_released_encoders() -> None:
+    with torch.device("meta"):
+        made = encoders(released=True, dtype=torch.bfloat16)
+    size = sum(p.numel() * p.element_size() for e in made.values() for p in e.model.parameters())
+    assert f"the encoders of FLUX in bf16 are {size / 1e9:.1f} GB a move" in SPEED
 
 
 def test_encoders_are_moved_once_for_all_prompts_and_encode_the_same() -> None:

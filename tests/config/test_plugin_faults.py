@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.registry import Registry, load_named
 from retouch.rewards import REWARDS
 from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.foreign import MOST_CHARACTERS
 from retouch.rewards.gradient import pixel_rewards
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import CheckedScorer, RewardItem
@@ -183,7 +185,10 @@ def test_items_that_no_dataset_can_use_are_rejected(found: Any, message: str, mo
     ("listing", "message"),
     [
         (".", "no such file; FaultyData.listing must return the file that lists the items, or None"),
-        ("list.txt", "given 3 lines for 1 items of format faulty; expected a line for each item, and optionally"),
+        (
+            "list.txt",
+            "given 3 lines for 1 items of format faulty; expected a line for each item, and at most one more",
+        ),
     ],
 )
 def test_a_listing_that_cannot_be_divided_is_named(
@@ -241,10 +246,49 @@ def test_a_module_of_retouch_plugins_that_is_missing_is_named(tmp_path: Path, mo
         discover(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["", "nowhere_at_all:train", "retouch.errors:nope", "retouch.errors"])
-def test_an_attribute_that_names_no_function_is_named(place: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Mine\.recipe: given '{place}', .*; set it to 'module:function'"):
+MISSING = "which cannot be imported (ModuleNotFoundError: No module named"
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("", "; set"),
+        ("retouch.errors", "; set"),
+        (":train", "; set"),
+        ("nowhere_at_all:train", f", {MISSING} 'nowhere_at_all'); set"),
+        ("retouch.nowhere:train", f", {MISSING} 'retouch.nowhere'); set"),
+        ("retouch.errors:nope", ", but retouch.errors has no nope; set"),
+    ],
+)
+def test_an_attribute_that_names_no_function_is_named(place: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         load_named("Mine.recipe", place, "function")
+    assert str(caught.value) == f"Mine.recipe: given {place!r}{says} it to 'module:function'"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def train(:", r"SyntaxError: .*"),
+        ("a = 1\nb = c", r"NameError: name 'c' is not defined, at my_recipe\.py:2"),
+        ("import nowhere_at_all", r"ModuleNotFoundError: No module named 'nowhere_at_all', at my_recipe\.py:1"),
+    ],
+)
+def test_a_module_that_fails_when_it_is_imported_is_to_be_corrected(
+    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_recipe.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = rf"Mine\.recipe: given 'my_recipe:train', which cannot be imported \({says}\); correct the module$"
+    with pytest.raises(ConfigError, match=message):
+        load_named("Mine.recipe", "my_recipe:train", "function")
+
+
+def test_a_run_file_that_chooses_an_incomplete_entry_point_is_rejected() -> None:
+    registry: Registry[Any] = Registry("reward", "retouch.none", {}, key="scorer")
+    registry._places["faulty"] = f"{__name__}:NoMakeReward"
+    with pytest.raises(ConfigError, match="NoMakeReward has no make; define each as a method of NoMakeReward"):
+        registry["faulty"]
 
 
 def test_a_spec_of_another_family_than_the_section_is_rejected() -> None:
@@ -261,10 +305,30 @@ def test_a_spec_with_an_unknown_prediction_is_rejected() -> None:
         FamilySpec("a", "noise", 4, 8, 8, 1.0, frozenset(), (), "unet")  # type: ignore[arg-type]
 
 
-def test_the_place_of_an_error_is_the_last_line_outside_the_package() -> None:
-    with pytest.raises(ValueError, match="could not") as caught:
-        torch.zeros(1).to(float("one"))  # type: ignore[call-overload]
-    assert re.fullmatch(r", at test_plugin_faults\.py:\d+", code_place(caught.value))
+@pytest.mark.parametrize(
+    "raised",
+    [
+        lambda: 1 / 0,
+        lambda: json.loads("{"),  # in the standard library
+        lambda: torch.nn.Linear(2, 2)(torch.zeros(1, 3)),  # in an installed package
+        lambda: load_named("a", "b", "c"),  # in this one
+    ],
+)
+def test_the_place_of_an_error_is_the_last_custom_line(raised: Callable[[], object]) -> None:
+    with pytest.raises(Exception) as caught:
+        raised()
+    assert code_place(caught.value) == f", at test_plugin_faults.py:{raised.__code__.co_firstlineno}"
+
+
+def test_the_place_of_an_error_follows_a_message_that_is_cut() -> None:
+    def score(items: Sequence[RewardItem]) -> list[Outcome]:
+        raise ValueError("x" * 2000)
+
+    [outcome] = CheckedScorer(Answers(score)).score(items(1))
+    assert isinstance(outcome, Failure)
+    line = score.__code__.co_firstlineno + 1
+    assert outcome.message.endswith(f"xxx ..., at test_plugin_faults.py:{line}")
+    assert len(outcome.message) <= MOST_CHARACTERS + len(" ...")
 
 
 def test_an_extra_that_retouch_does_not_have_is_to_fix() -> None:

@@ -49,14 +49,14 @@ class OverMemory(AssertionError):
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
+def bounded(longest_s: int = LONGEST_S) -> Iterator[None]:
     """Raise where a block takes too long or too much memory."""
 
     def expired(*_: object) -> None:
-        raise Hang(f"longer than {LONGEST_S} s")
+        raise Hang(f"longer than {longest_s} s")
 
     before, former = _peak_bytes(), signal.signal(signal.SIGALRM, expired)
-    signal.alarm(LONGEST_S)
+    signal.alarm(longest_s)
     try:
         yield
     finally:

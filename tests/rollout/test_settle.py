@@ -30,6 +30,7 @@ from retouch.training.scoring import (
     tally_of,
 )
 from retouch.types import Example, Failure, Score, Scores
+from tests.fuzz.inputs import bounded
 from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, honest, items, reply
 
 Script = Callable[[Asked, int], Answer]
@@ -160,6 +161,28 @@ def test_only_rows_that_were_away_are_asked_again() -> None:
         (scores,) = settled(made, items(4))
         assert [by_prompt(asked) for asked in server.asked] == [[0, 1, 2, 3], [1]]
     assert scores.values("r") == [0.0, 1.0, None, 3.0]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_request_to_stop_ends_the_wait_after_one_more_attempt(comes_back: bool) -> None:
+    """A reward that failed once does not cost the rollouts of a run that is about to stop."""
+    requests: set[str] = set()
+
+    def script(asked: Asked, number: int) -> Answer:
+        requests.add(asked.manifest["request_id"])
+        if len(requests) == 1 or not comes_back:
+            return Answer(b"", 503)
+        return scoring_numbers(asked, number)
+
+    with FakeServer(script) as server, table(server.url) as made:
+        pending = [pend(made, items(2))]
+        if comes_back:
+            (scores,) = settle(made, pending, limits(), stop_heard=lambda: True)
+            assert scores.values("r") == [0.0, 1.0]
+        else:
+            with bounded(30), pytest.raises(RewardOutage, match="asked to stop while rewards were unavailable"):
+                settle(made, pending, limits(), stop_heard=lambda: True)
+    assert len(requests) == 2
 
 
 # --- failure rates ---

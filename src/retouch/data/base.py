@@ -22,7 +22,7 @@ from pydantic import (
 
 from retouch.config.base import Count, Section
 from retouch.data.remote import pinned
-from retouch.errors import DataError
+from retouch.errors import DataError, shown
 from retouch.hub import is_hub_id
 from retouch.imaging import Fit, PackedImage, StripFit
 
@@ -237,9 +237,9 @@ class DataSection(Section):
             DataError: the list itself is missing or unreadable, or `list_items` returned something else.
         """
         listed: Any = self.list_items()
-        where = f"data.format: {type(self).__name__}.list_items returned"
+        where = f"format {self.format}: {type(self).__name__}.list_items returned"
         if not isinstance(listed, list):
-            raise DataError(f"{where} {listed!r:.80}; expected a list of ItemFiles and ItemError; return one")
+            raise DataError(f"{where} {shown(listed)}; expected a list of ItemFiles and ItemError; return one")
         kept = cast("list[Any]", listed)[: self.limit]
         for item in kept:
             problem = _item_problem(item)
@@ -254,10 +254,10 @@ def _item_problem(item: Any) -> str | None:
     if isinstance(item, ItemError):
         return None
     if not isinstance(item, ItemFiles):
-        return f"{item!r:.80}; expected ItemFiles or ItemError; return one of them"
+        return f"{shown(item)}; expected ItemFiles or ItemError; return one of them"
     for name, kind, given in (("id", int, cast("object", item.id)), ("prompt", str, cast("object", item.prompt))):
         if not isinstance(given, kind):
-            return f"an item with {name} {given!r:.80}; expected {kind.__name__}; set {name} to one"
+            return f"an item with {name} {shown(given)}; expected {kind.__name__}; set {name} to one"
     if item.target not in get_args(TargetRole):
         return f"an item with target {item.target!r}; set target to one of {', '.join(get_args(TargetRole))}"
     return None

@@ -118,7 +118,7 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
     if extra not in (0, 1):
         raise DataError(
             f"{listing}: given {len(lines)} lines for {len(items)} items of format {section.format}; expected a line "
-            f"for each item, and optionally a header; correct {type(section).__name__}.listing"
+            f"for each item, and at most one more, the header; correct {type(section).__name__}.listing"
         )
     return listing, lines[:extra], lines[extra:], items  # the formats of the package have no header
 

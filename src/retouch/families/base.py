@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 TINY_SIZE_MULTIPLE = 8
 """Size multiple of the tiny bases, whose autoencoder downsamples by 4."""
-
-
-Variant = TypeVar("Variant", bound=str)
 
 
 @dataclass(frozen=True)
@@ -439,25 +436,6 @@ class ModelSection(Section):
 
 
 Model = Annotated[ModelSection, Chosen(FAMILIES, "family")]
-
-
-def require_variant(path: str, variant: Variant, released: Mapping[Variant, Sequence[str]]) -> None:
-    """Refuse a hub id of another variant.
-
-    Args:
-        released: variant -> its hub ids; of variants with as many, the same place is the same size.
-
-    Raises:
-        ValueError: "path: given ..., but model.variant is ...; set ...".
-    """
-    for other, hub_ids in released.items():
-        if path in hub_ids and other != variant:
-            own = released[variant]
-            fitting = own[hub_ids.index(path)] if len(own) == len(hub_ids) else own[-1]
-            raise ValueError(
-                f"path: given {path!r}, but model.variant is {variant!r}; set model.variant={other}, or "
-                f"model.path={fitting}"
-            )
 
 
 def patches(size: tuple[int, int], side: int) -> int:

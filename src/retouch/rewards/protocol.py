@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retouch import plain_json
 from retouch.errors import code_place, shown
 from retouch.lines import TextLine, parse_lines
-from retouch.rewards.foreign import one_line, plain_detail
+from retouch.rewards.foreign import MOST_CHARACTERS, one_line, plain_detail
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {
@@ -254,8 +254,9 @@ class CheckedScorer:
             raw = _listed(answer)
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(items) == 1:
-                raised = f"{name} raised {type(error).__name__}: {error}{code_place(error)}"
-                return [Failure("scorer_error", one_line(raised))]
+                place = code_place(error)  # after a message that is cut
+                raised = one_line(f"{name} raised {type(error).__name__}: {error}", most=MOST_CHARACTERS - len(place))
+                return [Failure("scorer_error", raised + place)]
             half = len(items) // 2
             if _out_of_memory(error):
                 self.largest = half

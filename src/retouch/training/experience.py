@@ -122,7 +122,7 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
 
     Raises:
         RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
-        Stopped: asked to stop between batches.
+        Stopped: asked to stop between batches, or while rewards are computed.
     """
     rollouts, advantages, weight = advantaged_groups(session, algorithm, policy)
     engine, rows = session.run.engine, with_advantages(recorded(rollouts), advantages, weight, session.run.engine)

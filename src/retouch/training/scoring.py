@@ -117,7 +117,8 @@ def settle(
 
     Args:
         training: false for an evaluation, which waits for rewards that are only logged, too.
-        stop_heard: whether an outage is not to be waited out any longer.
+        stop_heard: whether an outage is not to be waited out any longer, on this process alone; the rewards are
+            requested once more in any case.
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`, or before a request to stop.
@@ -161,8 +162,6 @@ def _settle_one(
     deadline = time.monotonic() + config.outage_wait_s
     while away := _unavailable(columns, scores):
         left = deadline - time.monotonic()
-        if stop_heard():
-            raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(away.values()))}")
         if left <= 0:
             raise RewardOutage(
                 f"rewards stayed unavailable for reward_client.outage_wait_s = {config.outage_wait_s:g} s: "
@@ -179,7 +178,9 @@ def _settle_one(
                     # what was scored already stays, or many flaky requests would never all succeed
                     if _is_unavailable(column[row]):
                         column[row] = outcome
-        if _unavailable(columns, scores):
+        if still := _unavailable(columns, scores):
+            if stop_heard():
+                raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(still.values()))}")
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
     for column in columns.values():
         for row in batch.broken:

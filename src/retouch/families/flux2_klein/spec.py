@@ -6,9 +6,10 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from retouch.families.base import FamilySpec, require_variant
+from retouch.families.base import FamilySpec
 from retouch.families.flux2.spec import FACTS, Flux2Section, networks, released
 from retouch.families.qwen3.spec import QWEN3_4B
+from retouch.families.variants import require_variant
 
 KleinVariant = Literal["base", "distilled"]
 

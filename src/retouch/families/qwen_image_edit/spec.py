@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from retouch.config.base import Text
-from retouch.families.base import FamilySpec, patches, require_variant
+from retouch.families.base import FamilySpec, patches
 from retouch.families.qwen.spec import FACTS, QwenSection
+from retouch.families.variants import require_variant
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from retouch.families.base import FamilySpec, ModelSection, require_variant
+from retouch.families.base import FamilySpec, ModelSection
+from retouch.families.variants import require_variant
 
 Sd3Variant = Literal["medium", "large", "large_turbo"]
 

@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from retouch.config.base import Positive
-from retouch.families.base import FamilySpec, ModelSection, require_variant
+from retouch.families.base import FamilySpec, ModelSection
 from retouch.families.qwen3.spec import QWEN3_4B
+from retouch.families.variants import require_variant
 
 ZImageVariant = Literal["base", "turbo"]
 

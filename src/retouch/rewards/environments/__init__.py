@@ -122,12 +122,14 @@ def make(environment: Environment, folder: Path, torch_index: str | None = None)
     Raises:
         ConfigError: the folder holds other files, another process makes an environment in it, or pip failed.
     """
-    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not empty and not (folder / "pyvenv.cfg").is_file():
-        raise ConfigError(f"--path: {folder} exists and is no virtual environment; set --path to another folder")
+    other = f"--path: {folder} exists and is no virtual environment; set --path to another folder"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(other)
     with writing(folder, "--path"):
         folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder, "--path"):
+        if any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+            raise ConfigError(other)
         _make(environment, folder, torch_index)
 
 
