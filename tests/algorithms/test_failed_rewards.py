@@ -33,7 +33,7 @@ from retouch.training import rollouts
 from retouch.training.scoring import Tally
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
-from tests.rewards.fakes import closed_port, until
+from tests.rewards.fakes import free_port, until
 from tests.rewards.test_launch import SERVE, START_S, TOKEN, ready
 from tests.selection import rows
 
@@ -265,7 +265,7 @@ class Victim:
     """`retouch reward serve` of a user's scorer on a fixed port, in processes that can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = closed_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
         self.kills: list[str] = []

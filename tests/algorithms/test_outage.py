@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retouch.observe.run_dir import read_metrics
 from tests import forked
-from tests.rewards.fakes import closed_port, get, until
+from tests.rewards.fakes import free_port, get, until
 
 STEPS = 4  # two epochs of two optimizer steps
 
@@ -102,7 +102,7 @@ def test_an_outage_stops_the_run_and_a_restart_finishes_it_bit_for_bit(
 ) -> None:
     """The reference keeps a checkpoint of step 2, where the epoch that fails begins; the run that is interrupted would
     keep none but the last."""
-    port = closed_port()
+    port = free_port()
     file, runs = run(port), tmp_path / "runs"
     with reward_server(port) as server:
         whole = train(file, "whole", "training.checkpoint_every=2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.knowledge_graph import read_graph
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
-from tests.rewards.fakes import Brightness, score_checked, serving
+from tests.rewards.fakes import Brightness, closed_port, score_checked, serving
 from tests.tiny_models import tiny_calligrapher
 
 CHECKED = [
@@ -513,12 +512,6 @@ def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: P
 class Failing(Brightness):
     def one(self, item: RewardItem) -> Outcome:
         return Failure("bad_item", "no")
-
-
-def closed_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

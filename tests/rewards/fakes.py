@@ -422,8 +422,19 @@ def read_request(connection: socket.socket) -> None:
         left -= len(connection.recv(65536))
 
 
+_HELD: list[socket.socket] = []
+
+
 def closed_port() -> int:
-    """A port that nobody listens on."""
+    """A port that nobody listens on: held as long as this process lives, or another test's server could get it."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    return held.getsockname()[1]
+
+
+def free_port() -> int:
+    """A port to start a server on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -36,6 +36,7 @@ from tests.rewards.fakes import (
     black_hole,
     brightness,
     closed_port,
+    free_port,
     half_closed,
     honest,
     item,
@@ -295,7 +296,7 @@ def test_a_reset_connection_is_tried_again() -> None:
 
 
 def test_a_refused_connection_is_tried_until_the_server_is_there() -> None:
-    port = closed_port()
+    port = free_port()
     with client_of(f"http://127.0.0.1:{port}") as client:
         pending = client.submit(items(2))
         time.sleep(0.15)

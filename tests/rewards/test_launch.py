@@ -30,7 +30,7 @@ from retouch.rewards.client.endpoints import (
 from retouch.rewards.server.launch import LocalServer, requested
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
-from tests.rewards.fakes import closed_port, item, until
+from tests.rewards.fakes import closed_port, free_port, item, until
 from tests.rewards.test_server import as_json, outcomes
 
 TOKEN = "RETOUCH_REWARD_TOKEN"
@@ -195,7 +195,7 @@ def test_an_open_address_needs_the_token_and_checks_it(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_served_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
-    outcome = retouch("reward", "serve", *arguments, "--port", closed_port())
+    outcome = retouch("reward", "serve", *arguments, "--port", free_port())
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert message in outcome.err
 

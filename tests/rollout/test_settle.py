@@ -31,7 +31,7 @@ from retouch.training.scoring import (
 )
 from retouch.types import Example, Failure, Score, Scores
 from tests.fuzz.inputs import bounded
-from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, honest, items, reply
+from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, free_port, honest, items, reply
 
 Script = Callable[[Asked, int], Answer]
 
@@ -139,7 +139,7 @@ def test_a_server_that_comes_back_is_used() -> None:
 
 
 def test_a_server_that_starts_late_is_used() -> None:
-    port = closed_port()
+    port = free_port()
     with table(f"http://127.0.0.1:{port}") as made:
         pending = pend(made, items(2))
         assert len(pending.scores.result().failures()) == 2  # the outage began
