@@ -249,10 +249,11 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     Raises:
         ConfigError: no such module or attribute, or the module fails when it is imported.
     """
-    name, _, wanted = place.partition(":")
+    given: Any = place
+    name, _, wanted = place.partition(":") if isinstance(given, str) else ("", "", "")
     expected = f"set it to 'module:{attribute}'"
-    if not name or not wanted:
-        raise ConfigError(f"{key}: given {place!r}; {expected}")
+    if not name or not wanted or name.startswith("."):
+        raise ConfigError(f"{key}: given {shown(given)}; {expected}")
     try:
         module = importlib.import_module(name)
     except Exception as error:

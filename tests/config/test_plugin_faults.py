@@ -255,12 +255,14 @@ MISSING = "which cannot be imported (ModuleNotFoundError: No module named"
         ("", "; set"),
         ("retouch.errors", "; set"),
         (":train", "; set"),
+        (".mine:train", "; set"),
+        (None, "; set"),
         ("nowhere_at_all:train", f", {MISSING} 'nowhere_at_all'); set"),
         ("retouch.nowhere:train", f", {MISSING} 'retouch.nowhere'); set"),
         ("retouch.errors:nope", ", but retouch.errors has no nope; set"),
     ],
 )
-def test_an_attribute_that_names_no_function_is_named(place: str, says: str) -> None:
+def test_an_attribute_that_names_no_function_is_named(place: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_named("Mine.recipe", place, "function")
     assert str(caught.value) == f"Mine.recipe: given {place!r}{says} it to 'module:function'"

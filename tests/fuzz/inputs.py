@@ -41,7 +41,7 @@ fuzzed = settings(_bounds, max_examples=CASES) if CASES else _bounds
 
 
 class Hang(BaseException):
-    """A case took longer than LONGEST_S. Not an Exception, so that no reader's own handler hides it."""
+    """A block took longer than its bound. Not an Exception, so that no reader's own handler hides it."""
 
 
 class OverMemory(AssertionError):

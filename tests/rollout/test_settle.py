@@ -174,7 +174,7 @@ def test_a_request_to_stop_ends_the_wait_after_one_more_attempt(comes_back: bool
             return Answer(b"", 503)
         return scoring_numbers(asked, number)
 
-    with FakeServer(script) as server, table(server.url) as made:
+    with FakeServer(script) as server, table(server.url, timeout_s=2) as made:
         pending = [pend(made, items(2))]
         if comes_back:
             (scores,) = settle(made, pending, limits(), stop_heard=lambda: True)

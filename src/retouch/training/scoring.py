@@ -117,8 +117,8 @@ def settle(
 
     Args:
         training: false for an evaluation, which waits for rewards that are only logged, too.
-        stop_heard: whether an outage is not to be waited out any longer, on this process alone; the rewards are
-            requested once more in any case.
+        stop_heard: whether an outage is not to be waited out any longer, on this process alone; rewards whose
+            servers are ready are requested once more before.
 
     Raises:
         RewardOutage: servers that did not come back within `outage_wait_s`, or before a request to stop.
