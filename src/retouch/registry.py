@@ -100,12 +100,12 @@ class Registry(Mapping[str, Component], Generic[Component]):
             raise ConfigError(f"{where}: {own} has no {', '.join(missing)}; define each as a method of {own}")
 
     def available(self) -> dict[str, Component]:
-        """Every component that can be imported. One of another package that cannot is left out with a warning."""
+        """Every component that can be used. One of another package that cannot is left out with a warning."""
         return {name: component for name in self if (component := self.find(name)) is not None}
 
     def find(self, name: object) -> Component | None:
         """The component of a name; None without one, and with a warning if another package has it and it cannot be
-        imported."""
+        imported or is incomplete."""
         if not isinstance(name, str) or name not in self:
             return None
         try:
@@ -218,20 +218,30 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
     named = [name for name in dict.fromkeys([*os.environ.get(PLUGINS, "").split(","), *modules]) if name]
     new = [name for name in named if name not in _plugins]
     for name in new:
-        try:
-            import_from_here(name)
-        except Exception as error:
-            absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-            remedy = (
-                "install its package, or run the command in the folder of its file" if absent else "correct the module"
-            )
-            place = "" if absent else code_place(error)
-            raise ImportError(
-                f"given {name!r}, which cannot be imported ({type(error).__name__}: {error}{place}); {remedy}"
-            ) from error
+        _imported(name, name, "install its package, or run the command in the folder of its file")
         _plugins.add(name)
     if new:
         os.environ[PLUGINS] = ",".join(named)
+
+
+def _imported(module: str, given: str, if_absent: str) -> Any:
+    """The module of a plug-in.
+
+    Args:
+        given: where the module is named, for the message.
+        if_absent: remedy if there is no such module.
+
+    Raises:
+        ImportError: it is not there, or fails; the message ends with the remedy.
+    """
+    try:
+        return import_from_here(module)
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        remedy, place = (if_absent, "") if absent else ("correct the module", code_place(error))
+        raise ImportError(
+            f"given {given!r}, which cannot be imported ({type(error).__name__}: {error}{place}); {remedy}"
+        ) from error
 
 
 def load_attribute(place: str) -> Any:
@@ -244,10 +254,10 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     """The object that the attribute `key` of a component names as "module:attribute".
 
     Args:
-        attribute: what a message calls the attribute of the module, for example "function".
+        attribute: what the attribute of the module is, "function" or "class".
 
     Raises:
-        ConfigError: no such module or attribute, or the module fails when it is imported.
+        ConfigError: no such module or attribute, one that cannot be called, or a module that cannot be imported.
     """
     given: Any = place
     name, _, wanted = place.partition(":") if isinstance(given, str) else ("", "", "")
@@ -255,17 +265,12 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     if not name or not wanted or name.startswith("."):
         raise ConfigError(f"{key}: given {shown(given)}; {expected}")
     try:
-        module = importlib.import_module(name)
-    except Exception as error:
-        absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-        remedy = expected if absent else "correct the module"
-        raise ConfigError(
-            f"{key}: given {place!r}, which cannot be imported ({type(error).__name__}: {error}"
-            f"{'' if absent else code_place(error)}); {remedy}"
-        ) from error
-    if not hasattr(module, wanted):
-        raise ConfigError(f"{key}: given {place!r}, but {name} has no {wanted}; {expected}")
-    return getattr(module, wanted)
+        found = getattr(_imported(name, place, expected), wanted, None)
+    except ImportError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{key}: given {place!r}, but {name} has no {attribute} {wanted}; {expected}")
+    return found
 
 
 def _qualified(component: object) -> tuple[str, str]:

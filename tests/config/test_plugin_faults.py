@@ -259,7 +259,8 @@ MISSING = "which cannot be imported (ModuleNotFoundError: No module named"
         (None, "; set"),
         ("nowhere_at_all:train", f", {MISSING} 'nowhere_at_all'); set"),
         ("retouch.nowhere:train", f", {MISSING} 'retouch.nowhere'); set"),
-        ("retouch.errors:nope", ", but retouch.errors has no nope; set"),
+        ("retouch.errors:nope", ", but retouch.errors has no function nope; set"),
+        ("retouch.errors:MOST_CHARACTERS", ", but retouch.errors has no function MOST_CHARACTERS; set"),
     ],
 )
 def test_an_attribute_that_names_no_function_is_named(place: Any, says: str) -> None:
@@ -273,6 +274,7 @@ def test_an_attribute_that_names_no_function_is_named(place: Any, says: str) -> 
     [
         ("def train(:", r"SyntaxError: .*"),
         ("a = 1\nb = c", r"NameError: name 'c' is not defined, at my_recipe\.py:2"),
+        ("raise SystemExit(0)", "ImportError: my_recipe ends the program when it is imported, with code 0"),
         ("import nowhere_at_all", r"ModuleNotFoundError: No module named 'nowhere_at_all', at my_recipe\.py:1"),
     ],
 )
@@ -286,7 +288,7 @@ def test_a_module_that_fails_when_it_is_imported_is_to_be_corrected(
         load_named("Mine.recipe", "my_recipe:train", "function")
 
 
-def test_a_run_file_that_chooses_an_incomplete_entry_point_is_rejected() -> None:
+def test_an_incomplete_entry_point_is_rejected_where_it_is_used() -> None:
     registry: Registry[Any] = Registry("reward", "retouch.none", {}, key="scorer")
     registry._places["faulty"] = f"{__name__}:NoMakeReward"
     with pytest.raises(ConfigError, match="NoMakeReward has no make; define each as a method of NoMakeReward"):
