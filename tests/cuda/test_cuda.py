@@ -92,6 +92,20 @@ def test_before_the_first_update_the_ratio_is_one(family: str, precision: str, c
     assert all(bool(t.isfinite().all()) for t in weights(run).values())
 
 
+def test_the_gradient_of_a_reward_trains_beside_advantages(config: Config) -> None:
+    """Latents of an epoch wait on the CPU, the decoder is on the GPU."""
+    run, records = train(
+        config(
+            algorithm={"name": "nft", "old_policy": "copy"},
+            rewards={"preservation": {"gradient_weight": 1.0}},
+            rollout__window=None,
+            rollout__noise_level=None,
+        )
+    )
+    assert run.engine.device.type == "cuda" and run.rewards.failed == 0
+    assert all(0 < step["grad_norm"] < 1e4 for step in of_kind(records, "train"))
+
+
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "nf4"])
 def test_a_quantized_base_is_on_policy_and_that_of_the_cpu(scheme: Any, config: Config, scripted: Use) -> None:
     """The first ratio is exactly 1 where rollout and training have the same batches, and a matrix that is quantized on

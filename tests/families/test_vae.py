@@ -148,6 +148,17 @@ def test_qwen_models_take_pictures_as_pictures(family: str) -> None:
     assert convolutions and all(isinstance(m, FrameConv3d) for m in convolutions)
 
 
+@pytest.mark.parametrize("family", ["flux_fill", "qwen_image"])
+def test_the_gradient_by_latents_of_another_device_is_on_that_of_the_autoencoder(family: str) -> None:
+    """DiffusionNFT keeps the latents of an epoch on the CPU. Nothing can be copied from meta."""
+    model = load(family)
+    model.autoencoder.device = torch.device("meta")
+    model.vae.to("meta")
+    latents = torch.randn(1, model.spec.latent_channels, 4, 4)
+    gradient = model.latent_gradient(latents, torch.ones_like)
+    assert (gradient.device.type, gradient.shape, gradient.dtype) == ("meta", latents.shape, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("side", "checkpointing", "gib"), [(512, False, 2.8), (512, True, 1.2), (1024, False, 11.4), (1024, True, 5.0)]
 )

@@ -74,6 +74,25 @@ def test_a_change_of_less_than_a_hundredth_is_no_defect(monkeypatch: pytest.Monk
     assert len(tried) == 8
 
 
+@pytest.mark.parametrize("defect", ["nothing", "other", "erase"])
+def test_an_empty_box_of_a_thin_letter_is_drawn_again(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = drawing._box, list[int]()
+
+    def box(*given: Any) -> tuple[int, int, int, int]:
+        calls.append(1)
+        found = real(*given)
+        return (found[2], found[1], found[2], found[3]) if len(calls) == 1 else found
+
+    monkeypatch.setattr(drawing, "_box", box)
+    shapes = list[tuple[int, ...]]()
+    shown = drawing.shown
+    monkeypatch.setattr(
+        drawing, "shown", lambda draw, ink, height: shapes.append(ink.shape) or shown(draw, ink, height)
+    )
+    draw_pair(FONTS, 3, {defect: 1.0})
+    assert len(calls) > 1 and len(shapes) == 2 and min(min(shape) for shape in shapes) > 0
+
+
 def test_letters_of_one_shape_are_not_put_together() -> None:
     for a, b in ("Il", "l1", "I1", "O0", "oO", "cC", "B8"):
         assert drawing.same_shape(a, b)

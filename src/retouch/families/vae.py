@@ -100,20 +100,20 @@ class Autoencoder:
     def latent_gradient(
         self, latents: Tensor, pixel_gradient: Callable[[Tensor], Tensor], *, checkpointing: bool
     ) -> Tensor:
-        """The gradient of a function of the decoded images by their latents, [B, C, h, w] fp32.
+        """The gradient of a function of the decoded images by their latents, [B, C, h, w] fp32 on this device.
 
         On its way through the decoder it is scaled by a power of two to about 1: its dtype may be fp16, in which the
         gradient of a mean over a million pixels would be 0.
 
         Args:
-            latents: [B, C, h, w].
+            latents: [B, C, h, w], on any device.
             pixel_gradient: the decoded images [B, 3, H, W] fp32 -> the gradient by them, of this shape. They are not
                 clamped to [-1, 1].
             checkpointing: computes each block of the decoder again in the backward and keeps only its input.
         """
         blocks = decoder_blocks(self.vae.decoder) if checkpointing else []
         with self._in_use(), torch.enable_grad(), recomputed(blocks):
-            latents = latents.detach().float().requires_grad_()
+            latents = latents.detach().to(self.device, torch.float32).requires_grad_()
             decoded = self.decode_unclamped(latents).float()
             gradient = pixel_gradient(decoded.detach())
             exponent = torch.frexp(gradient.abs().max()).exponent.clamp(-120, 120)

@@ -188,7 +188,7 @@ def _height(draw: Generator, setting: Setting) -> int:
 
 def _inks(draw: Generator, name: str, letter: str, defect: str, setting: Setting) -> tuple[Ink, Ink] | None:
     """Ink of a letter with its neighbours, whole and broken, cropped, [h, w] in [0, 1]; None if the defect cannot be
-    seen in any of five attempts."""
+    seen in any of five attempts, or the box of a thin letter is empty."""
     font, vary = face(name), variation(draw)
     whole = vary(_written(font, letter, _CENTRE))
     if whole.sum() < CAP:  # a light letter that was eroded away
@@ -199,10 +199,13 @@ def _inks(draw: Generator, name: str, letter: str, defect: str, setting: Setting
     box = _box(draw, whole, setting)
     before = _cropped(np.maximum(whole, apart), box)
     if defect == "nothing":
-        return before, _no_letter(draw)
+        return (before, _no_letter(draw)) if before.size else None  # a box may be narrower than nothing
     if defect == "other":
         other = vary(_written(font, _unlike(draw, name, letter), _CENTRE))
-        return (before, _cropped(np.maximum(other, apart), _box(draw, other, setting))) if other.sum() >= CAP else None
+        if other.sum() < CAP:
+            return None
+        after = _cropped(np.maximum(other, apart), _box(draw, other, setting))
+        return (before, after) if before.size and after.size else None
     for _ in range(5):
         if defect == "merge":
             both = np.maximum(whole, vary(_neighbours(draw, font, name, letter, overlap=True)))
