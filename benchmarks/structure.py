@@ -1,13 +1,13 @@
 """Does OCR see broken letters, and which text rewards does a noise pattern fool?
 
 letters: single letters and words in fonts that glyph_structure never saw, half of them with one defect. Area under the
-ROC curve of broken against whole: glyph_structure beside the recogniser's confidence and its reading, on the same
-images.
+ROC curve of broken against whole: both networks of glyph_structure beside the recogniser's confidence and its reading,
+on the same images.
 
-attacks: an image of noise is optimised for 200 steps to raise one reward: with the gradient of glyph_structure, and
-without gradients (natural evolution strategies) for every reward and for their product. The final images are scored by
-all rewards and compared with renderings of the text (glyph correlation), which a pattern without letters does not
-raise.
+attacks: an image of noise is optimised for 200 steps to raise one reward: with the gradient of each network of
+glyph_structure, and without gradients (natural evolution strategies) for every reward and for the product of reading
+and structure. The final images are scored by all rewards and compared with renderings of the text (glyph correlation),
+which a pattern without letters does not raise.
 
     python benchmarks/structure.py --out benchmarks/results/structure.json --picture docs/images/structure-attacks.png
 """
@@ -18,9 +18,10 @@ import argparse
 import functools
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from retouch.data.sampler import derive_seed
-from retouch.glyph_structure import FOLDER, LETTERS, WEIGHTS, structure_of
+from retouch.glyph_structure import FOLDERS, LETTERS, WEIGHTS, Variant, packaged, structure_of
 from retouch.glyphs import glyph_correlation
 from retouch.imaging import text_similarity
 from retouch.observe.run_dir import environment
@@ -44,6 +45,9 @@ Values = NDArray[np.float64]
 Report = dict[str, Any]
 
 PARTS = ("letters", "words", "attacks")
+
+NETWORKS: dict[str, Variant] = {"glyph_structure": "standard", "glyph_structure, robust": "robust"}
+"""Names in the tables."""
 
 TEXT = "SALE"
 SIZE = (48, 128)  # height, width of an attacked image
@@ -62,12 +66,12 @@ def main() -> None:
     torch.set_num_threads(1)
     reader = OcrReward(detect=False, threads=1).make()
     reader.load("cpu")
-    weights = digest((FOLDER / WEIGHTS).read_bytes())
+    weights = {variant: digest((folder / WEIGHTS).read_bytes()) for variant, folder in FOLDERS.items()}
     found: Report = {}
     if arguments.out and arguments.out.exists():
         found = json.loads(arguments.out.read_text(encoding="utf-8"))
-    if found.get("inputs") != {"weights": weights}:  # parts of another network are not kept
-        found = {"machine": environment()["packages"], "inputs": {"weights": weights}}
+    if found.get("inputs") != weights:  # parts of another network are not kept
+        found = {"machine": environment()["packages"], "inputs": weights}
     for part in arguments.parts:
         if part == "letters":
             found[part] = of_letters(reader, held_out_letters(arguments.letters, seed=1))
@@ -113,17 +117,12 @@ def tables(found: Report) -> list[str]:
 
 def of_letters(reader: OcrScorer, letters: Sequence[Letter]) -> Report:
     """Areas by defect; what is found at 5 % false alarms; and both among letters that are read as asked."""
-    from retouch.glyph_structure import packaged
-
     read = reader.read([letter.pixels for letter in letters])
     right = np.array([text == LETTERS[letter.asked] for (text, _), letter in zip(read, letters, strict=True)])
     confidence = np.array([value for _, value in read])
     similar = [text_similarity(text, LETTERS[letter.asked]) for (text, _), letter in zip(read, letters, strict=True)]
-    scores = {
-        "glyph_structure": broken_probabilities(packaged(), letters),
-        "1 - OCR confidence": 1 - confidence,
-        "1 - NED": 1 - np.array(similar),
-    }
+    scores = {name: broken_probabilities(packaged(variant=of), letters) for name, of in NETWORKS.items()}
+    scores |= {"1 - OCR confidence": 1 - confidence, "1 - NED": 1 - np.array(similar)}
     kept = [letter for letter, is_right in zip(letters, right, strict=True) if is_right]
     defects = [letter.defect for letter in letters]
     return {
@@ -151,14 +150,15 @@ def of_words(reader: OcrScorer, count: int) -> Report:
     words = [draw_word(fonts, derive_seed("benchmark word", i), defect) for i, defect in enumerate(broken)]
     items = [RewardItem(i, "", word.pixels, metadata={"text": word.text}) for i, word in enumerate(words)]
     report: Report = {"count": count, "auc": {}, "failed": {}}
-    for over in ("mean", "worst_quarter"):
-        scorer = GlyphStructureReward(detect=False, threads=1, over=over).make()
+    overs: tuple[Literal["mean", "worst_quarter"], ...] = ("mean", "worst_quarter")
+    for (name, network), over in product(NETWORKS.items(), overs):
+        scorer = GlyphStructureReward(detect=False, threads=1, over=over, network=network).make()
         scorer.load("cpu")
         outcomes = scorer.score(items)
-        report["failed"][f"glyph_structure, {over}"] = sum(not isinstance(o, Score) for o in outcomes)
+        report["failed"][f"{name}, {over}"] = sum(not isinstance(o, Score) for o in outcomes)
         scored = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Score)]
         values = np.array([1 - o.value for o in outcomes if isinstance(o, Score)])
-        report["auc"][f"glyph_structure, {over}"] = area([words[i] for i in scored], values)
+        report["auc"][f"{name}, {over}"] = area([words[i] for i in scored], values)
     read = reader.read([word.pixels for word in words])
     report["auc"]["1 - OCR confidence"] = area(words, 1 - np.array([value for _, value in read]))
     neds = [text_similarity(text, word.text) for (text, _), word in zip(read, words, strict=True)]
@@ -179,9 +179,9 @@ Objective = Callable[[NDArray[np.float32]], float]
 def objectives(reader: OcrScorer) -> dict[str, Objective]:
     """Reward -> its value for an image [H, W, 3] in [0, 1]."""
 
-    def structure(image: NDArray[np.float32]) -> float:
+    def structure(variant: Variant, image: NDArray[np.float32]) -> float:
         with torch.no_grad():
-            return float(differentiable(torch.from_numpy(image).permute(2, 0, 1)[None]))
+            return float(differentiable(torch.from_numpy(image).permute(2, 0, 1)[None], variant))
 
     def read(image: NDArray[np.float32]) -> tuple[str, float]:
         return reader.read([pixels_of(image)])[0]
@@ -190,18 +190,18 @@ def objectives(reader: OcrScorer) -> dict[str, Objective]:
         return text_similarity(read(image)[0], TEXT)
 
     return {
-        "glyph_structure": structure,
+        **{name: functools.partial(structure, variant) for name, variant in NETWORKS.items()},
         "OCR confidence": lambda image: read(image)[1],
         "NED": ned,
-        "NED x glyph_structure": lambda image: ned(image) * structure(image),
+        "NED x glyph_structure": lambda image: ned(image) * structure("standard", image),
     }
 
 
-def differentiable(images: torch.Tensor) -> torch.Tensor:
+def differentiable(images: torch.Tensor, variant: Variant) -> torch.Tensor:
     """Mean over the letters of the text, in equal slices of the image."""
     height, width = SIZE
     boxes = [(0, box) for box in equal_slices((0, 0, width, height), len(TEXT))]
-    return structure_of(images, boxes, [LETTERS.index(c) for c in TEXT]).mean()
+    return structure_of(images, boxes, [LETTERS.index(c) for c in TEXT], packaged(variant=variant)).mean()
 
 
 def attacks(reader: OcrScorer, steps: int, seeds: Sequence[int]) -> tuple[list[Report], dict[str, NDArray[np.uint8]]]:
@@ -209,7 +209,7 @@ def attacks(reader: OcrScorer, steps: int, seeds: Sequence[int]) -> tuple[list[R
     measures = objectives(reader)
     ways: dict[str, Callable[[NDArray[np.float32], int], NDArray[np.float32]]] = {
         "none": lambda image, seed: image,
-        "glyph_structure, gradient": lambda image, seed: by_gradient(image, steps),
+        **{f"{name}, gradient": functools.partial(_climbed, variant, steps) for name, variant in NETWORKS.items()},
     }
     for name, objective in measures.items():
         ways[f"{name}, evolution"] = functools.partial(_evolved, objective, steps)
@@ -227,13 +227,17 @@ def attacks(reader: OcrScorer, steps: int, seeds: Sequence[int]) -> tuple[list[R
     return rows, images
 
 
-def by_gradient(image: NDArray[np.float32], steps: int, lr: float = 0.05) -> NDArray[np.float32]:
+def _climbed(variant: Variant, steps: int, image: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
+    return by_gradient(image, variant, steps)
+
+
+def by_gradient(image: NDArray[np.float32], variant: Variant, steps: int, lr: float = 0.05) -> NDArray[np.float32]:
     """Adam on the pixels."""
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].requires_grad_()
     optimizer = torch.optim.Adam([pixels], lr=lr)
     for _ in range(steps):
         optimizer.zero_grad()
-        (-differentiable(pixels)).backward()
+        (-differentiable(pixels, variant)).backward()
         optimizer.step()
         with torch.no_grad():
             pixels.clamp_(0, 1)

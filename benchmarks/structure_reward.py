@@ -1,6 +1,7 @@
 """Does a structure reward beside OCR make letters more whole? The tiny SD1.5 base trained with OCR alone, and with OCR
 and glyph_structure: the same steps, seeds, data and held-out words. Online DPO adds the value of glyph_structure to
-that of OCR; DiffusionNFT trains on its gradient by the pixels (`gradient_weight`).
+that of OCR; DiffusionNFT trains on its gradient by the pixels (`gradient_weight`), of the robust network and of the
+standard one, and with OCR alone for twice the steps too.
 
 The measure is glyph correlation: the ink of the sample against renderings of the word. No reward is computed from it.
 Runs of online DPO with OCR alone are those of benchmarks/algorithms.py (give the same --work and they are not made
@@ -17,29 +18,46 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from inputs import digest, inputs
 
 from algorithms import REPOSITORY, Row, evaluations, make_data, measured, retouch, write
 from retouch.config import derive, load_run
-from retouch.glyph_structure import FOLDER, WEIGHTS
-from retouch.training.evaluation import load_evaluation
+from retouch.glyph_structure import FOLDERS, WEIGHTS
+from retouch.observe.statistics import paired_difference
+from retouch.rewards.scorers.glyph_structure import GlyphStructureReward
+from retouch.training.evaluation import Evaluation, load_evaluation
 from retouch.use.comparison import gains
 
 CONFIGS = REPOSITORY / "configs/tiny"
+
+
+class Arm(NamedTuple):
+    """The first part of the names of its runs, and how they are trained."""
+
+    prefix: str
+    file: Path
+    overrides: tuple[str, ...] = ()
+
+
+NFT, NFT_STRUCTURE = CONFIGS / "sd_inpaint_nft.yaml", CONFIGS / "sd_inpaint_nft_structure.yaml"
+STANDARD, LONGER = ("rewards.glyph_structure.network=standard",), ("training.max_steps=160",)
 ARMS = {
     "dpo": {
-        "ocr": ("sd_inpaint-dpo-full", CONFIGS / "sd_inpaint_dpo.yaml"),
-        "ocr + glyph_structure": ("sd_inpaint-dpo-structure", CONFIGS / "sd_inpaint_dpo_structure.yaml"),
+        "ocr": Arm("sd_inpaint-dpo-full", CONFIGS / "sd_inpaint_dpo.yaml"),
+        "ocr + glyph_structure": Arm("sd_inpaint-dpo-structure", CONFIGS / "sd_inpaint_dpo_structure.yaml"),
     },
     "nft": {
-        "ocr": ("sd_inpaint-nft-ocr", CONFIGS / "sd_inpaint_nft.yaml"),
-        "ocr + glyph_structure": ("sd_inpaint-nft-structure", CONFIGS / "sd_inpaint_nft_structure.yaml"),
+        "ocr": Arm("sd_inpaint-nft-ocr", NFT),
+        "ocr, twice the steps": Arm("sd_inpaint-nft-longer", NFT, LONGER),
+        "ocr + glyph_structure, standard": Arm("sd_inpaint-nft-standard", NFT_STRUCTURE, STANDARD),
+        "ocr + glyph_structure, robust": Arm("sd_inpaint-nft-structure", NFT_STRUCTURE),
     },
 }
-"""Algorithm -> arm -> first part of the names of its runs, run file."""
+"""Algorithm -> its arms; each is compared with those before it."""
 
 TRIAL_FILE = CONFIGS / "sd_inpaint_reward_gradient.yaml"
 TRIAL_STEPS = (30, 48)
@@ -76,7 +94,8 @@ def main() -> None:
         for arm in ARMS[algorithm]:
             row = trained(algorithm, arm, seed, data, arguments.work, arguments.set)
             rows = [r for r in rows if r["run"] != row["run"]] + [row]
-        compare([r for r in rows if (r["algorithm"], r["seed"]) == (algorithm, seed)], arguments.work)
+        by_arm = {r["arm"]: r for r in rows if (r["algorithm"], r["seed"]) == (algorithm, seed)}
+        compare([by_arm[arm] for arm in ARMS[algorithm]], arguments.work)
         if arguments.out:
             write(sorted(rows, key=lambda r: r["run"]), arguments.out)
     print(table(rows))
@@ -84,22 +103,46 @@ def main() -> None:
 
 def trained(algorithm: str, arm: str, seed: int, data: Path, work: Path, overrides: Sequence[str]) -> Row:
     """Train one arm and measure it."""
-    prefix, file = ARMS[algorithm][arm]
-    name = f"{prefix}-{seed}"
+    prefix, file, own = ARMS[algorithm][arm]
+    name, overrides = f"{prefix}-{seed}", [*own, *overrides]
     options = [f"name={name}", f"seed={seed}", f"logging.dir={work}", "training.eval_every=20", "resume=auto"]
     retouch("train", str(file), *options, *overrides, DATA_PATH=str(data))
-    read = {**inputs(file), "glyph_structure": digest((FOLDER / WEIGHTS).read_bytes())}
-    key = {"run": name, "algorithm": algorithm, "arm": arm, "seed": seed, "inputs": read}
-    return key | measured(work / name, derive(load_run(file)).forwards_per_image)
+    key = {"run": name, "algorithm": algorithm, "arm": arm, "seed": seed, "inputs": read_by(file, overrides)}
+    return key | measured(work / name, derive(load_run(file, overrides)).forwards_per_image)
+
+
+def read_by(file: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Digests of what a run reads."""
+    return {**inputs(file, overrides=overrides), **network_of(file, overrides)}
+
+
+def network_of(file: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Digest of the network of a run's glyph_structure; empty without one."""
+    for reward in load_run(file, list(overrides)).rewards.values():
+        if isinstance(reward, GlyphStructureReward):
+            return {"glyph_structure": digest((FOLDERS[reward.network] / WEIGHTS).read_bytes())}
+    return {}
 
 
 def compare(rows: Sequence[Row], work: Path) -> None:
-    """Add to the row of the second arm its paired differences to the first on the same held-out words and noise."""
-    by_arm = {r["arm"]: r for r in rows}
-    first, second = (by_arm[arm] for arm in ("ocr", "ocr + glyph_structure"))
-    last = [evaluations(work / row["run"])["last"] for row in (second, first)]
-    found = gains(*last)
-    second["against_ocr"] = {measure: [round(v, 4) for v in found[measure]] for measure in COMPARED}
+    """Add to each row its paired differences to each row before it, on the same held-out words and noise."""
+    last = {row["run"]: evaluations(work / row["run"])["last"] for row in rows}
+    for before, after in combinations(rows, 2):
+        ends = last[after["run"]], last[before["run"]]
+        found = gains(*ends)
+        changes = {measure: [round(v, 4) for v in found[measure]] for measure in COMPARED}
+        after.setdefault("against", {})[before["arm"]] = changes | {"equally read": equally_read(*ends)}
+
+
+def equally_read(after: Evaluation, before: Evaluation) -> dict[str, Any]:
+    """Paired difference in glyph correlation over the words whose NED is the same in both."""
+    pairs = [
+        (a["glyph_correlation"], b["glyph_correlation"])
+        for a, b in zip(after.rows, before.rows, strict=True)
+        if a["ocr.ned"] == b["ocr.ned"]
+    ]
+    change = paired_difference(*zip(*pairs, strict=True))
+    return {"words": len(pairs), "glyph_correlation": [round(v, 4) for v in change]}
 
 
 def train_trial(data: Path, work: Path) -> list[Path]:
@@ -113,7 +156,7 @@ def train_trial(data: Path, work: Path) -> list[Path]:
 
 def trial(runs: Sequence[Path]) -> list[Row]:
     """A row for each arm of the trial: its held-out means after some steps, and the paired differences to the first."""
-    read = {**inputs(TRIAL_FILE), "glyph_structure": digest((FOLDER / WEIGHTS).read_bytes())}
+    read = {**inputs(TRIAL_FILE), **network_of(TRIAL_FILE, TRIAL["recognizer + glyph_structure"])}
     points = [[load_evaluation(run / f"evaluations/step-{step:06d}") for step in TRIAL_STEPS] for run in runs]
     rows: list[Row] = []
     for (arm, overrides), own in zip(TRIAL.items(), points, strict=True):

@@ -2,7 +2,8 @@
 
 OCR reads a letter with a missing or an additional stroke as if it were whole, with high confidence. This network was
 trained on rendered letters with such defects (`retouch tiny build glyph_structure`) and receives the asked letter.
-Its weights, 0.3 MB in fp16, come with the package.
+Two come with the package, of 0.3 MB in fp16: the standard one, and the robust one, which was trained further on
+adversarial perturbations of the letters.
 
 Legend: B images, N letters, H and W in pixels.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,14 @@ from torch.nn import functional
 from retouch.imaging import Box
 from retouch.saved_tensors import load_frozen
 
-FOLDER = Path(__file__).parent / "tiny" / "bases" / "glyph_structure"
-"""The network that comes with the package, and the card of its training."""
+Variant = Literal["standard", "robust"]
+
+_BASES = Path(__file__).parent / "tiny" / "bases"
+FOLDERS: dict[Variant, Path] = {
+    "standard": _BASES / "glyph_structure",
+    "robust": _BASES / "glyph_structure_robust",
+}
+"""The networks that come with the package, and the cards of their training."""
 
 WEIGHTS = "model.safetensors"
 
@@ -83,7 +91,7 @@ def structure_of(
         images: [B, 3, H, W] in [0, 1], RGB.
         boxes: of each letter the index of its image, and left, top, right, bottom in pixels, half-open.
         letters: index of each asked letter in `LETTERS`.
-        network: None takes the one of the package, on the device and in the dtype of the images.
+        network: None takes the standard one of the package, on the device and in the dtype of the images.
 
     Raises:
         ValueError: a box that is empty or reaches beyond its image, or other numbers of boxes and letters.
@@ -118,9 +126,9 @@ def index_of(letter: str) -> int | None:
 
 
 @lru_cache(maxsize=4)
-def packaged(device: str = "cpu", dtype: torch.dtype = torch.float32) -> GlyphNetwork:
-    """The network of the package, frozen."""
-    return load_frozen(GlyphNetwork(), FOLDER / WEIGHTS).to(device, dtype)
+def packaged(device: str = "cpu", dtype: torch.dtype = torch.float32, variant: Variant = "standard") -> GlyphNetwork:
+    """A network of the package, frozen."""
+    return load_frozen(GlyphNetwork(), FOLDERS[variant] / WEIGHTS).to(device, dtype)
 
 
 def _cut(images: Tensor, image: int, box: Box) -> Tensor:

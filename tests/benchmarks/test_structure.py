@@ -15,13 +15,13 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import inputs  # noqa: E402
 import structure  # noqa: E402
 
-from retouch.glyph_structure import FOLDER, WEIGHTS  # noqa: E402
+from retouch.glyph_structure import FOLDERS, WEIGHTS  # noqa: E402
 
 AREAS = {name: areas["all"] for name, areas in FOUND["letters"]["auc"].items()}
 
 
-def test_it_is_of_the_network_that_lies_here() -> None:
-    assert FOUND["inputs"]["weights"] == inputs.digest((FOLDER / WEIGHTS).read_bytes())
+def test_it_is_of_the_networks_that_lie_here() -> None:
+    assert FOUND["inputs"] == {name: inputs.digest((folder / WEIGHTS).read_bytes()) for name, folder in FOLDERS.items()}
     assert FOUND["letters"]["count"] >= 1000
 
 

@@ -53,6 +53,15 @@ def test_whole_words_score_above_broken_ones(options: dict[str, Any]) -> None:
     assert values[0] > values[1] + 0.2
 
 
+def test_another_network_gives_other_values_and_another_revision() -> None:
+    items = [sign(word) for word in ("MOKA", "TUFI", "BERU", "HADE")]
+    values = [[one.value for one in scored(items, network=network)] for network in ("standard", "robust")]
+    assert values[0] == [one.value for one in scored(items)] and not set(values[0]) & set(values[1])
+    assert all(np.mean(of) > 0.5 for of in values)
+    revisions = {loaded((("network", network),)).spec.revision for network in ("standard", "robust")}
+    assert len(revisions) == 2
+
+
 def test_another_word_scores_lower() -> None:
     """Whole letters, but not the asked ones."""
     words = ("MOKA", "TUFI", "BERU", "HADE")

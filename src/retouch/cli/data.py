@@ -126,8 +126,8 @@ def build(
     family: Annotated[
         str,
         typer.Argument(
-            help="Model family, image_encoder for the references of tiny runs, or glyph_structure or "
-            "text_recognizer for a reward."
+            help="Model family, image_encoder for the references of tiny runs, or glyph_structure, "
+            "glyph_structure_robust or text_recognizer for a reward."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
@@ -136,7 +136,7 @@ def build(
     """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions, or fonts)."""
     start_logging()
     from retouch.tiny.editing import build_edit
-    from retouch.tiny.glyph_structure import build_structure
+    from retouch.tiny.glyph_structure import Robust, build_structure
     from retouch.tiny.image_encoder import build_encoder
     from retouch.tiny.text_recognizer import build_recognizer
     from retouch.tiny.training import empty_folder
@@ -144,7 +144,10 @@ def build(
 
     builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
     builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit, "glyph_structure": build_structure}
-    builders |= {"text_recognizer": build_recognizer}
+    builders |= {
+        "text_recognizer": build_recognizer,
+        "glyph_structure_robust": partial(build_structure, training=Robust()),
+    }
     if family not in builders:
         raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
     with writing(out), empty_folder(out):

@@ -1,11 +1,15 @@
 """Train the network of `retouch.glyph_structure` on rendered letters, on a CPU in minutes.
 
-Half of the letters are broken; the loss is binary cross-entropy. The card beside the weights has the seed, the fonts,
-and how well the network separates broken letters from whole ones, in fonts of which no training letter has a family.
+Half of the letters are broken; the loss is binary cross-entropy. The robust network starts from the standard one of the
+package and sees every letter a second time, perturbed so that this loss grows (adversarial training: Madry et al.,
+"Towards Deep Learning Models Resistant to Adversarial Attacks", 2018). The card beside the weights has the seed, the
+fonts, and how well the network separates broken letters from whole ones, in fonts of which no training letter has a
+family.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
-from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels
+from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, packaged
 from retouch.rewards.pixels import unit_pixels
 from retouch.saved_tensors import load_frozen
 from retouch.tiny.broken_letters import (
@@ -48,7 +52,7 @@ ALONE = Setting(alone=True, heights=(32, 32), lowest=None)
 
 @dataclass(frozen=True)
 class Training:
-    """How the network of the package is trained."""
+    """How the standard network of the package is trained."""
 
     letters: int = 40_000
     epochs: int = 14
@@ -57,12 +61,28 @@ class Training:
     test_letters: int = 1000
 
 
+@dataclass(frozen=True)
+class Robust(Training):
+    """How the robust network of the package is trained.
+
+    Attributes:
+        epsilon: largest Euclidean norm of a perturbation of a letter; pixels lie in [-1, 1].
+        ascents: steps that find a perturbation.
+    """
+
+    epochs: int = 7
+    lr: float = 1e-3
+    epsilon: float = 1.0
+    ascents: int = 2
+
+
 def build_structure(
     out: Path, seed: int, training: Training | None = None, fonts: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Train, write `out`: fp16 weights and the card, and measure on letters of other fonts.
 
     Args:
+        training: None is that of the standard network; `Robust` starts from it.
         fonts: of the training letters; None takes all of `TRAIN_FONTS`.
 
     Returns:
@@ -83,8 +103,9 @@ def build_structure(
     save_weights(network, out / WEIGHTS)
     network = load_frozen(GlyphNetwork(), out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
+    name = "glyph_structure_robust" if isinstance(training, Robust) else "glyph_structure"
     card = {
-        "command": f"retouch tiny build glyph_structure --out FOLDER --seed {seed}",
+        "command": f"retouch tiny build {name} --out FOLDER --seed {seed}",
         "seed": seed,
         "training": asdict(training),
         "defects": SHARES,
@@ -94,6 +115,11 @@ def build_structure(
             "crops of words in test fonts": aucs(in_words, broken_probabilities(network, in_words)),
         },
     }
+    if isinstance(training, Robust):
+        card["auc under attack"] = {
+            variant: aucs(test, attacked_probabilities(attacked, test, training.epsilon))["all"]
+            for variant, attacked in (("standard", packaged()), ("robust", network))
+        }
     return write_card(out, card, started, drawn)
 
 
@@ -104,15 +130,20 @@ def held_out_letters(count: int, seed: int) -> list[Letter]:
 
 
 def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetwork:
-    """A network trained from random weights on batches of pairs (`draw_letters`), which are shifted by up to 2 pixels
-    and change polarity at random.
+    """A network trained on batches of pairs (`draw_letters`), which are shifted by up to 2 pixels and change polarity
+    at random: from random weights, or for `Robust` from those of the standard network, on each pair and its
+    perturbation.
 
     The names of the shown letters are learned too: strokes that make letters are learned from them in few steps, and
     from broken or whole alone in many.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "weights"))
-        network = GlyphNetwork()
+    robust = training if isinstance(training, Robust) else None
+    if robust:
+        network = copy.deepcopy(packaged()).requires_grad_(True).train()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "weights"))
+            network = GlyphNetwork()
     pixels, asked, broken = tensors_of(letters)
     named = torch.tensor([-100 if letter.defect in UNNAMED else letter.asked for letter in letters])
     pixels = pixels.to(memory_format=torch.channels_last)
@@ -128,12 +159,65 @@ def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetw
         rows = torch.cat([2 * pairs, 2 * pairs + 1])
         shift = torch.randint(-2, 3, (2,), generator=draw).tolist()
         polarity = torch.randint(0, 2, (len(pairs), 1, 1, 1), generator=draw).repeat(2, 1, 1, 1) * 2.0 - 1
+        shown = shifted(pixels[rows], *shift) * polarity
+        if robust:
+            noise = torch.randn(shown.shape, generator=draw)
+            change = attack(network, shown, asked[rows], broken[rows], robust.epsilon, robust.ascents, noise)
+            shown, rows = torch.cat([shown, shown + change]), rows.repeat(2)
         with torch.autocast("cpu", torch.bfloat16):  # half the time where the CPU has bf16
-            features = network.features(shifted(pixels[rows], *shift) * polarity).float()
+            features = network.features(shown).float()
         logits, names = network.judge(features, asked[rows])
         wrong = functional.binary_cross_entropy_with_logits(logits, broken[rows])
         updates.apply(wrong + 0.3 * functional.cross_entropy(names, named[rows]))
     return network.eval().requires_grad_(False)
+
+
+def attack(
+    network: GlyphNetwork, pixels: Tensor, asked: Tensor, broken: Tensor, epsilon: float, ascents: int, noise: Tensor
+) -> Tensor:
+    """Perturbations [N, 1, H, W] that make the network take whole letters for broken ones and broken ones for whole:
+    projected gradient ascent on its loss, in evaluation mode, with steps of 2 epsilon / `ascents`.
+
+    Args:
+        pixels: [N, 1, H, W] in [-1, 1].
+        asked: indices [N] of `LETTERS`.
+        broken: 0 or 1, [N].
+        epsilon: largest Euclidean norm of the perturbation of a letter.
+        noise: [N, 1, H, W]; the ascent starts in its direction, at half of `epsilon`.
+    """
+    training = network.training
+    network.eval()
+    change = _of_norm(noise, epsilon / 2)
+    for _ in range(ascents):
+        change.requires_grad_()
+        with torch.enable_grad():
+            with torch.autocast("cpu", torch.bfloat16):
+                features = network.features(pixels + change).float()
+            logits, _ = network.judge(features, asked)
+            loss = functional.binary_cross_entropy_with_logits(logits, broken, reduction="sum")
+        [ascent] = torch.autograd.grad(loss, change)
+        moved = change.detach() + _of_norm(ascent, 2 * epsilon / ascents)
+        change = moved * (epsilon / _norms(moved)).clamp(max=1)
+    network.train(training)
+    return change.detach()
+
+
+def _of_norm(x: Tensor, norm: float) -> Tensor:
+    return x * (norm / _norms(x))
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Euclidean norms [N, 1, 1, 1], at least 1e-9."""
+    return x.flatten(1).norm(dim=1).clamp(min=1e-9).view(-1, 1, 1, 1)
+
+
+def attacked_probabilities(network: GlyphNetwork, letters: Sequence[Letter], epsilon: float) -> NDArray[np.float64]:
+    """P(broken) of each letter, [N], perturbed by an `attack` of ten steps on the network."""
+    pixels, asked, broken = tensors_of(letters)
+    noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0))
+    change = attack(network, pixels, asked, broken, epsilon, 10, noise)
+    with torch.no_grad():
+        return torch.sigmoid(network.judge(network.features(pixels + change), asked)[0]).double().numpy()
 
 
 def shifted(pixels: Tensor, down: int, right: int) -> Tensor:

@@ -43,6 +43,9 @@ class GlyphStructureReward(RewardEntry):
     """Letters in the boxes of rapidocr's characters; or, for one line of evenly spaced letters, slices of equal width
     between the first and the last ink of the crop. Fitted slices are cut where there is least ink, and end around the
     ink of their letter: for letters of few pixels."""
+    network: Literal["standard", "robust"] = "standard"
+    """Robust to perturbations of the pixels: gradients of the robust network change strokes, those of the standard one
+    noise in the image too. The standard one separates broken letters from whole ones better."""
     over: Literal["mean", "worst_quarter"] = "mean"
     """Mean over all letters, or over the quarter that is most likely broken."""
     crop_margin: Unit = 0.0
@@ -91,10 +94,10 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         Raises:
             ConfigError: rapidocr is not installed.
         """
-        from retouch.glyph_structure import FOLDER, WEIGHTS, packaged
+        from retouch.glyph_structure import FOLDERS, WEIGHTS, packaged
 
-        packaged()  # read before the first item
-        self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
+        packaged(variant=self.options.network)  # read before the first item
+        self.set_revision(f"{file_digest(FOLDERS[self.options.network] / WEIGHTS)} {self.spec.revision}")
         if self._reader is not None:
             self._reader.load(device)
 
@@ -133,7 +136,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         """Value and detail of an image [3, H, W] in [0, 1]; `item.image` is the same, rounded, and gives the boxes."""
         import torch
 
-        from retouch.glyph_structure import index_of, structure_of
+        from retouch.glyph_structure import index_of, packaged, structure_of
 
         margin = self.options.crop_margin
         text = unreadable(item, margin) or text_to_read(item)
@@ -149,7 +152,9 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
             return Failure("bad_item", f"no box of a letter of {asked!r} was found; gate this reward by ocr")
         left, top, right, bottom = crop_box(item, margin)
         pixels = image[None, :, top:bottom, left:right]
-        whole = structure_of(pixels, [(0, box) for box in seen.values()], [known[i] for i in seen]).double()
+        network = packaged(str(pixels.device), pixels.dtype, self.options.network)
+        boxes_of_image = [(0, box) for box in seen.values()]
+        whole = structure_of(pixels, boxes_of_image, [known[i] for i in seen], network).double()
         values = dict(zip(seen, whole.tolist(), strict=True))
         broken = torch.cat([1 - whole, whole.new_ones(len(known) - len(seen))]).sort(descending=True).values
         taken = broken[: math.ceil(len(broken) / 4)] if self.options.over == "worst_quarter" else broken
