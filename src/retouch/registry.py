@@ -258,6 +258,7 @@ def load_named(key: str, place: str, attribute: str) -> Any:
 
     Raises:
         ConfigError: no such module or attribute, one that cannot be called, or a module that cannot be imported.
+        ModuleNotFoundError: a module of retouch needs a package that is not installed.
     """
     given: Any = place
     name, _, wanted = place.partition(":") if isinstance(given, str) else ("", "", "")
@@ -267,6 +268,9 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     try:
         found = getattr(_imported(name, place, expected), wanted, None)
     except ImportError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and name.startswith("retouch.") and cause.name != name:
+            raise cause from None  # a package of an extra, which the command line names
         raise ConfigError(f"{key}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{key}: given {place!r}, but {name} has no {attribute} {wanted}; {expected}")

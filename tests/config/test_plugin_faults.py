@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from retouch import registry
 from retouch.config import ConfigError
 from retouch.core.rules import STEP_RULES
 from retouch.data.base import DataError, DataSection, ItemFiles
@@ -332,7 +333,20 @@ def test_the_place_of_an_error_follows_a_message_that_is_cut() -> None:
     assert isinstance(outcome, Failure)
     line = score.__code__.co_firstlineno + 1
     assert outcome.message.endswith(f"xxx ..., at test_plugin_faults.py:{line}")
-    assert len(outcome.message) <= MOST_CHARACTERS + len(" ...")
+    assert len(outcome.message) == MOST_CHARACTERS
+
+
+def test_a_module_of_retouch_that_lacks_a_package_of_an_extra_is_not_to_be_corrected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command line names the extra of a missing package."""
+
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'diffusers.models'", name="diffusers.models")
+
+    monkeypatch.setattr(registry, "import_from_here", absent)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'diffusers\.models'$"):
+        load_named("model", "retouch.families.flux_fill.model:FluxFill", "class")
 
 
 def test_an_extra_that_retouch_does_not_have_is_to_fix() -> None:

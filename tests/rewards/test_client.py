@@ -24,6 +24,7 @@ import pytest
 
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.foreign import MOST_CHARACTERS
 from retouch.rewards.protocol import Scorer
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
@@ -342,8 +343,16 @@ def test_words_of_a_server_are_one_short_line_without_the_token(status: int) -> 
     with FakeServer(script) as server, client_of(server.url, token=TOKEN, timeout_s=0.5) as client:
         (failure,) = failures(client.score(items(1))["r"])
     for text in (failure.code, failure.message):
-        assert text.isprintable() and len(text) < 600 and TOKEN not in text
+        assert text.isprintable() and len(text) <= MOST_CHARACTERS and TOKEN not in text
     assert "***" in failure.message
+
+
+def test_the_longest_message_of_a_served_scorer_arrives_whole() -> None:
+    """It ends with the place of an error in custom code."""
+    message = "x" * (MOST_CHARACTERS - 16) + ", at mine.py:123"
+    error = {"code": "scorer_error", "message": message, "retryable": False}
+    with FakeServer(lie(with_item(scores={}, errors={"r": error}))) as server, client_of(server.url) as client:
+        assert client.score(items(3))["r"][1] == Failure("scorer_error", message)
 
 
 def test_a_detail_is_plain_text_without_the_token() -> None:
@@ -408,7 +417,7 @@ def test_names_of_rewards_of_a_server_are_one_short_line() -> None:
     info = {"scorers": {f"\x1b[2J{TOKEN}" + "x" * 100_000: {}}}
     with FakeServer(honest, info=info) as server, client_of(server.url, token=TOKEN) as client:
         (problem,) = client.wait_ready(5.0)
-    assert problem.isprintable() and len(problem) < 700 and TOKEN not in problem
+    assert problem.isprintable() and len(problem) < 1100 and TOKEN not in problem
 
 
 def test_a_server_that_reports_another_revision_every_time(caplog: pytest.LogCaptureFixture) -> None:

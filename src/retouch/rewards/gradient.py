@@ -11,8 +11,7 @@ from torch import Tensor
 
 from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD
-from retouch.rewards.foreign import one_line
-from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs
+from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs, raised
 from retouch.rewards.table import RewardTable
 from retouch.rewards.views import View, can_be_pasted, crop_box, viewed
 from retouch.types import Failure
@@ -56,7 +55,7 @@ class PixelReward:
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a scorer is foreign code, see `CheckedScorer`
-            return Failure("scorer_error", one_line(f"{self.name} raised {type(error).__name__}: {error}"))
+            return raised(self.name, error)
         if isinstance(value, Failure) or not isinstance(value, Tensor):
             return value
         return value.to(image.device)
@@ -81,7 +80,7 @@ class PixelReward:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a backward of foreign code
-                return Failure("scorer_error", one_line(f"{self.name} raised {type(error).__name__}: {error}"))
+                return raised(self.name, error)
         return torch.zeros_like(image) if found is None else found
 
 

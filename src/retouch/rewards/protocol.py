@@ -254,9 +254,7 @@ class CheckedScorer:
             raw = _listed(answer)
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(items) == 1:
-                place = code_place(error)  # after a message that is cut
-                raised = one_line(f"{name} raised {type(error).__name__}: {error}", most=MOST_CHARACTERS - len(place))
-                return [Failure("scorer_error", raised + place)]
+                return [raised(name, error)]
             half = len(items) // 2
             if _out_of_memory(error):
                 self.largest = half
@@ -267,6 +265,13 @@ class CheckedScorer:
             message = f"{name} returned {given} for {len(items)} items; score must return one outcome for each item"
             return [Failure("scorer_error", message) for _ in items]
         return [_sound(outcome, self.scorer.spec) for outcome in raw]
+
+
+def raised(name: str, error: Exception) -> Failure:
+    """The failure of an item whose scorer raised an error; its place follows a message that may be cut."""
+    place = one_line(code_place(error))
+    told = one_line(f"{name} raised {type(error).__name__}: {error}", most=MOST_CHARACTERS - len(place))
+    return Failure("scorer_error", told + place)
 
 
 def _listed(answer: object) -> list[object] | None:

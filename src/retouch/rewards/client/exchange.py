@@ -34,7 +34,6 @@ MAX_REPLY = 32 * 1024 * 1024
 """Maximum bytes of a reply: 4,096 items with 8 KB of detail each."""
 
 _MAX_STATUS = 1024 * 1024  # bytes of /readyz and /info
-_MAX_MESSAGE = 500  # characters of a server's message
 
 _RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)  # the balancer counts requests
@@ -239,7 +238,7 @@ class Exchange:
 
     def _clean(self, text: str) -> str:
         """A server's text for a terminal and a log: one line, bounded, without the token, which it may echo."""
-        return one_line(text, self._token, _MAX_MESSAGE)
+        return one_line(text, self._token)
 
     def _column(self, reply: ScoreReply, name: str, url: str) -> list[Outcome]:
         """Outcomes of one reward in the order of the ids, which are positions."""
