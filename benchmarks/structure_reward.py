@@ -175,27 +175,33 @@ def trial_table(rows: Sequence[Row]) -> str:
     alone, both = rows
     for i, step in enumerate(both["steps"]):
         arrows = [f"{alone['held_out'][i][m]:.3f} → {both['held_out'][i][m]:.3f}" for m in TRIAL_COMPARED[:3]]
-        changes = ["{:+.3f} [{:+.3f}, {:+.3f}]".format(*both["against"][i][m]) for m in TRIAL_COMPARED[:2]]
+        changes = [interval(both["against"][i][m]) for m in TRIAL_COMPARED[:2]]
         lines.append(f"| {step} | {' | '.join([*arrows, *changes])} |")
     return "\n".join(lines)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line per algorithm and seed, as markdown."""
-    lines = ["| algorithm | seed | NED | glyph correlation | difference in NED | in glyph correlation |"]
-    lines.append("|---" * 6 + "|")
-    alone_of = {(r["algorithm"], r["seed"]): r for r in rows if r["arm"] == "ocr"}
-    for row in sorted((r for r in rows if "against_ocr" in r), key=lambda r: (r["algorithm"], r["seed"])):
-        alone = alone_of[row["algorithm"], row["seed"]]
-        shown = [
-            f"{alone['held_out']['last'][m]:.3f} → {row['held_out']['last'][m]:.3f}"
-            for m in ("ocr.ned", "glyph_correlation")
-        ]
-        changes = [
-            "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["against_ocr"][m]) for m in ("ocr.ned", "glyph_correlation")
-        ]
-        lines.append(f"| {row['algorithm']} | {row['seed']} | {' | '.join([*shown, *changes])} |")
+    """One line per run with a second reward or more steps, against OCR alone, as markdown."""
+    measures = ("ocr.ned", "glyph_correlation")
+    head = ["algorithm", "trained with", "seed", "NED", "glyph correlation", "difference in NED"]
+    lines = [f"| {' | '.join([*head, 'in glyph correlation', 'at equal NED'])} |", "|---" * 8 + "|"]
+    for algorithm, arms in ARMS.items():
+        first, *others = arms
+        own = {(r["arm"], r["seed"]): r for r in rows if r["algorithm"] == algorithm}
+        for arm, seed in product(others, sorted({seed for _, seed in own})):
+            alone, row = own[first, seed], own[arm, seed]
+            against = row["against"][first]
+            ends = [f"{alone['held_out']['last'][m]:.3f} → {row['held_out']['last'][m]:.3f}" for m in measures]
+            shown = [algorithm, arm, str(seed), *ends, *(interval(against[m]) for m in measures)]
+            alike = against.get("equally read")
+            shown.append(f"{interval(alike['glyph_correlation'])} ({alike['words']})" if alike else "–")
+            lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def interval(change: Sequence[float]) -> str:
+    """A difference with its interval."""
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*change)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Train the network of `retouch.glyph_structure` on rendered letters, on a CPU in minutes.
 
 Half of the letters are broken; the loss is binary cross-entropy. The robust network starts from the standard one of the
-package and sees every letter a second time, perturbed so that this loss grows (adversarial training: Madry et al.,
-"Towards Deep Learning Models Resistant to Adversarial Attacks", 2018). The card beside the weights has the seed, the
-fonts, and how well the network separates broken letters from whole ones, in fonts of which no training letter has a
-family.
+package and is trained on every letter a second time, with a perturbation that raises this loss (adversarial training:
+Madry et al., "Towards Deep Learning Models Resistant to Adversarial Attacks", 2018). The card beside the weights has
+the seed, the fonts, and how well the network separates broken letters from whole ones, in fonts of which no training
+letter has a family.
 """
 
 from __future__ import annotations
