@@ -27,7 +27,7 @@ from inputs import digest, inputs
 from algorithms import REPOSITORY, Row, evaluations, make_data, measured, retouch, write
 from retouch.config import derive, load_run
 from retouch.glyph_structure import FOLDERS, WEIGHTS
-from retouch.observe.statistics import paired_difference
+from retouch.observe.report import change_of
 from retouch.rewards.scorers.glyph_structure import GlyphStructureReward
 from retouch.training.evaluation import Evaluation, load_evaluation
 from retouch.use.comparison import gains
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/algorithms"), help="folder for data and runs")
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
     parser.add_argument("--trial", action="store_true", help="reward gradients instead of --algorithms")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of both arms, for a trial")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of every arm, for a trial")
     arguments = parser.parse_args()
     rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     data = arguments.work / "data"
@@ -134,15 +134,13 @@ def compare(rows: Sequence[Row], work: Path) -> None:
         after.setdefault("against", {})[before["arm"]] = changes | {"equally read": equally_read(*ends)}
 
 
-def equally_read(after: Evaluation, before: Evaluation) -> dict[str, Any]:
-    """Paired difference in glyph correlation over the words whose NED is the same in both."""
-    pairs = [
-        (a["glyph_correlation"], b["glyph_correlation"])
-        for a, b in zip(after.rows, before.rows, strict=True)
-        if a["ocr.ned"] == b["ocr.ned"]
-    ]
-    change = paired_difference(*zip(*pairs, strict=True))
-    return {"words": len(pairs), "glyph_correlation": [round(v, 4) for v in change]}
+def equally_read(after: Evaluation, before: Evaluation) -> dict[str, Any] | None:
+    """Paired difference in glyph correlation over the words whose NED is the same in both; None for fewer than two."""
+    ned = {(row["example"], row["index"]): row.get("ocr.ned") for row in before.rows}
+    rows = [row for row in after.rows if row.get("ocr.ned") is not None]
+    rows = [row for row in rows if row["ocr.ned"] == ned.get((row["example"], row["index"]))]
+    change = change_of(before.rows, rows, "glyph_correlation")
+    return change and {"words": len(rows), "glyph_correlation": [round(v, 4) for v in change]}
 
 
 def train_trial(data: Path, work: Path) -> list[Path]:
@@ -189,6 +187,8 @@ def table(rows: Sequence[Row]) -> str:
         first, *others = arms
         own = {(r["arm"], r["seed"]): r for r in rows if r["algorithm"] == algorithm}
         for arm, seed in product(others, sorted({seed for _, seed in own})):
+            if not {(first, seed), (arm, seed)} <= own.keys():
+                continue
             alone, row = own[first, seed], own[arm, seed]
             against = row["against"][first]
             ends = [f"{alone['held_out']['last'][m]:.3f} → {row['held_out']['last'][m]:.3f}" for m in measures]

@@ -123,8 +123,8 @@ def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: 
         (
             ["tiny", "build", "nope", "--out", "x"],
             (
-                "FAMILY: given 'nope'; known: flux2_klein, flux_fill, glyph_structure, image_encoder, "
-                "qwen_image_edit, sd3, sd_inpaint, text_recognizer"
+                "FAMILY: given 'nope'; known: flux2_klein, flux_fill, glyph_structure, glyph_structure_robust, "
+                "image_encoder, qwen_image_edit, sd3, sd_inpaint, text_recognizer"
             ),
         ),
         (["sample", "--count", "0", "--out", "x"], "Invalid value for '--count': "),

@@ -269,12 +269,16 @@ def load_named(key: str, place: str, attribute: str) -> Any:
         found = getattr(_imported(name, place, expected), wanted, None)
     except ImportError as error:
         cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and name.startswith("retouch.") and cause.name != name:
+        if name.startswith("retouch.") and isinstance(cause, ModuleNotFoundError) and _is_of_others(cause.name):
             raise cause from None  # a package of an extra, which the command line names
         raise ConfigError(f"{key}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{key}: given {place!r}, but {name} has no {attribute} {wanted}; {expected}")
     return found
+
+
+def _is_of_others(module: str | None) -> bool:
+    return bool(module) and module.partition(".")[0] != "retouch"
 
 
 def _qualified(component: object) -> tuple[str, str]:

@@ -97,7 +97,7 @@ def test_a_folder_of_peft(tmp_path: Path) -> None:
     wrapped.save_pretrained(str(tmp_path))
     assert next(iter(load_file(tmp_path / "adapter_model.safetensors"))).startswith("base_model.model.")
     found = begun(tmp_path, targets=["attn.to_q", "attn.to_k"])
-    torch.testing.assert_close(velocity(found), velocity(wrapped), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(velocity(found), velocity(wrapped), atol=1e-5, rtol=1e-5)
     config_file = tmp_path / "adapter_config.json"
     config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "use_rslora": True}))
     with pytest.raises(ConfigError, match="was trained with use_rslora, which is not supported"):

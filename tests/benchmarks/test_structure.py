@@ -1,4 +1,4 @@
-"""What glyph_structure sees and OCR does not, which rewards a pattern fools, and which gradient writes letters, as
+"""What glyph_structure finds and OCR does not, which rewards a pattern fools, and which gradient writes letters, as
 committed."""
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def test_it_is_of_the_networks_that_lie_here() -> None:
     assert FOUND["letters"]["count"] >= 1000
 
 
-@pytest.mark.parametrize("network", structure.NETWORKS)
-def test_broken_letters_of_unseen_fonts_are_told_from_whole_ones(network: str) -> None:
-    assert AREAS[network] >= 0.93
-
-
-@pytest.mark.parametrize("network", structure.NETWORKS)
-def test_ocr_is_lower_by_a_tenth_on_the_same_images(network: str) -> None:
+@pytest.mark.parametrize(("network", "least"), [("glyph_structure", 0.93), ("glyph_structure, robust", 0.92)])
+def test_broken_letters_of_unseen_fonts_are_told_from_whole_ones_better_than_ocr_does(
+    network: str, least: float
+) -> None:
+    """On the letters of the benchmark, and on those of the end of the training."""
+    card = json.loads((FOLDERS[structure.NETWORKS[network]] / "card.json").read_text(encoding="utf-8"))
+    assert min(AREAS[network], card["auc"]["letters of test fonts"]["all"]) >= least
     for name in ("1 - OCR confidence", "1 - NED"):
         assert AREAS[name] <= AREAS[network] - 0.1
 
@@ -54,6 +54,7 @@ def test_noise_fools_each_reward_alone_and_no_letters_appear() -> None:
 def test_the_gradient_of_the_robust_network_writes_letters_that_ocr_reads() -> None:
     found = ATTACKS["glyph_structure, robust, gradient"]
     assert round(found["NED"], 2) == 0.68 and found["OCR confidence"] > 0.7 and found["glyph correlation"] > 0.2
+    assert ATTACKS["glyph_structure, gradient"]["NED"] < 0.01
 
 
 def test_the_page_says_what_was_found() -> None:

@@ -4,6 +4,7 @@ and its gradient in DiffusionNFT and in reward gradients."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from operator import itemgetter
 from pathlib import Path
@@ -33,6 +34,13 @@ TRIAL: list[Row] = json.loads((REPOSITORY / "benchmarks/results/structure_trial.
     "rows"
 ]
 PAGE = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
+BULLETS = [" ".join(bullet.split()) for bullet in re.split(r"^- |\n\n", PAGE, flags=re.MULTILINE)]
+BULLET_OF = {
+    "ocr + glyph_structure, robust": "**DiffusionNFT with the gradient of the robust network**",
+    "ocr, twice the steps": "**More steps with OCR alone**",
+    "ocr + glyph_structure, standard": "**With the standard network**",
+}
+"""Arm -> the start of what the page says of it."""
 SEED = itemgetter("seed")
 ROWS: dict[str, dict[str, list[Row]]] = {
     algorithm: {
@@ -98,8 +106,9 @@ def test_ranges_of_the_page(arm: str, against: str, measure: str, low: float, hi
     found = [row["against"][against][measure] for row in ROWS["nft"][arm]]
     means = [one["glyph_correlation"][0] if measure == "equally read" else one[0] for one in found]
     assert (round(min(means), 2), round(max(means), 2)) == (low, high)
-    text = [f".{100 * end:02.0f}" for end in (low, high)]
-    assert " to ".join(text) in " ".join(PAGE.split())
+    text = " to ".join(f".{100 * end:02.0f}" for end in (low, high))
+    [bullet] = [line for line in BULLETS if line.startswith(BULLET_OF[arm if against == "ocr" else against])]
+    assert text in bullet
 
 
 def test_the_change_outside_the_mask_is_slightly_larger() -> None:

@@ -260,6 +260,7 @@ MISSING = "which cannot be imported (ModuleNotFoundError: No module named"
         (None, "; set"),
         ("nowhere_at_all:train", f", {MISSING} 'nowhere_at_all'); set"),
         ("retouch.nowhere:train", f", {MISSING} 'retouch.nowhere'); set"),
+        ("retouch.nowhere.recipe:train", f", {MISSING} 'retouch.nowhere'); set"),
         ("retouch.errors:nope", ", but retouch.errors has no function nope; set"),
         ("retouch.errors:MOST_CHARACTERS", ", but retouch.errors has no function MOST_CHARACTERS; set"),
     ],

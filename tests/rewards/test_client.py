@@ -344,7 +344,8 @@ def test_words_of_a_server_are_one_short_line_without_the_token(status: int) -> 
         (failure,) = failures(client.score(items(1))["r"])
     for text in (failure.code, failure.message):
         assert text.isprintable() and len(text) <= MOST_CHARACTERS and TOKEN not in text
-    assert "***" in failure.message or status == 503  # retried until time is up, the last one perhaps not answered
+    late = status == 503 and ("no answer within" in failure.message or "Timeout" in failure.message)
+    assert "***" in failure.message or late  # 503 is tried again until time is up
 
 
 def test_the_longest_message_of_a_served_scorer_arrives_whole() -> None:

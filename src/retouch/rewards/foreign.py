@@ -62,7 +62,7 @@ def one_line(text: str, secret: str | None = None, most: int = MOST_CHARACTERS) 
     characters and halves of surrogate pairs, without the secret, which a server may echo."""
     plain = "".join(c if c.isprintable() else " " for c in text[:_READ])
     plain = plain.replace(secret, "***") if secret else plain
-    return plain if len(plain) <= most else plain[: most - 4] + " ..."
+    return plain if len(plain) <= most else plain[: max(0, most - 4)] + " ..."
 
 
 def plain_detail(detail: Mapping[str, Any], secret: str | None = None) -> dict[str, Any]:

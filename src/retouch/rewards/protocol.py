@@ -269,7 +269,7 @@ class CheckedScorer:
 
 def raised(name: str, error: Exception) -> Failure:
     """The failure of an item whose scorer raised an error; its place follows a message that may be cut."""
-    place = one_line(code_place(error))
+    place = one_line(code_place(error), most=300)
     told = one_line(f"{name} raised {type(error).__name__}: {error}", most=MOST_CHARACTERS - len(place))
     return Failure("scorer_error", told + place)
 

@@ -44,8 +44,8 @@ class GlyphStructureReward(RewardEntry):
     between the first and the last ink of the crop. Fitted slices are cut where there is least ink, and end around the
     ink of their letter: for letters of few pixels."""
     network: Literal["standard", "robust"] = "standard"
-    """Robust to perturbations of the pixels: gradients of the robust network change strokes, those of the standard one
-    noise in the image too. The standard one separates broken letters from whole ones better."""
+    """The robust one was trained on perturbations of the pixels too: take it for `gradient_weight`. The standard one
+    separates single letters better; in words the two differ less than can be measured."""
     over: Literal["mean", "worst_quarter"] = "mean"
     """Mean over all letters, or over the quarter that is most likely broken."""
     crop_margin: Unit = 0.0
@@ -94,9 +94,11 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         Raises:
             ConfigError: rapidocr is not installed.
         """
+        import torch
+
         from retouch.glyph_structure import FOLDERS, WEIGHTS, packaged
 
-        packaged(variant=self.options.network)  # read before the first item
+        packaged("cpu", torch.float32, self.options.network)  # read before the first item
         self.set_revision(f"{file_digest(FOLDERS[self.options.network] / WEIGHTS)} {self.spec.revision}")
         if self._reader is not None:
             self._reader.load(device)
