@@ -110,6 +110,18 @@ def test_rows_say_what_was_measured(loaded: Loaded, examples: Dataset) -> None:
         assert np.array_equal(image[outside], np.asarray(example.source)[outside])  # shown after it
 
 
+def test_gold_is_compared_with_rewards_that_train_by_their_value_or_their_gradient() -> None:
+    table = {
+        "valued": PreservationReward(weight=0.5),
+        "followed": PreservationReward(weight=0.0, gradient_weight=4.0),
+        "both": PreservationReward(weight=1.0, gradient_weight=2.0),
+        "logged": PreservationReward(weight=0.0),
+        "gold": PreservationReward(role="gold"),
+    }
+    found = evaluation.optimized(RewardTable(table, RewardClientConfig()))
+    assert found == {"valued": 0.5, "followed": 4.0, "both": 3.0}
+
+
 def test_a_kind_that_is_no_word_or_number_is_left_out() -> None:
     """The metadata of a manifest may hold anything under these names."""
     about = {"level": ["PhD"], "discipline": None, "complexity": 3, "image_type": "real"}

@@ -33,14 +33,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class Noisy:
     """Stands in for the preservation scorer: values that say nothing, with the gradient of the brightness."""
 
-    def __init__(self, fails: Callable[[Tensor], bool]) -> None:
+    def __init__(self, fails: Callable[[Tensor], bool], saturated: Callable[[int], bool]) -> None:
         self.spec = ScorerSpec("preservation", (-1e9, 1e9), frozenset(), "test", "-")
-        self.fails = fails
+        self.fails, self.saturated = fails, saturated
 
     def load(self, device: str) -> None: ...
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        return [Score(hashlib.sha256(item.image.tobytes()).digest()[0] / 255) for item in items]
+        drawn = [hashlib.sha256(item.image.tobytes()).digest()[0] / 255 for item in items]
+        return [Score(1.0 if self.saturated(item.group) else d) for item, d in zip(items, drawn, strict=True)]
 
     def values(self, images: Tensor, items: Sequence[RewardItem]) -> list[Tensor | Failure]:
         del items
@@ -50,9 +51,12 @@ class Noisy:
 @pytest.fixture
 def mixed(config: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
     def make(
-        gradient_weight: float, fails: Callable[[Tensor], bool] = lambda image: False, **options: Any
+        gradient_weight: float,
+        fails: Callable[[Tensor], bool] = lambda image: False,
+        saturated: Callable[[int], bool] = lambda group: False,
+        **options: Any,
     ) -> RunConfig:
-        monkeypatch.setattr(preservation, "PreservationScorer", lambda _: Noisy(fails))
+        monkeypatch.setattr(preservation, "PreservationScorer", lambda _: Noisy(fails, saturated))
         algorithm = {"name": "nft", "old_policy": "copy", "kl_weight": 0.0, **options.pop("algorithm", {})}
         rewards = {"preservation": {"gradient_weight": gradient_weight, **options.pop("reward", {})}}
         return config(algorithm=algorithm, rewards=rewards, rollout__window=None, rollout__noise_level=None, **options)
@@ -145,12 +149,48 @@ def test_a_sample_without_gradient_trains_on_its_advantage_and_counts(
     live = rows.gradient[rows.weight > 0].flatten(1).abs().sum(1) > 0
     assert int((~live).sum()) == 1 and int(live.sum()) == len(calls) - 1
     assert run.rewards.failed == 1
+    scaled = rows.gradient[rows.weight > 0][live] * rows.gradient[0].numel()
+    assert float(scaled.double().pow(2).mean().sqrt()) == pytest.approx(1.0, rel=1e-5)  # those of the others
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_groups_of_a_saturated_reward_train_on_the_gradient_if_they_are_kept(
+    skips: bool, mixed: Config, collected: list[experience.Experience]
+) -> None:
+    algorithm = {"skip_zero_std_groups": skips}
+    train(mixed(1.0, saturated=lambda group: True, algorithm=algorithm, training__max_steps=1))
+    [rows] = collected
+    live = rows.weight > 0
+    assert bool(live.any()) is not skips and not rows.advantages[live].any()
+    assert bool((rows.gradient[live].flatten(1).abs().sum(1) > 0).all())
+
+
+def test_lost_gradients_are_counted_among_all_samples_of_the_epoch(
+    mixed: Config, collected: list[experience.Experience], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of 8 is lost, and 4 are of a group without advantages: 1 in 8 is below a rate of .2, 1 in 4 is not."""
+    groups: list[int] = []
+    calls: list[int] = []
+
+    def first(image: Tensor) -> bool:
+        calls.append(1)
+        return len(calls) == 1
+
+    def one_group(group: int) -> bool:
+        groups.append(group)
+        return group == groups[0]
+
+    options = {"reward_client__max_failure_rate": 0.2, "training__max_steps": 1, "rollout__group_size": 4}
+    train(mixed(1.0, first, one_group, **options))
+    [rows] = collected
+    assert int((rows.weight > 0).sum()) == len(calls) == 4
+    assert "1 of 8 samples have no gradient" in caplog.text
 
 
 def test_an_epoch_that_lost_its_gradients_is_not_counted(mixed: Config) -> None:
     """Its images are generated again when the run is resumed."""
     run = mixed(1.0, lambda image: True, training__max_steps=1)
-    with pytest.raises(Stopped, match="nothing was trained on that batch"):
+    with pytest.raises(Stopped, match=r"images have no gradient, over .* nothing was trained on that batch"):
         train(run)
     [folder] = (Path(run.logging.dir) / run.name / "checkpoints").iterdir()
     assert read_state(folder)["rewards"]["asked"] == 0

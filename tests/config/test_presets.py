@@ -79,6 +79,15 @@ def test_nft(run_with: RunWith) -> None:
     ]  # type: ignore[union-attr]
     assert values == [(10, 1.0, 9), (6, 1.0, 2)]
     assert [r.algorithm.kl_weight for r in (reference, fast)] == [1e-4, 0.0]  # type: ignore[union-attr]
+    groups = [(r.algorithm.scale, r.algorithm.skip_zero_std_groups) for r in (reference, fast)]  # type: ignore[union-attr]
+    assert groups == [("batch", False), ("group", True)]
+
+
+@pytest.mark.parametrize("written", ["resample_rounds: 1", "late_rewards: next_step"])
+def test_the_reference_of_nft_leaves_out_what_a_written_option_excludes(written: str, run_with: RunWith) -> None:
+    run_with(
+        QWEN, f"algorithm={{name: nft, {written}}}", "optimizer.gradient_accumulation=1", "rollout.preset=reference"
+    )
 
 
 @pytest.mark.parametrize("preset", ["reference", "fast"])

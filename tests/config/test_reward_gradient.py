@@ -231,6 +231,13 @@ def test_gradients_that_an_epoch_takes_once_and_uses_twice_are_a_warning(run_wit
             ),
         ),
         (
+            ("algorithm={name: nft}", "rewards={preservation: {}, seam: {weight: -1, gradient_weight: 1}}"),
+            (
+                "rewards.seam.gradient_weight: given 1, but rewards.seam.weight is -1: its advantages would lower what "
+                "its gradient raises; set rewards.seam.weight to 0 or more, or leave gradient_weight out"
+            ),
+        ),
+        (
             ("algorithm={name: nft}", "rewards={seam: {gradient_weight: 1, url: auto}}"),
             (
                 "rewards.seam.url: given 'auto', but a server returns no gradient; leave url out and set "

@@ -24,6 +24,9 @@ from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
 from retouch.doctor.launch import launch_extras
 from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
+from retouch.doctor.memory import count_weights
+from retouch.doctor.model import find_model
+from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras
 from retouch.families.base import DistillationLora
 from retouch.families.flux_fill.spec import FluxFillModel
@@ -526,12 +529,26 @@ def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.Monke
     assert says.endswith("start the server with `retouch reward serve preservation`, or set rewards.preservation.url")
     table = {"preservation": {}, "ocr": {"url": url, "weight": 0}}
     assert only("warning", run_yaml(rewards=table))[0] == "reward ocr"  # it is only logged
+    table = {"preservation": {}, "seam": {"weight": 0, "gradient_weight": 1}}
+    nft = {"algorithm": {"name": "nft"}, "rollout__window": None, "rollout__noise_level": None}
+    with monkeypatch.context() as patch:
+        patch.setattr("retouch.doctor.rewards._problem", lambda name, *_: "broken" if name == "seam" else None)
+        assert only("fix", run_yaml(rewards=table, **nft)) == ("reward seam", "broken")
     with serving({"other": Brightness()}) as url:
         what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
         assert (what, "has no reward preservation; it has: other" in says) == ("reward preservation", True)
     with serving({"preservation": Failing()}) as url:
         what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
         assert (what, says == "ready, but it did not score an image: bad_item: no") == ("reward preservation", True)
+
+
+def test_a_decode_with_gradient_is_counted_as_often_as_asked(run_yaml: Callable[..., Path]) -> None:
+    """For the memory, then for the disk: counting leaves the networks as they are."""
+    options = {"rollout__window": None, "rollout__noise_level": None}
+    run = load_run(run_yaml(algorithm={"name": "reward_gradient"}, rewards={"seam": {}}, **options))
+    networks = build_networks(run.model, find_model(run.model))
+    first, second = (count_weights(run, networks) for _ in range(2))
+    assert first is not None and first == second and first.decoder > 0
 
 
 @pytest.mark.full

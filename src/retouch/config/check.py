@@ -47,6 +47,11 @@ def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
         )
     if entry.role == "gold":
         raise ValueError(f"{given} {key}.role is 'gold', which is never trained on; leave gradient_weight out")
+    if entry.weight < 0:
+        raise ValueError(
+            f"{given} {key}.weight is {entry.weight:g}: its advantages would lower what its gradient raises; set "
+            f"{key}.weight to 0 or more, or leave gradient_weight out"
+        )
     without = f"{key}.gradient_weight=0"
     require_gradient(key, entry, f"{key}.gradient_weight", without, without)
 

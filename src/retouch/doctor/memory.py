@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import shutil
@@ -111,8 +112,7 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
 
 
 def decoder_bytes(run: RunConfig, networks: Networks) -> int:
-    """Bytes of the activations of one decode with gradient, where the algorithm takes any and the VAE is known. The VAE
-    loses its place on the meta device."""
+    """Bytes of the activations of one decode with gradient, where the algorithm takes any and the VAE is known."""
     import torch
 
     from retouch.families.loading import DTYPES
@@ -122,6 +122,7 @@ def decoder_bytes(run: RunConfig, networks: Networks) -> int:
     vae = networks.parts.get("vae")
     if not run.algorithm.decoder_backwards(run) or vae is None:
         return 0
+    vae = copy.deepcopy(vae)  # for it loses its place on the meta device
     kind, mode, (height, width) = load_attribute(run.model.spec.model).autoencoder_class, without_data(), run.data.size
     autoencoder = kind(vae.requires_grad_(False), "meta", run.model.vae_batch)
     autoencoder.device = torch.device("cpu")

@@ -35,14 +35,14 @@ def needed_extras(run: RunConfig) -> set[str]:
 
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:
-    """One line for each reward; a failure of a reward of weight 0, which is only logged, is a warning."""
+    """One line for each reward; a failure of a reward that is only logged is a warning."""
     for name, entry in run.rewards.items():
         problem = _problem(name, entry, run.reward_client)
         where = "in this process" if entry.url is None else str(entry.url)
         if problem is None:
             yield Line("ok", f"reward {name}", f"{where}: ready, and scored an image")
         else:
-            yield Line("fix" if entry.weight else "warning", f"reward {name}", problem)
+            yield Line("fix" if entry.weight or entry.gradient_weight else "warning", f"reward {name}", problem)
 
 
 def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str | None:

@@ -392,14 +392,18 @@ def record_evaluation(
     folder, rewards = run.dir.path / "evaluations", run.rewards
     alarms: Sequence[Alarm] = []
     if compared_from is not None:
-        counted = [name for name in rewards.trained if rewards.weights[name] and name in rewards.evaluated]
-        weights = {name: rewards.weights[name] for name in counted}
         gold = [name for name in rewards.evaluated if name not in rewards.trained]
         past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
         earlier = [read_rows(path / "rows.jsonl") for path in past]
-        alarms = evaluation_alarms(earlier, result.rows, weights, gold)
+        alarms = evaluation_alarms(earlier, result.rows, optimized(rewards), gold)
     save_evaluation(result, folder / f"step-{step:06d}", images)
     return alarms
+
+
+def optimized(rewards: RewardTable) -> dict[str, float]:
+    """Weights of the rewards that evaluations score and training optimizes, by advantages or by gradients."""
+    weights = {name: rewards.weights[name] + rewards.entries[name].gradient_weight for name in rewards.trained}
+    return {name: weight for name, weight in weights.items() if weight and name in rewards.evaluated}
 
 
 def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[str, Evaluation]:

@@ -128,7 +128,8 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
     engine, rows = session.run.engine, with_advantages(recorded(rollouts), advantages, weight, session.run.engine)
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
         items = [item for batch in rollouts.batches for item in batch.items]
-        rows.gradient = pulls(session, algorithm, items, rows.position, rows.latents[:, -1], rows.weight)
+        sampled = sum(not slot.padding for slot in rollouts.slots)
+        rows.gradient = pulls(session, algorithm, items, rows.position, rows.latents[:, -1], rows.weight, sampled)
     return evenly_dealt(engine, rows, weight)
 
 

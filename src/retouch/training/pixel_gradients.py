@@ -64,14 +64,21 @@ def latent_gradient(
 
 
 def pulls(
-    session: Session, algorithm: RlConfig, items: Sequence[RewardItem], position: Tensor, x0: Tensor, weight: Tensor
+    session: Session,
+    algorithm: RlConfig,
+    items: Sequence[RewardItem],
+    position: Tensor,
+    x0: Tensor,
+    weight: Tensor,
+    sampled: int,
 ) -> Tensor:
     """-d reward / d latents [n, C, h, w] fp32 of the rewards with a `gradient_weight`, divided by its root mean square
     and the number of elements of the region, times the sum of these weights. A sample whose
-    gradient fails has 0, and counts as a failure.
+    gradient fails has 0, takes no part in the root mean square, and counts as a failure.
 
     Args:
         items, position, x0, weight: of the samples of this process. No gradient is computed for samples of weight 0.
+        sampled: number of them that are not padding.
 
     Raises:
         FailureRateExceeded: on every process.
@@ -80,16 +87,17 @@ def pulls(
     weights = {name: entry.gradient_weight for name, entry in run.config.rewards.items()}
     rewards = pixel_rewards(run.rewards, weights)
     result, failures = torch.zeros_like(x0), list[Failure]()
-    asked = weight.nonzero().flatten().tolist()
-    for i in asked:
+    has_gradient = weight.clone()
+    for i in weight.nonzero().flatten().tolist():
         strip = run.encoded.examples([int(position[i])])[0].strip
         found = latent_gradient(run, rewards, x0[i][None], items[i], 0 if strip is None else strip.height)
         if isinstance(found, Failure):
             failures.append(found)
+            has_gradient[i] = 0
         else:
             result[i] = -found[0]
-    refuse_lost_gradients(session, len(asked), failures)
-    rms, elements = region_rms(run, algorithm, position, result, weight)
+    refuse_lost_gradients(session, sampled, failures)
+    rms, elements = region_rms(run, algorithm, position, result, has_gradient)
     return result * (sum(weights.values()) / divisor(rms, elements))
 
 
@@ -121,18 +129,18 @@ def region_rms(
     return (float((squares / elements).sqrt()), float(elements / count)) if elements > 0 else (0.0, 0.0)
 
 
-def refuse_lost_gradients(session: Session, asked: int, failures: list[Failure]) -> None:
+def refuse_lost_gradients(session: Session, sampled: int, failures: list[Failure]) -> None:
     """Count samples without a gradient as those without a reward.
 
     Args:
-        asked: samples of the epoch on this process.
+        sampled: samples of the epoch on this process, without padding.
 
     Raises:
         FailureRateExceeded: on every process.
     """
     rewards = session.run.rewards
     if failures:
-        logger.warning("%d of %d samples have no gradient: %s", len(failures), asked, summary(failures))
-    tally = Tally(asked, len(failures), failures, (rewards.asked - asked, rewards.failed))
-    refuse_failures(session.run.engine.gather_list([tally]), session.config.reward_client)
+        logger.warning("%d of %d samples have no gradient: %s", len(failures), sampled, summary(failures))
+    tally = Tally(sampled, len(failures), failures, (rewards.asked - sampled, rewards.failed))
+    refuse_failures(session.run.engine.gather_list([tally]), session.config.reward_client, "gradient")
     rewards.count(0, len(failures))

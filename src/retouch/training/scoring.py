@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ def settle(
     training: bool = True,
     stop_heard: Callable[[], bool] = lambda: False,
 ) -> list[Scores]:
-    """Wait for every batch. A reward of weight 0 is only logged: an outage of it is not waited out, its failures stop
+    """Wait for every batch. An outage of a reward of weight 0 is not waited out, and failures of its values stop
     nothing.
 
     Args:
@@ -135,7 +135,7 @@ def settle(
     aside = rewards_of(_names(scores, counted=False), scores).failures
     if aside:
         reasons = summary([failure for *_, failure in aside])
-        logger.warning("%d rewards of weight 0 failed, which are only logged: %s", len(aside), reasons)
+        logger.warning("%d values of rewards of weight 0 failed: %s", len(aside), reasons)
     return scores
 
 
@@ -310,12 +310,15 @@ def tally_of(table: RewardTable, scores: Sequence[Scores], padding: Sequence[boo
     )
 
 
-def refuse_failures(tallies: Sequence[Tally], config: RewardClientConfig) -> None:
+def refuse_failures(
+    tallies: Sequence[Tally], config: RewardClientConfig, lacking: Literal["reward", "gradient"] = "reward"
+) -> None:
     """Stop if too much of an epoch, or of the run, failed on all processes together: the few images of one process mean
     little, and an item that always fails would stop it again and again.
 
     Args:
         tallies: of every process; all of them then decide the same.
+        lacking: what the images that were lost lack.
 
     Raises:
         FailureRateExceeded: more than `max_failure_rate` of the epoch's images were lost, or `max_run_failure_rate` of
@@ -325,8 +328,8 @@ def refuse_failures(tallies: Sequence[Tally], config: RewardClientConfig) -> Non
     why = summary([failure for one in tallies for failure in one.failures])
     if lost > config.max_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{lost} of {asked} images have no reward, over reward_client.max_failure_rate {config.max_failure_rate}: "
-            f"{why}"
+            f"{lost} of {asked} images have no {lacking}, over reward_client.max_failure_rate "
+            f"{config.max_failure_rate}: {why}"
         )
     asked, lost = asked + sum(one.before[0] for one in tallies), lost + sum(one.before[1] for one in tallies)
     if asked >= _RUN_IMAGES and lost > config.max_run_failure_rate * asked:

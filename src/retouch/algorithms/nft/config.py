@@ -64,9 +64,16 @@ class NftConfig(AdvantageConfig):
     def preset_keys(
         cls, preset: Preset, family: str, rollout: Mapping[str, Any], written: Mapping[str, Any]
     ) -> PresetKeys:
-        """The paper samples without guidance; the reference trains on 9 noised copies of an image, fast on 2."""
+        """The paper samples without guidance, and divides by the standard deviation of the batch; the reference trains
+        on 9 noised copies of an image and on groups with zero reward variance, fast on 2 copies."""
         sampled: dict[str, Any] = {"num_steps": 10 if preset == "reference" else 6}
         if FAMILIES[family].spec.doubles_for_guidance:
             sampled["guidance_scale"] = 1.0
-        copies, kl_weight = (9, 1e-4) if preset == "reference" else (2, 0.0)
-        return {"rollout": sampled, "algorithm": {"timesteps_per_image": copies, "kl_weight": kl_weight}}
+        if preset == "fast":
+            return {"rollout": sampled, "algorithm": {"timesteps_per_image": 2, "kl_weight": 0.0}}
+        trained: dict[str, Any] = {"timesteps_per_image": 9, "kl_weight": 1e-4}
+        if not written.get("resample_rounds"):  # which replaces groups that are left out
+            trained["skip_zero_std_groups"] = False
+        if written.get("late_rewards") != "next_step":  # which knows no batch
+            trained["scale"] = "batch"
+        return {"rollout": sampled, "algorithm": trained}

@@ -18,8 +18,9 @@ a / (a + b). The gradient by the network's prediction is then that of a flow mod
 error. The KL is taken on the network's prediction, for both kinds.
 
 Departures: times are sampled as in supervised training, spread over the schedule for the copies of an image; means may
-be over the masked region; groups with zero reward variance are left out; a rollout without a valid reward has weight
-0 (advantage 0 alone is not inert here). Under classifier-free guidance images are guided and velocities are not.
+be over the masked region; groups with zero reward variance are left out and `scale` is that of the group (published:
+all groups, the batch; `rollout.preset: reference` sets both); a rollout without a valid reward has weight 0 (advantage
+0 alone is not inert here). Under classifier-free guidance images are guided and velocities are not.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class RewardGradientConfig(RlConfig):
     (ReFL), which is decoded for every trained step. For the last step both are the same."""
     gradient_scale: Literal["rms", "none"] = "rms"
     """"rms" divides the gradients of an epoch by their root mean square and takes the mean over the region: the loss
-    does not depend on the scale of the reward or on the resolution. "none" trains on the gradient itself."""
+    does not depend on the scale of the reward or on the resolution. "none" trains on the gradient itself. With `region:
+    mask` the mean is over the average region of the epoch, and a larger mask weighs more."""
     kl_weight: NonNegative = 0.1
     """Weight of the mean squared distance to the prediction of the reference policy (`kl_reference`) at the trained
     steps; 0 keeps no reference. Reward gradients exploit a reward fast, and this is what holds them."""
