@@ -311,14 +311,14 @@ def tally_of(table: RewardTable, scores: Sequence[Scores], padding: Sequence[boo
 
 
 def refuse_failures(
-    tallies: Sequence[Tally], config: RewardClientConfig, lacking: Literal["reward", "gradient"] = "reward"
+    tallies: Sequence[Tally], config: RewardClientConfig, missing: Literal["reward", "gradient"] = "reward"
 ) -> None:
     """Stop if too much of an epoch, or of the run, failed on all processes together: the few images of one process mean
     little, and an item that always fails would stop it again and again.
 
     Args:
         tallies: of every process; all of them then decide the same.
-        lacking: what the images that were lost lack.
+        missing: what the images that were lost do not have.
 
     Raises:
         FailureRateExceeded: more than `max_failure_rate` of the epoch's images were lost, or `max_run_failure_rate` of
@@ -328,7 +328,7 @@ def refuse_failures(
     why = summary([failure for one in tallies for failure in one.failures])
     if lost > config.max_failure_rate * asked:
         raise FailureRateExceeded(
-            f"{lost} of {asked} images have no {lacking}, over reward_client.max_failure_rate "
+            f"{lost} of {asked} images have no {missing}, over reward_client.max_failure_rate "
             f"{config.max_failure_rate}: {why}"
         )
     asked, lost = asked + sum(one.before[0] for one in tallies), lost + sum(one.before[1] for one in tallies)
