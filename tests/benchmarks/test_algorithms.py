@@ -34,17 +34,25 @@ def check(row: Row) -> None:
         assert "warmed up" in row["held_out"]  # the gain is that of RL alone
 
 
-ROWS: list[Row] = json.loads((REPOSITORY / "benchmarks/results/algorithms.json").read_text(encoding="utf-8"))["rows"]
+def committed(name: str) -> list[Row]:
+    return json.loads((REPOSITORY / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+ROWS = committed("algorithms")
+ON_A_GPU = committed("algorithms_gpu")
+"""Seed 3, 16 runs at a time beside each other on one GPU, each OCR server with one thread."""
+
+
+@pytest.mark.parametrize("row", [*ROWS, *ON_A_GPU], ids=lambda row: row["run"])
 def test_every_committed_run_raised_its_reward(row: Row) -> None:
     check(row)
     assert row["inputs"] == inputs.inputs(algorithms.config_file(row["family"], row["algorithm"], row["train"]))
 
 
 def test_every_cell_was_run() -> None:
-    assert {(r["family"], r["algorithm"], r["train"]) for r in ROWS} == set(CELLS)
+    for rows in (ROWS, ON_A_GPU):
+        assert {(r["family"], r["algorithm"], r["train"]) for r in rows} == set(CELLS)
+    assert {r["seed"] for r in ON_A_GPU} == {3}
 
 
 @pytest.mark.parametrize("algorithm", algorithms.ALGORITHMS)
