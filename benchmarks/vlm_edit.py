@@ -31,7 +31,7 @@ from vlm_words import words_decide
 from retouch.config import load_run
 from retouch.engine.saved import complete_checkpoints
 from retouch.observe.grids import grid
-from retouch.observe.run_dir import environment, read_metrics
+from retouch.observe.run_dir import environment, read_metrics, read_rows
 from retouch.observe.statistics import paired_difference
 from retouch.tiny.edits import (
     COLOURS,
@@ -98,7 +98,7 @@ def summary(run: Path, kind: str, seed: int) -> dict[str, Any]:
     drawn before and after, and gradients."""
     metrics = read_metrics(run / "metrics.jsonl")
     records = [record for record in metrics if record["kind"] == "eval"]
-    rows = {r["step"]: read_metrics(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in records}
+    rows = {r["step"]: read_rows(run / f"evaluations/step-{r['step']:06d}/rows.jsonl") for r in records}
     tasks = json.loads((run.parent / "data/held_out/manifest.json").read_text(encoding="utf-8"))
     asked = [task["colour"] for task in tasks]
     first, last = rows[records[0]["step"]], rows[records[-1]["step"]]
@@ -161,7 +161,7 @@ def picture(run: Path) -> Image.Image:
     """Source with its instruction; what was drawn and said at the first evaluation and at the last; a task a row."""
     tasks = json.loads((run.parent / "data/held_out/manifest.json").read_text(encoding="utf-8"))
     evaluations = sorted((run / "evaluations").iterdir())
-    ends = [(folder, read_metrics(folder / "rows.jsonl")) for folder in (evaluations[0], evaluations[-1])]
+    ends = [(folder, read_rows(folder / "rows.jsonl")) for folder in (evaluations[0], evaluations[-1])]
     cells: list[list[tuple[Image.Image, str]]] = []
     for i, name in enumerate(sorted(file.name for file in evaluations[0].glob("*.png"))):
         source = Image.open(run.parent / "data/held_out" / tasks[i]["image_path"])

@@ -16,7 +16,7 @@ import numpy as np
 
 from retouch.algorithms.vlm_grpo.responses import Responses, generate_completions
 from retouch.algorithms.vlm_grpo.run import VlmRun
-from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, noise_seeds
+from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, completion_seeds
 from retouch.algorithms.vlm_grpo.use import open_trained
 from retouch.config import RunConfig
 from retouch.config.needs import needed_pictures
@@ -72,9 +72,8 @@ def spoken(parts: VlmRun, data: Dataset) -> list[Sequence[int]]:
     for start in range(0, len(data), batch):
         chunk = data[start : start + batch]
         options = parts.generation_options
-        found += generate_completions(
-            parts.policy, parts, chunk, options, noise_seeds("say", 0, chunk, 0)
-        ).completion_ids
+        tokens, _ = completion_seeds("eval", 0, chunk, 0)
+        found += generate_completions(parts.policy, parts, chunk, options, tokens).completion_ids
     return found
 
 
@@ -84,7 +83,7 @@ def shown(parts: VlmRun, data: Dataset, completions: Sequence[Sequence[int]]) ->
     for start in range(0, len(data), batch):
         chunk = data[start : start + batch]
         given = replace(questions(parts, chunk), completion_ids=completions[start : start + batch])
-        drawn += judge.generate(parts.policy, chunk, given, noise_seeds("eval", 0, chunk, 0))
+        drawn += judge.generate(parts.policy, chunk, given, completion_seeds("eval", 0, chunk, 0)[1])
     pairs = zip(data, (one.images for one in drawn), strict=True)
     return [colour_of(image[0].numpy(), np.asarray(example.mask)) for example, image in pairs]
 

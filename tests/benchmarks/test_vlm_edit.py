@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.tiny.edits import COLOURS
+from retouch.tiny.edits import COLOURS, write_edits
 
 REPOSITORY = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -186,6 +186,21 @@ def test_completions_go_to_rows_that_said_another_colour() -> None:
     assert set(pairs) == set(pairs.values()) == {0, 1, 2, 4, 5, 6, 7}  # one each, and none that is no colour's name
     assert all(read[to] != read[by] for to, by in pairs.items())
     assert vlm_words.moved(["red", "red", "red", "blue"]) == {0: 3, 3: 2}  # nobody else is left for two
+
+
+@pytest.mark.full
+def test_a_run_of_one_step_is_trained_and_summarised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole script: the answers that it draws again are those of the run's evaluations."""
+    file = tmp_path / "short.yaml"
+    short = "algorithm: {trl: {per_device_train_batch_size: 8}}\ntraining: {max_steps: 1, checkpoint_every: 1}\n"
+    file.write_text(f"extends: {vlm_edit.CONFIGS['adapter']}\n{short}evaluation: {{num_examples: 8}}\n")
+    monkeypatch.setitem(vlm_edit.CONFIGS, "adapter", file)
+    for half, count in (("train", 8), ("held_out", 8)):
+        write_edits(tmp_path / "data" / half, count, half, 1)
+    row = vlm_edit.measure(tmp_path / "adapter-0", "adapter", 0)
+    assert row["tasks"] == 8 and list(row["held_out"]) == ["0", "1"]
+    assert row["words_decide"]["before"]["moved"]["tasks"] > 0
+    assert vlm_edit.picture(tmp_path / "adapter-0").width > 0
 
 
 @pytest.mark.slow

@@ -152,9 +152,8 @@ class CompletionScorer:
         options, size = run.generation_options, run.config.rollout.batch_size_per_device
         for start in range(0, len(examples), size):
             chunk = examples[start : start + size]
-            token_seeds = [derive_seed("say", purpose, seed, example.id, k) for example in chunk]
-            noise = [derive_seed(purpose, seed, example.id, k) for example in chunk]
-            responses = generate_completions(policy, run, chunk, options, token_seeds)
+            tokens, noise = completion_seeds(purpose, seed, chunk, k)
+            responses = generate_completions(policy, run, chunk, options, tokens)
             if score:
                 found += self.score(policy, chunk, responses, noise, training=False)[0]
             else:
@@ -247,6 +246,13 @@ def reward_means(scores: Scores) -> dict[str, float]:
 def noise_seeds(purpose: str, seed: int, examples: Sequence[Example], number: int) -> list[int]:
     """Noise seeds of completions: equal within an example, and new each time the example is used."""
     return [derive_seed(seed, purpose, example.id, number) for example in examples]
+
+
+def completion_seeds(purpose: str, seed: int, examples: Sequence[Example], k: int) -> tuple[list[int], list[int]]:
+    """(Seeds of the tokens, seeds of the noise) of the k-th completion of each example, see
+    `CompletionScorer.complete`."""
+    noise = [(purpose, seed, example.id, k) for example in examples]
+    return [derive_seed("say", *key) for key in noise], [derive_seed(*key) for key in noise]
 
 
 # --- what an evaluation shows ---
