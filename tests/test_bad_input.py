@@ -142,7 +142,7 @@ def test_ctrl_c_is_a_stop_not_a_failure(finished: Finished, monkeypatch: pytest.
     run = finished("full")  # which leaves a report, too
     monkeypatch.setattr("retouch.observe.report.write_report", interrupted)
     outcome = retouch("report", run)
-    assert (outcome.code, outcome.err) == (3, "stopped: interrupted; continue with resume=auto\n")
+    assert (outcome.code, outcome.err) == (3, "stopped: interrupted\n")  # nothing to resume
 
 
 # --- data ---

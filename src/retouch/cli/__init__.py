@@ -84,7 +84,7 @@ def _main() -> None:
         else:
             raise
     if code == _INTERRUPTED:
-        _fail("stopped: interrupted; continue with resume=auto", 3)
+        _fail(f"stopped: interrupted{'; continue with resume=auto' if sys.argv[1:2] == ['train'] else ''}", 3)
     sys.exit(code if isinstance(code, int) else 0)
 
 
