@@ -127,7 +127,7 @@ def finished(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
                 root,
                 name=kind,
                 model__train=train,
-                algorithm__warmup_steps=2,
+                algorithm__sft_steps=2,
                 optimizer__lr=3e-3 if kind == "lora" else 1e-3,
                 ema={"decay": 0.9},
                 logging__rollout_images_every=1,

@@ -77,7 +77,7 @@ def test_scores_and_evaluations_see_the_picture_alone(config: Config, scripted: 
             data=with_strip(signs, "targets"),
             warmup_data=with_strip(signs, "targets"),
             evaluation__data=with_strip(signs, "held_out"),
-            algorithm__warmup_steps=1,
+            algorithm__sft_steps=1,
             training__max_steps=2,
         )
     )

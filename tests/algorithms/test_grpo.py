@@ -434,7 +434,7 @@ def test_runs_repeat_and_seeds_differ(config: Config) -> None:
 
 @pytest.mark.usefixtures("whole")
 def test_warm_up_then_rl(config: Config) -> None:
-    run, records = train(config(algorithm__warmup_steps=2, ema={"decay": 0.9}))
+    run, records = train(config(algorithm__sft_steps=2, ema={"decay": 0.9}))
     assert [r["phase"] for r in of_kind(records, "train")] == ["warmup", "warmup", "rl", "rl"]
     assert [r["moment"] for r in of_kind(records, "eval")] == ["start", "warmup", "end"]
     assert {p.name for p in run.checkpoints.root.iterdir()} == {"step-000002", "step-000004"}
@@ -455,7 +455,7 @@ def test_rl_never_sees_a_target(config: Config) -> None:
     assert all(example.target is not None for example in run.warmup_data)
     run.close()
     with pytest.raises(ConfigError, match="no target image"):
-        build(config(name="x", warmup_data=None, algorithm__warmup_steps=1))
+        build(config(name="x", warmup_data=None, algorithm__sft_steps=1))
 
 
 def test_a_directory_with_a_run_is_not_overwritten(config: Config) -> None:

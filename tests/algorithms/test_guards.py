@@ -218,7 +218,7 @@ def test_a_step_is_told_under_the_epoch_of_its_rollouts(config: Config, scripted
 
 def test_the_end_of_the_warm_up_is_evaluated_once(config: Config, scripted: Use) -> None:
     scripted(brightness)
-    _, records = train(config(training__max_steps=4, training__eval_every=1, algorithm__warmup_steps=2))
+    _, records = train(config(training__max_steps=4, training__eval_every=1, algorithm__sft_steps=2))
     assert [(r["step"], r["moment"]) for r in of_kind(records, "eval")] == [
         (0, "start"),
         (1, "step"),
@@ -232,7 +232,7 @@ def test_the_end_of_the_warm_up_is_evaluated_once(config: Config, scripted: Use)
 def test_a_run_that_stops_where_an_evaluation_is_due_has_each_once(config: Config, scripted: Use) -> None:
     """At the start, at the end of the warm-up, and in the last step."""
     scripted(brightness)
-    shape: dict[str, Any] = {"training__max_steps": 4, "training__eval_every": 1, "algorithm__warmup_steps": 2}
+    shape: dict[str, Any] = {"training__max_steps": 4, "training__eval_every": 1, "algorithm__sft_steps": 2}
     _, expected = train(config(name="whole", **shape))
     for at in (0, 2, 4):
         records = stopped_and_resumed(at, lambda at=at: config(name=f"at{at}", resume="auto", **shape))

@@ -77,7 +77,7 @@ def long_run(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         signs,
         folder / "runs",
         ema={"decay": 0.9, "update_interval": 1},
-        algorithm__warmup_steps=1,
+        algorithm__sft_steps=1,
         algorithm__inner_epochs=2,
         algorithm__kl_weight=0.1,
         optimizer__batch_size_per_device=1,

@@ -48,9 +48,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 def written(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run file of a GRPO run: a warm-up of two steps, and the first of the two steps of an epoch."""
     root = tmp_path_factory.mktemp("written")
-    run = small_run(
-        signs, root / "runs", algorithm__warmup_steps=2, training__max_steps=3, training__checkpoint_every=1
-    )
+    run = small_run(signs, root / "runs", algorithm__sft_steps=2, training__max_steps=3, training__checkpoint_every=1)
     (root / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     outcome = retouch("train", root / "run.yaml")
     assert outcome.code == 0, outcome.err

@@ -302,7 +302,7 @@ def test_a_failed_gradient_has_weight_0(
 
 def test_too_many_failed_gradients_stop_the_run(gradient_run: Config, rewarded: Use) -> None:
     rewarded(brightness, lambda item: True)
-    with pytest.raises(Stopped, match=r"4 of 4 images have no reward.*no"):
+    with pytest.raises(Stopped, match=r"4 of 4 images have no gradient.*scorer_error x 4 \(no\)"):
         train(gradient_run(training__max_steps=1))
 
 

@@ -215,7 +215,7 @@ def test_examples_without_targets_are_refused_in_one_line(
     path = tmp_path / "run.yaml"
     prompts = {"format": "self_bench", "path": str(signs / "prompts"), "resolution": [32, 64], "target": "none"}
     for section, remedy, overrides in (
-        ("warmup_data", "set algorithm.sft_steps=0, or ", {"warmup_data": prompts, "algorithm__warmup_steps": 1}),
+        ("warmup_data", "set algorithm.sft_steps=0, or ", {"warmup_data": prompts, "algorithm__sft_steps": 1}),
         ("data", "", {"warmup_data": None, **SFT}),
     ):
         path.write_text(yaml.safe_dump(run_file(**overrides)), encoding="utf-8")

@@ -15,12 +15,13 @@ pytest.importorskip("trl")
 from retouch.algorithms.vlm_grpo import recipe as vlm_grpo
 from retouch.algorithms.vlm_grpo.checkpoint import finish_checkpoint, require_same_engine, sort_modules
 from retouch.algorithms.vlm_grpo.recipe import VlmTrainer
-from retouch.config import load_run
+from retouch.config import ConfigError, load_run
 from retouch.engine import CheckpointError
 from retouch.engine.checkpoint import read_state
 from retouch.engine.saved import is_pinned
 from retouch.rewards.table import RewardTable
 from retouch.training.scoring import RewardOutage
+from retouch.use.exporting import export_weights
 from tests.algorithms.test_vlm_grpo import parts_of
 from tests.algorithms.vlm_runs import RunFile, records, train, vlm_file
 
@@ -62,6 +63,15 @@ def test_what_a_killed_run_left_does_not_stop_the_next(parts_of: Any) -> None:
     (left / "checkpoint-0" / "weights").mkdir(parents=True)
     trainer.save(pinned=False)
     assert [path.name for path in parts.dir.checkpoints.iterdir()] == ["step-000000"]
+
+
+def test_its_weights_are_not_exported_as_those_of_a_diffusion_model(parts_of: Any) -> None:
+    parts, arguments = parts_of()
+    trainer = VlmTrainer(parts, arguments)
+    trainer.create_optimizer_and_scheduler(2)
+    trainer.save(pinned=False)
+    with pytest.raises(ConfigError, match=r"trained its text encoder, and .*weights is a PEFT adapter already"):
+        export_weights(parts.dir.path, "diffusers", None, raw=False)
 
 
 @pytest.mark.full

@@ -143,7 +143,7 @@ def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
     eps is raised, or it would blow up rounding where a gradient is almost 0."""
     path = tmp_path / "run.yaml"
     run = run_file(
-        algorithm__warmup_steps=1,
+        algorithm__sft_steps=1,
         algorithm__kl_weight=0.01,
         rollout__group_size=3,
         rollout__global_groups_per_batch=3,
@@ -198,7 +198,7 @@ def test_a_gradient_that_fails_on_one_rank(
     ranks_agree_with(one, two, "step-000001")
     dead = child_of(file, "dead", TORCHRUN, *four, NO_GRADIENT="all", LAST="1")
     assert dead.returncode != 0 and "exitcode  : 3" in dead.stderr, dead.stderr[-2000:]
-    assert "4 of 8 images have no reward" in " ".join(dead.stderr.split())
+    assert "4 of 8 images have no gradient" in " ".join(dead.stderr.split())
 
 
 def test_two_ranks_take_the_same_groups_as_their_rewards_arrive(run_yaml: Path) -> None:
@@ -255,7 +255,7 @@ def test_two_ranks_of_sharded_weights_train_as_one_process_does(run_yaml: Path) 
 def test_groups_left_out_on_one_rank_are_no_burden_to_the_other(run_yaml: Path) -> None:
     """Of four groups of two both of rank 0 are flat: the four rows left are two for each, not four and none. Before
     that each has checked one half of the data."""
-    four = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
+    four = ("algorithm.sft_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
     shape = ("optimizer.batch_size_per_device=1", "training.max_steps=1")
     one = in_child(run_yaml, "one", [], *four, *shape, "optimizer.gradient_accumulation=8", FLAT="1")
     two = on_two(run_yaml, *four, *shape, "optimizer.gradient_accumulation=4", FLAT="1")
@@ -282,13 +282,13 @@ def test_pairs_whose_images_lie_on_two_ranks_train_as_on_one(run_yaml: Path) -> 
 def test_failures_of_one_rank_are_a_share_of_all(run_yaml: Path) -> None:
     """The last of eight images fails, a quarter of those of its rank: both go on, as one process does. Padding that
     fails is nothing at all, and where all images fail both ranks stop, resumable."""
-    four = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
+    four = ("algorithm.sft_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
     shape = ("optimizer.batch_size_per_device=1", "training.max_steps=1")
     one = in_child(run_yaml, "one", [], *four, *shape, "optimizer.gradient_accumulation=8", BAD="7")
     two = on_two(run_yaml, *four, *shape, "optimizer.gradient_accumulation=4", BAD="3", LAST="1")
     ranks_agree_with(one, two, "step-000001")
     assert [r["failed"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "rollout"] == [1.0]
-    nine = ("algorithm.warmup_steps=0", "optimizer.gradient_accumulation=5", "reward_client.max_failure_rate=0")
+    nine = ("algorithm.sft_steps=0", "optimizer.gradient_accumulation=5", "reward_client.max_failure_rate=0")
     padded = in_child(run_yaml, "padded", TORCHRUN, *nine, *shape, BAD="4", LAST="1")
     (rollout,) = [r for r in read_metrics(padded / "metrics.jsonl") if r["kind"] == "rollout"]
     assert (rollout["images"], rollout["failed"]) == (9.0, 0.0)
@@ -301,7 +301,7 @@ def test_failures_of_one_rank_are_a_share_of_all(run_yaml: Path) -> None:
 @pytest.mark.slow
 def test_counts_of_rewards_are_those_of_both_ranks_and_go_on_on_one(run_yaml: Path) -> None:
     """Eight images a step, on both, on both again, and on one."""
-    shape = ("algorithm.warmup_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
+    shape = ("algorithm.sft_steps=0", "rollout.group_size=2", "rollout.global_groups_per_batch=4", "ema=null")
     options = (*shape, "optimizer.batch_size_per_device=1", "resume=auto")
     counted: list[int] = []
     for step, (launcher, rows) in enumerate(((TORCHRUN, 4), (TORCHRUN, 4), ([], 8)), 1):

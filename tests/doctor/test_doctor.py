@@ -37,6 +37,7 @@ from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.knowledge_graph import read_graph
+from retouch.tiny.edits import write_edits
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, closed_port, score_checked, serving
@@ -480,7 +481,7 @@ def test_too_few_examples_or_none_with_a_target(run_yaml: Callable[..., Path], s
     what, says = only("fix", run_yaml(rollout__global_groups_per_batch=9))
     assert (what, "an epoch takes 9 different examples" in says) == ("examples", True)
     section = {"format": "self_bench", "path": str(signs / "prompts"), "resolution": [32, 64], "target": "none"}
-    what, says = only("fix", run_yaml(warmup_data=section, algorithm__warmup_steps=1))
+    what, says = only("fix", run_yaml(warmup_data=section, algorithm__sft_steps=1))
     assert (what, "no target image, which supervised steps need" in says) == ("examples", True)
 
 
@@ -540,6 +541,16 @@ def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.Monke
     with serving({"preservation": Failing()}) as url:
         what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
         assert (what, says == "ready, but it did not score an image: bad_item: no") == ("reward preservation", True)
+
+
+def test_a_reward_function_reads_the_metadata_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tasks of both halves share images, but no image with its instruction."""
+    for half, count, seed in (("train", 256, 1), ("held_out", 96, 2)):
+        write_edits(tmp_path / half, count, half, seed)
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    file = Path(__file__).parents[2] / "configs/tiny/qwen_image_edit_vlm_grpo.yaml"
+    found = [line for line in lines(file, f"logging.dir={tmp_path}") if line["status"] == "fix"]
+    assert found == []
 
 
 def test_a_decode_with_gradient_is_counted_as_often_as_asked(run_yaml: Callable[..., Path]) -> None:

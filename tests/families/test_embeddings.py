@@ -76,7 +76,7 @@ def test_what_is_looked_up_is_what_would_be_made(family: str, signs: Path, tmp_p
 
 def test_training_without_the_encoders_is_training_with_them(signs: Path, tmp_path: Path) -> None:
     model = copied("flux_fill", tmp_path / "model")
-    run = run_of(signs, tmp_path, "flux_fill", algorithm__warmup_steps=1, training__max_steps=2)
+    run = run_of(signs, tmp_path, "flux_fill", algorithm__sft_steps=1, training__max_steps=2)
     with_encoders, _ = train(parse_run({**run, "name": "with"}))
     precompute(parse_run(run), tmp_path / "cache")
     without_encoders(model)
@@ -322,7 +322,7 @@ def without_t5(model: Path) -> None:
 def test_t5_is_not_loaded_where_every_example_brings_its_states(freed: bool, signs: Path, tmp_path: Path) -> None:
     """Warm-up, rollouts and evaluation of held-out examples: the same weights, without T5 on the machine."""
     model = copied("flux_fill", tmp_path / "model")
-    run = run_of(signs, tmp_path, "flux_fill", algorithm__warmup_steps=1, training__max_steps=2, warmup_data=None)
+    run = run_of(signs, tmp_path, "flux_fill", algorithm__sft_steps=1, training__max_steps=2, warmup_data=None)
     sections = embedded(signs, tmp_path, load_model(parse_run(run).model))
     run |= {"data": sections["targets"], "evaluation": {**run["evaluation"], "data": sections["held_out"]}}
     run["model"]["free_text_encoders"] = freed

@@ -54,7 +54,7 @@ def test_what_it_shows(config: Config, console: Console, monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr(bar.time, "monotonic", lambda: now[0])
     phase, clock = ["warmup"], Stopwatch()
-    given = config(training__max_steps=20, algorithm__warmup_steps=2)
+    given = config(training__max_steps=20, algorithm__sft_steps=2)
     shown = TrainingBar(given, clock, lambda: phase[0], 0)
 
     def lines() -> list[str]:
@@ -84,7 +84,7 @@ def test_what_it_shows(config: Config, console: Console, monkeypatch: pytest.Mon
 def test_a_run_on_a_terminal(config: Config, console: Console, caplog: pytest.LogCaptureFixture) -> None:
     """Through a real run, drawn at every record; log.txt keeps the lines that the bar replaces."""
     caplog.set_level(logging.INFO, "retouch")
-    run = build(config(algorithm__warmup_steps=2))
+    run = build(config(algorithm__sft_steps=2))
     try:
         load_attribute(run.config.algorithm.recipe)(run)
     finally:

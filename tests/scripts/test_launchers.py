@@ -369,7 +369,16 @@ def test_two_processes_of_the_package_note_their_codes(tmp_path: Path) -> None:
         "cli.main()\n",
         encoding="utf-8",
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+        "train",
+    ]
     environment = {**os.environ, "RETOUCH_EXIT_CODES": str(tmp_path / "codes"), "OMP_NUM_THREADS": "1"}
     done = forked.run(launcher, env=environment, timeout=120)
     assert done.returncode == 1  # the launcher's

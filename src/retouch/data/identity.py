@@ -46,10 +46,14 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def trained_on(evaluation: Dataset, *training: Dataset) -> list[ItemFiles]:
+def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = False) -> list[ItemFiles]:
     """Items of `evaluation` whose source or target is an image of the training data; for text to image, those whose
     prompt is. Only files as long as one of the other side are read; images inside tables have digests, and are compared
-    with such images alone."""
+    with such images alone.
+
+    Args:
+        with_prompt: an image counts only where its prompt is trained on, too.
+    """
     asked = {item.id: images_of(item) for item in evaluation.items}
     sizes = {path.stat().st_size for images in asked.values() for path in paths(images)}
     known: defaultdict[int, set[Path]] = defaultdict(set)
@@ -58,18 +62,20 @@ def trained_on(evaluation: Dataset, *training: Dataset) -> list[ItemFiles]:
         known[path.stat().st_size].add(path)
     digests = {digest(path) for length in sizes & known.keys() for path in known[length]}
     packed = {image.digest for image in seen if isinstance(image, PackedImage)}
-    prompts = {item.prompt for data in training for item in data.items if not images_of(item)}
+    prompts = {item.prompt for data in training for item in data.items if with_prompt or not images_of(item)}
 
     def is_known(image: Path | PackedImage) -> bool:
         if isinstance(image, PackedImage):
             return image.digest in packed
         return image.stat().st_size in known and digest(image) in digests
 
-    return [
-        item
-        for item in evaluation.items
-        if (any(map(is_known, asked[item.id])) if asked[item.id] else item.prompt in prompts)
-    ]
+    def is_trained_on(item: ItemFiles) -> bool:
+        images = asked[item.id]
+        if images and not any(map(is_known, images)):
+            return False
+        return item.prompt in prompts or bool(images and not with_prompt)
+
+    return [item for item in evaluation.items if is_trained_on(item)]
 
 
 def images_of(item: ItemFiles) -> list[Path | PackedImage]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
+from retouch.data.base import DataError, ItemFiles
 from retouch.doctor.line import Line
 from retouch.rewards.addresses import start_servers
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import RewardTable
 from retouch.types import Score
 
@@ -36,8 +39,9 @@ def needed_extras(run: RunConfig) -> set[str]:
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:
     """One line for each reward; a failure of a reward that is only logged is a warning."""
+    item = _item(run)
     for name, entry in run.rewards.items():
-        problem = _problem(name, entry, run.reward_client)
+        problem = _problem(name, entry, run.reward_client, item)
         where = "in this process" if entry.url is None else str(entry.url)
         if problem is None:
             yield Line("ok", f"reward {name}", f"{where}: ready, and scored an image")
@@ -45,7 +49,18 @@ def reward_lines(run: RunConfig) -> Iterator[Line]:
             yield Line("fix" if entry.weight or entry.gradient_weight else "warning", f"reward {name}", problem)
 
 
-def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str | None:
+def _item(run: RunConfig) -> RewardItem:
+    """A golden image with the metadata that the run's examples have beside its own, which scorers of the user read."""
+    golden = golden_items()[0]
+    try:
+        first = next((item for item in run.data.items() if isinstance(item, ItemFiles)), None)
+    except (DataError, ConfigError, OSError):  # reported with the data
+        first = None
+    of_the_run = {} if first is None else {key: value for key, value in first.metadata.items() if key != "lines"}
+    return replace(golden, metadata={**of_the_run, **golden.metadata})
+
+
+def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, item: RewardItem) -> str | None:
     """Reason why a reward cannot score; None if it can."""
     with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
         try:
@@ -59,7 +74,7 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig) -> str |
             problems = table.wait_ready(_LOADING_S if entry.is_made_here else _SERVER_S)
             if problems:
                 return f"{'; '.join(problems)}; {_remedy(name, entry)}"
-            outcome = table.submit(golden_items()[:1]).result().outcomes[name][0]
+            outcome = table.submit([item]).result().outcomes[name][0]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # loading a scorer may raise whatever its library does

@@ -250,12 +250,15 @@ def _require_checkpoint(given: str) -> None:
 
 
 def is_held_out(config: RunConfig, held_out: Dataset, *training: Dataset) -> None:
-    """Reject evaluation on images that are trained on, except with `evaluation.allow_overlap`."""
-    seen = [] if config.evaluation.allow_overlap else trained_on(held_out, *training)
+    """Reject evaluation on examples that are trained on, except with `evaluation.allow_overlap`: those with the same
+    image, or, where the text encoder is trained, with the same image and prompt."""
+    edits = config.algorithm.trains_text_encoder
+    seen = [] if config.evaluation.allow_overlap else trained_on(held_out, *training, with_prompt=edits)
     if seen:
+        same = "the same image with the same prompt" if edits else "the same image"
         raise ConfigError(
             f"evaluation.data: example {seen[0].id} (and {len(seen) - 1} more of {len(held_out)}) is trained on: data "
-            "or warmup_data holds the same image (or, without images, the same prompt); split the data with "
+            f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
             "`retouch data split`, or set evaluation.allow_overlap=true"
         )
 

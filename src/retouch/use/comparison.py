@@ -151,16 +151,18 @@ def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
                 section.path,
             )
         training.append(Dataset(section, items))
-    seen = trained_on(dataset, *training)
+    edits = config.algorithm.trains_text_encoder
+    seen = trained_on(dataset, *training, with_prompt=edits)
     if seen:
         logger.warning(
-            "--data: %s trained on %d of %d examples (the first: %d): its data or warmup_data have the same image (or, "
-            "without images, the same prompt); the scores are not held-out scores; split the data with "
+            "--data: %s trained on %d of %d examples (the first: %d): its data or warmup_data have the same image%s "
+            "(or, without images, the same prompt); the scores are not held-out scores; split the data with "
             "`retouch data split`",
             config.name,
             len(seen),
             len(dataset),
             seen[0].id,
+            " with the same prompt" if edits else "",
         )
 
 

@@ -42,7 +42,14 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
     run = saved_run_file(sound_state(folder.parent), folder.parent)
-    config = parse_run(run, source=f"{folder.parent}: state.json").model
+    whole = parse_run(run, source=f"{folder.parent}: state.json")
+    if whole.algorithm.trains_text_encoder:
+        kind = "a PEFT adapter" if (folder / "adapter_config.json").is_file() else "a model of transformers"
+        raise ConfigError(
+            f"--to: given {to!r}, but the run trained its text encoder, and {folder} is {kind} already; load that "
+            "folder"
+        )
+    config = whole.model
 
     from safetensors import SafetensorError
 

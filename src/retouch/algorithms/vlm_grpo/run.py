@@ -36,7 +36,7 @@ from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
-from retouch.training.build import can_begin
+from retouch.training.build import can_begin, is_held_out
 from retouch.types import Example
 
 
@@ -153,16 +153,12 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     can_begin(config, run_dir)
     run_dir.require_sinks()
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(device))
-    prompts = {item.prompt for item in data.items}  # training on an edit is on its image and prompt together
-    overlaps = held_out is not None and any(item.prompt in prompts for item in trained_on(held_out, data))
-    if overlaps and not config.evaluation.allow_overlap:
-        raise ConfigError(
-            "evaluation.data: some examples are trained on: data holds the same image with the same prompt; divide "
-            "the data with `retouch data split`, or set evaluation.allow_overlap=true"
-        )
+    if held_out is not None:
+        is_held_out(config, held_out, data)
     choose_kernels(torch.device(device), config.training)
-    clock, is_held_out = stopwatch(torch.device(device).type), held_out is not None and not overlaps
-    return open_run(config, device, derived, data, held_out or data, rewards, run_dir, clock, is_held_out)
+    apart = held_out is not None and not trained_on(held_out, data, with_prompt=True)
+    clock = stopwatch(torch.device(device).type)
+    return open_run(config, device, derived, data, held_out or data, rewards, run_dir, clock, apart)
 
 
 def open_run(
