@@ -52,28 +52,33 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
     with such images alone.
 
     Args:
-        with_prompt: an image counts only where its prompt is trained on, too.
+        with_prompt: an image counts only where it is trained on with the same prompt.
     """
     asked = {item.id: images_of(item) for item in evaluation.items}
     sizes = {path.stat().st_size for images in asked.values() for path in paths(images)}
-    known: defaultdict[int, set[Path]] = defaultdict(set)
-    seen = [image for data in training for item in data.items for image in images_of(item)]
-    for path in {p.resolve() for p in paths(seen)}:
-        known[path.stat().st_size].add(path)
-    digests = {digest(path) for length in sizes & known.keys() for path in known[length]}
-    packed = {image.digest for image in seen if isinstance(image, PackedImage)}
-    prompts = {item.prompt for data in training for item in data.items if with_prompt or not images_of(item)}
+    prompts: defaultdict[Path | PackedImage | None, set[str]] = defaultdict(set)
+    for data in training:
+        for item in data.items:
+            for image in images_of(item) or [None]:
+                prompts[image].add(item.prompt)
+    of_file: defaultdict[str, set[str]] = defaultdict(set)
+    lengths = set[int]()
+    for path in paths(prompts):
+        lengths.add(length := path.stat().st_size)
+        if length in sizes:
+            of_file[digest(path)] |= prompts[path]
 
-    def is_known(image: Path | PackedImage) -> bool:
+    def prompts_with(image: Path | PackedImage) -> set[str] | None:
+        """Prompts of an image of the training data; None if it is none."""
         if isinstance(image, PackedImage):
-            return image.digest in packed
-        return image.stat().st_size in known and digest(image) in digests
+            return prompts.get(image)
+        return of_file.get(digest(image)) if image.stat().st_size in lengths else None
 
     def is_trained_on(item: ItemFiles) -> bool:
-        images = asked[item.id]
-        if images and not any(map(is_known, images)):
-            return False
-        return item.prompt in prompts or bool(images and not with_prompt)
+        if not asked[item.id]:
+            return item.prompt in prompts.get(None, ())
+        found = [known for known in map(prompts_with, asked[item.id]) if known is not None]
+        return any(item.prompt in known for known in found) if with_prompt else bool(found)
 
     return [item for item in evaluation.items if is_trained_on(item)]
 
@@ -84,6 +89,6 @@ def images_of(item: ItemFiles) -> list[Path | PackedImage]:
     return [p for p in (item.source_path, item.target_path, item.win_path, item.lose_path) if p is not None]
 
 
-def paths(images: Iterable[Path | PackedImage]) -> list[Path]:
+def paths(images: Iterable[Path | PackedImage | None]) -> list[Path]:
     """The images that are files of their own."""
     return [image for image in images if isinstance(image, Path)]

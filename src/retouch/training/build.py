@@ -121,8 +121,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     config.algorithm.check_items(data.items)
     needs_targets(config, warmup)
     enough_groups(config, derived, data)
-    if held_out is not None:
-        is_held_out(config, held_out, data, warmup)
+    apart = is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     if not replaying:
         can_begin(config, run_dir)
@@ -161,7 +160,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         data=data,
         warmup_data=warmup,
         eval_data=held_out or data,
-        eval_is_held_out=held_out is not None and not trained_on(held_out, data, warmup),
+        eval_is_held_out=apart,
         rewards=rewards,
         dir=run_dir,
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
@@ -249,18 +248,25 @@ def _require_checkpoint(given: str) -> None:
     raise ConfigError(f"resume: given {given!r}: {what}; {remedy}, or auto")
 
 
-def is_held_out(config: RunConfig, held_out: Dataset, *training: Dataset) -> None:
-    """Reject evaluation on examples that are trained on, except with `evaluation.allow_overlap`: those with the same
-    image, or, where the text encoder is trained, with the same image and prompt."""
+def is_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset) -> bool:
+    """Whether evaluations have data of their own with no example that is trained on, that is, with the same image, or,
+    where the text encoder is trained, with the same image and prompt.
+
+    Raises:
+        ConfigError: some are trained on, without `evaluation.allow_overlap`.
+    """
+    if held_out is None:
+        return False
     edits = config.algorithm.trains_text_encoder
-    seen = [] if config.evaluation.allow_overlap else trained_on(held_out, *training, with_prompt=edits)
-    if seen:
+    seen = trained_on(held_out, *training, with_prompt=edits)
+    if seen and not config.evaluation.allow_overlap:
         same = "the same image with the same prompt" if edits else "the same image"
         raise ConfigError(
             f"evaluation.data: example {seen[0].id} (and {len(seen) - 1} more of {len(held_out)}) is trained on: data "
             f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
             "`retouch data split`, or set evaluation.allow_overlap=true"
         )
+    return not seen
 
 
 def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:

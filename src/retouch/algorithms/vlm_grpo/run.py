@@ -26,7 +26,6 @@ from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, load_dataset
-from retouch.data.identity import trained_on
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
 from retouch.families.loading import DTYPES, component_path, load_component, load_model
@@ -153,10 +152,8 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     can_begin(config, run_dir)
     run_dir.require_sinks()
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(device))
-    if held_out is not None:
-        is_held_out(config, held_out, data)
+    apart = is_held_out(config, held_out, data)
     choose_kernels(torch.device(device), config.training)
-    apart = held_out is not None and not trained_on(held_out, data, with_prompt=True)
     clock = stopwatch(torch.device(device).type)
     return open_run(config, device, derived, data, held_out or data, rewards, run_dir, clock, apart)
 
