@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import unicodedata
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from retouch.errors import ImageProblem
 
@@ -66,15 +67,32 @@ def packed(image: Image.Image, name: str) -> PackedImage:
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-def write_png(image: Image.Image, path: Path) -> None:
-    """Write an image at once: a reader, or a start after a kill, never finds a part of the file."""
+def write_png(image: Image.Image, path: Path, about: Mapping[str, str] | None = None) -> None:
+    """Write an image at once: a reader, or a start after a kill, never finds a part of the file.
+
+    Args:
+        about: texts that the file holds beside the pixels; see `png_text`.
+    """
+    texts = PngInfo()
+    for name, text in (about or {}).items():
+        texts.add_text(name, text)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
     try:
-        image.save(temporary, "PNG")
+        image.save(temporary, "PNG", pnginfo=texts)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def png_text(path: Path, name: str) -> str | None:
+    """A text that a PNG file holds beside its pixels; None if it has none of the name, or cannot be read."""
+    try:
+        with Image.open(path) as image:
+            text = image.info.get(name)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    return text if isinstance(text, str) else None
 
 
 def write_new_png(image: Image.Image, next_free: Callable[[], Path]) -> Path:

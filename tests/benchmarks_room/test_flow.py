@@ -127,8 +127,43 @@ def test_other_weights_or_settings_do_not_mix_with_kept_images(
     changed.write_text((place / "benchmark.yaml").read_text().replace("num_steps: 1", "num_steps: 2"))
     outcome = retouch("eval", "--benchmark", changed, "--config", place / "run.yaml", "--out", out)
     assert outcome.code == 2
-    assert "holds images of another sampling" in outcome.err
+    assert "holds images of another sampling.num_steps (1, now 2)" in " ".join(outcome.err.split())
     assert "give another --out" in " ".join(outcome.err.split())
+
+
+def test_other_items_do_not_mix_with_kept_images(
+    sharded: tuple[list[Outcome], Path], place: Path, signs: Path, tmp_path: Path
+) -> None:
+    """Other data have the same official names: the images would be scored against texts that they never had."""
+    out, other = tmp_path / "out", tmp_path / "signs"
+    shutil.copytree(sharded[1], out)
+    shutil.copytree(signs / "held_out", other)
+    source = sorted(other.glob("*_source.png"))[-1]
+    Image.new("RGB", Image.open(source).size).save(source)
+    command = ("eval", "--benchmark", place / "benchmark.yaml", "--config", place / "run.yaml", "--out", out)
+    outcome = retouch(*command, "--path", other)
+    assert outcome.code == 2
+    assert "was sampled for another item: other data have the same official names" in " ".join(outcome.err.split())
+
+
+def test_a_result_of_another_benchmark_is_kept(sharded: tuple[list[Outcome], Path], place: Path) -> None:
+    """Its name is looked for in result.json, and before there is one in the record of each folder of images."""
+    out = place / "other"
+    shutil.copytree(sharded[1], out)
+    for name, told in (("result.json", "benchmark"), ("images/base.json", None)):
+        content = json.loads((out / name).read_text())
+        (content if told is None else content[told])["name" if told else "benchmark"] = "brushbench"
+        (out / name).write_text(json.dumps(content))
+    before = (out / "result.json").read_bytes()
+    command = ("eval", "--benchmark", place / "benchmark.yaml", "--config", place / "run.yaml", "--out", out)
+    outcome = retouch(*command)
+    assert outcome.code == 2
+    assert "holds the result of brushbench, given the benchmark calligrapher_self" in " ".join(outcome.err.split())
+    assert (out / "result.json").read_bytes() == before
+    (out / "result.json").unlink()
+    outcome = retouch(*command)
+    assert outcome.code == 2
+    assert "images of another benchmark (brushbench, now calligrapher_self)" in " ".join(outcome.err.split())
 
 
 def test_images_of_another_program_are_scored_without_a_model(

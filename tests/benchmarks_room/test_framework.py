@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import ImageRow, numbered
 from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.observations import Asked, Observations, reward_digest
 from retouch.benchmarks.outputs import Output, Shard, find_file, outputs_of, own, unused_files
-from retouch.benchmarks.result import Column, benchmark_table, result_of
+from retouch.benchmarks.result import Column, benchmark_table, is_of, result_of
 from retouch.config import ConfigError
 from retouch.data.base import ItemFiles
 from retouch.observe.statistics import bootstrap_intervals
@@ -43,7 +44,8 @@ def test_given_keys_lie_over_the_benchmarks_own_rewards(tmp_path: Path, monkeypa
     assert (entry.address, entry.paste_back) == ("http://127.0.0.1:9/v1", False)
     assert (found.rewards["clip"].paste_back, found.path) == (False, str(tmp_path))
     questions = "the judge is asked this package's questions, not the published ones"
-    assert found.departures() == ["only the first 3 items", questions]
+    samples = "rewards.complex_edit.samples is 2 instead of 20"
+    assert found.departures() == ["only the first 3 items", samples, questions]
 
 
 def test_null_removes_a_reward_and_a_server_has_its_own_options(tmp_path: Path) -> None:
@@ -234,10 +236,71 @@ def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> 
     text = f"name: brushbench\npath: {tmp_path}\nsaved_as: jpeg\n"
     detail = {"brushbench_psnr": 20.0, "brushbench_mse": 0.01, "psnr": 25.0, "mse": 0.003}
     scored = [ImageRow(str(i), 0, {}, {"kept_area": Score(25.0, detail), "clip": Score(0.25)}) for i in range(2)]
-    column = {"base": Column(scored, [], {})}
-    lines = benchmark_table(result_of(load_benchmark(file(tmp_path, text), None), column, {}, {})).splitlines()
-    assert "published, BrushNet: psnr 21.65, mse 9.31, clip 26.48 (arXiv 2403.06976, inside)" in lines
-    limited = load_benchmark(file(tmp_path, f"{text}limit: 2\n"), None)
-    shown = benchmark_table(result_of(limited, column, {}, {}))
-    assert "published," not in shown
-    assert "not comparable with published numbers: only the first 2 items" in shown
+
+    def table(more: str = "", items: int = 600, clip: str = "openai/clip-vit-large-patch14", resized: int = 0) -> str:
+        column = {"base": Column(scored, [], {}, resized)}
+        given = load_benchmark(file(tmp_path, text + more), None)
+        return benchmark_table(result_of(given, column, {"items": items}, {"clip": {"revision": f"clip {clip} 32bd"}}))
+
+    shown = table().splitlines()
+    assert "published, BrushNet: psnr 21.65, mse 9.31, clip 26.48 (arXiv 2403.06976, inside)" in shown
+    model = "clip is scored by 'clip mine 32bd', the published numbers by openai/clip-vit-large-patch14"
+    for other, reason in (
+        (table("limit: 2\n", items=2), "only the first 2 items"),
+        (table(items=599), "599 of 600 items"),
+        (table(items=601), "601 items instead of 600"),
+        (table(clip="mine"), model),
+        (table(resized=3), "base: 3 images are not of 512 x 512 pixels"),
+        (table("rewards: {clip: {text_key: caption}, kept_area: {scorer: jpeg_size}}\n"),
+         "rewards.kept_area is jpeg_size instead of kept_area"),
+    ):  # fmt: skip
+        assert "published," not in other
+        assert f"not comparable with published numbers: {reason}" in other.splitlines()
+
+
+JUDGED = "viescore gpt-4.1 served as {} 0a1b"
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "names"),
+    [
+        ("gpt-4.1", JUDGED.format("gpt-4.1"), True),
+        ("gpt-4.1", JUDGED.format("gpt-4.1-2025-04-14 fp_1, gpt-4.1-2025-04-14 fp_2"), True),
+        ("gpt-4.1", JUDGED.format("gpt-4.1-mini-2025-04-14"), False),
+        ("gpt-4.1", JUDGED.format("gpt-4.1, qwen"), False),
+        ("gpt-4.1", JUDGED.format("qwen"), False),
+        ("gpt-4o-2024-11-20", JUDGED.format("gpt-4o-2024-08-06"), False),
+        ("o3", "mmmg o3 served as o3-2025-04-16 ab", True),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "longtext x served as /models/Qwen2.5-VL-7B-Instruct ab", True),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "longtext x served as Qwen/Qwen2.5-VL-7B-Instruct-AWQ ab", False),
+        ("openai/clip-vit-large-patch14", "clip openai/clip-vit-large-patch14-336 ab", False),
+        ("mask2former_swin-s", "strict mask2former_swin-s_20220504_001756-743b7d99.pth", True),
+        ("mask2former_swin-s", "strict facebook/mask2former-swin-small ab, clip cd", False),
+    ],
+)
+def test_a_revision_names_its_model(model: str, revision: str, names: bool) -> None:
+    assert is_of(model, revision) is names
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "items"),
+    [
+        ("gedit", {}, 1212),
+        ("gedit", {"language": "cn"}, 606),
+        ("complex_edit", {}, 531),
+        ("complex_edit", {"complexity": "1-8", "image_type": "all"}, 8 * 1062),
+        ("geneval", {}, 553),
+        ("editbench", {}, None),
+    ],
+)
+def test_the_number_of_items_depends_on_the_options(name: str, options: dict[str, Any], items: int | None) -> None:
+    assert BENCHMARKS[name].model_validate({"name": name, "path": "x", **options}).official_items() == items
+
+
+@pytest.mark.parametrize("side", [64, 768])
+def test_outputs_of_anytext_are_read_at_the_size_of_its_polygons(side: int) -> None:
+    given = BENCHMARKS["anytext"].model_validate({"name": "anytext", "path": "x"})
+    assert given.prepared(Image.new("RGB", (side, side)), None, None).size == (512, 512)
+    assert given.model_copy(update={"resolution": (256, 320)}).prepared(Image.new("L", (9, 9)), None, None).size == (
+        320, 256,
+    )  # fmt: skip

@@ -131,7 +131,12 @@ def test_gedit_runs_on_the_published_layout(server: OpenAIServer, tmp_path: Path
     measures = result["measures"]["model"]
     assert [measures[name] for name in ("en_SC", "en_PQ", "cn_O")] == [5, 4, pytest.approx(20**0.5)]
     assert "en_O.subject-add" not in measures and measures["cn_O.subject-add"] == pytest.approx(20**0.5)
-    assert result["published"]["reasons"] == ["model: 1 images are missing"]
+    revision = result["rewards"]["viescore"]["revision"]
+    assert result["published"]["reasons"] == [
+        f"{result['data']['items']} of 1212 items",
+        f"viescore is scored by {revision!r}, the published numbers by gpt-4.1",
+        "model: 1 images are missing",
+    ]
     assert {p.shape[:2] for asked in server.asked[2:] for p in pictures(asked)} == {(20, 30)}  # the source's size
     assert {asked["temperature"] for asked in server.asked} == {1}
 
@@ -149,7 +154,9 @@ def test_imgedit_runs_on_the_published_layout(server: OpenAIServer, tmp_path: Pa
     assert (measures["overall"], measures["micro"], measures["compose"]) == (
         pytest.approx(2.33), pytest.approx(2.33), 2.33
     )  # fmt: skip
-    assert result["published"]["compares"] and result["published"]["rows"]
+    reasons = result["published"]["reasons"]
+    assert reasons[0] == f"{result['data']['items']} of 737 items" and "published numbers by gpt-4.1" in reasons[1]
+    assert not result["published"]["compares"] and len(reasons) == 2
 
 
 @pytest.mark.full
@@ -170,8 +177,10 @@ def test_geneval_runs_on_the_published_layout(example: Any, tmp_path: Path) -> N
         pytest.approx(1 / 6), 0.5, 0.5
     )  # fmt: skip
     assert (measures["images"], measures["prompts"]) == (pytest.approx(2 / 12), pytest.approx(2 / 12))
-    assert result["published"]["compares"]
-    assert "not by the detector of mmdet" in str(benchmark("geneval", tmp_path).departures())
+    assert result["published"]["reasons"] == [
+        "12 of 553 items",
+        "geneval is scored by 'strict made up', the published numbers by mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco",
+    ]
 
 
 def test_mmmg_and_complex_edit_equal_the_published_scripts() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
+from PIL import Image
+
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.anytext import SIDE, AnyTextData, TextFluxData
@@ -75,6 +77,13 @@ class AnyText(Benchmark):
 
     def file_name(self, item: ItemFiles, index: int) -> str:
         return f"{item.metadata['key']}_{index}.jpg"
+
+    def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
+        """The output at the size in which the polygons are given: that of the source, if there is one."""
+        if source is not None:
+            return super().prepared(image, source, mask)
+        height, width = self.size or self.official_size
+        return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Sen.ACC and NED over all lines, by language."""

@@ -25,6 +25,9 @@ from retouch.types import Outcome, Score
 _AS_SAVED = {"paste_back": False}
 """Keys of every entry: an output is scored as it was saved, which `Benchmark.composites` decides."""
 
+_OF_THE_USER = frozenset({"address", "model", "prompts", "image_encoder"})
+"""Keys of the benchmarks' own rewards that say where something is, or which model: its revision names that."""
+
 JUDGE: Mapping[str, Any] = {"address": "${JUDGE_URL:-https://api.openai.com/v1}"}
 """Keys of a judge's entry: the endpoint that the environment names."""
 
@@ -77,11 +80,15 @@ class Official:
     Attributes:
         images_per_item: number of images of an item.
         resolution: (height, width) of the outputs; None: the protocol sets none.
+        items: number of items of the whole data set; None: not known, or by the options (`Benchmark.official_items`).
+        scorers: reward -> the model of its published scores, by the name that revisions have.
         settings: other settings, by name; they are written to the result and are not applied.
     """
 
     images_per_item: int = 1
     resolution: tuple[int, int] | None = None
+    items: int | None = None
+    scorers: Mapping[str, str] = field(default_factory=dict[str, str])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -175,7 +182,7 @@ class Benchmark(Section):
 
     def departures(self) -> list[str]:
         """Settings by which the measures do not compare with published ones, each as a sentence without a full stop;
-        beside `caveats`."""
+        beside `caveats`. What only a run shows (its items, sizes and models) is added by the result."""
         found: list[str] = []
         if self.count != self.official.images_per_item:
             found.append(f"{self.count} images per item instead of {self.official.images_per_item}")
@@ -183,7 +190,29 @@ class Benchmark(Section):
             found.append(f"only the first {self.limit} items")
         if self.official.resolution not in (None, self.size):
             found.append("sampled at {} x {} pixels instead of {} x {}".format(*(self.size or ()), *self.official_size))
+        return [*found, *self._other_rewards()]
+
+    def _other_rewards(self) -> list[str]:
+        """Keys of the benchmark's own rewards that are not the official ones."""
+        found: list[str] = []
+        for name, keys in self.default_rewards(self.model_dump()).items():
+            entry = self.rewards.get(name)
+            if entry is None:
+                continue
+            if entry.scorer != (scorer := keys.get("scorer", name)):
+                found.append(f"rewards.{name} is {entry.scorer} instead of {scorer}")
+            elif entry.url in (None, "auto"):
+                official = {key: value for key, value in keys.items() if key not in _OF_THE_USER}
+                found += [
+                    f"rewards.{name}.{key} is {getattr(entry, key)} instead of {value}"
+                    for key, value in official.items()
+                    if getattr(entry, key) != value
+                ]
         return found
+
+    def official_items(self) -> int | None:
+        """Number of items of the whole data set with these options; None: not known."""
+        return self.official.items
 
     def published_rows(self) -> Sequence[PublishedRow]:
         """The published rows that belong to these settings."""

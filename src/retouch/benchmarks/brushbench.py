@@ -54,6 +54,8 @@ class BrushBench(Benchmark):
     source: ClassVar[str] = "arXiv 2403.06976; github.com/TencentARC/BrushNet, data/BrushBench"
     official: ClassVar[Official] = Official(
         resolution=(512, 512),
+        items=600,
+        scorers={"clip": "openai/clip-vit-large-patch14"},
         settings={"steps": 50, "solver": "UniPC", "seed": 1234, "masked source": "black", "files": "JPEG quality 75"},
     )
     composites: ClassVar[bool] = False

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, judge, mean, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.complex_edit import ComplexEditData
+from retouch.data.formats.complex_edit import ComplexEditData, complexities
+
+_IMAGES = 531  # of each type
 
 _PARTS = ("instruction_following", "identity_preservation", "perceptual_quality")
 
@@ -29,6 +31,7 @@ class ComplexEditBenchmark(Benchmark):
     title: ClassVar[str] = "Complex-Edit"
     source: ClassVar[str] = "arXiv 2504.13143; hub UCSC-VLAA/Complex-Edit"
     official: ClassVar[Official] = Official(
+        scorers={"complex_edit": "gpt-4o-2024-11-20"},
         settings={"judge": "gpt-4o-2024-11-20", "answers": 20, "temperature": 1.0},
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -43,6 +46,10 @@ class ComplexEditBenchmark(Benchmark):
             fit="stretch",
         )
         return self.sized(section)
+
+    def official_items(self) -> int:
+        types = 2 if self.image_type == "all" else 1
+        return _IMAGES * types * len(complexities(self.complexity))
 
     def key(self, item: ItemFiles) -> str:
         """The image: instructions on one image are not independent."""

@@ -8,9 +8,10 @@ how many other captions the paper compares with is not published with the data: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from retouch.benchmarks.base import PublishedRow
+from retouch.benchmarks.base import Official, PublishedRow
 from retouch.benchmarks.brushbench import BrushBench
 
 
@@ -21,6 +22,7 @@ class EditBench(BrushBench):
 
     title: ClassVar[str] = "EditBench"
     source: ClassVar[str] = "arXiv 2212.06909; github.com/TencentARC/BrushNet, data/EditBench"
+    official: ClassVar[Official] = replace(BrushBench.official, items=None)
     published: ClassVar[Sequence[PublishedRow]] = ()
     published_blended: ClassVar[Sequence[PublishedRow]] = ()
     caveats: ClassVar[Sequence[str]] = ("the paper's own measure is human judgement of attributes",)

@@ -18,6 +18,8 @@ from retouch.data.formats.gedit import TASKS, GEditData
 
 _PREFIXES = ("en_", "en_intersection_", "cn_", "cn_intersection_")
 
+_EDITS = 606  # in each of two languages
+
 _MEASURES = {"SC": "semantic_consistency", "PQ": "perceptual_quality", "O": "overall"}
 
 _REPORT = "arXiv 2504.17761 and later reports; judge GPT-4.1, full set"
@@ -38,10 +40,11 @@ class GEdit(Benchmark):
     title: ClassVar[str] = "GEdit-Bench"
     source: ClassVar[str] = "arXiv 2504.17761; hub stepfun-ai/GEdit-Bench"
     official: ClassVar[Official] = Official(
+        scorers={"viescore": "gpt-4.1"},
         settings={
             "judge": "gpt-4.1, 1400 tokens, default temperature; images as JPEG of quality 75",
             "size": "input_image_raw at about 512 x 512 pixels, sides in multiples of 32",
-        }
+        },
     )
     published: ClassVar[Sequence[PublishedRow]] = (
         _row("InstructPix2Pix", 3.58, 5.49, 3.68),
@@ -62,6 +65,9 @@ class GEdit(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(GEditData(path=self.path, language=self.language))
+
+    def official_items(self) -> int:
+        return 2 * _EDITS if self.language == "all" else _EDITS
 
     def key(self, item: ItemFiles) -> str:
         return "{task_type}/{instruction_language}/{key}".format(**item.metadata)

@@ -42,7 +42,11 @@ class ImgEdit(Benchmark):
 
     title: ClassVar[str] = "ImgEdit-Bench"
     source: ClassVar[str] = "arXiv 2505.20275; hub sysuyy/ImgEdit, Benchmark.tar"
-    official: ClassVar[Official] = Official(settings={"judge": "gpt-4.1, default temperature; image files as they are"})
+    official: ClassVar[Official] = Official(
+        items=737,
+        scorers={"imgedit": "gpt-4.1"},
+        settings={"judge": "gpt-4.1, default temperature; image files as they are"},
+    )
     published: ClassVar[Sequence[PublishedRow]] = tuple(
         PublishedRow(model, {"overall": value}, _REPORT) for model, value in _OVERALL.items()
     )

@@ -29,7 +29,10 @@ class LongText(Benchmark):
     title: ClassVar[str] = "LongText-Bench"
     source: ClassVar[str] = "arXiv 2507.22058; hub X-Omni/LongText-Bench"
     official: ClassVar[Official] = Official(
-        images_per_item=4, settings={"reader": f"{_READER}, bf16, at most 1024 new tokens, transformers 4.52.0"}
+        images_per_item=4,
+        items=160,
+        scorers={"longtext": _READER},
+        settings={"reader": f"{_READER}, bf16, at most 1024 new tokens, transformers 4.52.0"},
     )
     published: ClassVar[Sequence[PublishedRow]] = tuple(
         PublishedRow(model, {"text_en": en, "text_zh": zh}, "X-Omni/LongText-Bench and the models' own reports")

@@ -27,7 +27,11 @@ class MmmgBenchmark(Benchmark):
 
     title: ClassVar[str] = "MMMG"
     source: ClassVar[str] = "arXiv 2506.10963; hub MMMGBench/MMMG"
-    official: ClassVar[Official] = Official(settings={"judge": "o3", "temperature": 0.0, "regions": "SAM 2.1 large"})
+    official: ClassVar[Official] = Official(
+        items=4456,
+        scorers={"mmmg": "o3"},
+        settings={"judge": "o3", "temperature": 0.0, "regions": "SAM 2.1 large"},
+    )
     published: ClassVar[Sequence[PublishedRow]] = (
         PublishedRow("GPT-4o", {"mmmg": 50.20}, "arXiv 2506.10963"),
         PublishedRow("FLUX-Reason", {"mmmg": 34.45}, "arXiv 2506.10963"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ class Column:
         rows: of the outputs that are there.
         missing: official names of the others.
         about: where the outputs come from, as JSON values.
+        resized: number of outputs that have not the official size.
     """
 
     rows: Sequence[ImageRow]
     missing: Sequence[str]
     about: Mapping[str, Any]
+    resized: int = 0
 
     def failures(self) -> dict[str, dict[str, int]]:
         """Reward -> code -> number of outputs on which it failed."""
@@ -53,8 +56,8 @@ def result_of(
 
     Args:
         columns: in the order of the table; every further one is compared with the one before it.
-        data: provenance of the items.
-        rewards: provenance of each reward.
+        data: provenance of the items, with their number, `items`.
+        rewards: provenance of each reward, with its `revision`.
     """
     intervals, differences = _intervals(benchmark, columns)
     kind, official = type(benchmark), benchmark.official
@@ -81,6 +84,7 @@ def result_of(
                 "images": len(column.rows),
                 "missing": len(column.missing),
                 "missing_files": list(column.missing[:20]),
+                "of_other_size": column.resized,
                 "failures": column.failures(),
             }
             for name, column in columns.items()
@@ -89,7 +93,7 @@ def result_of(
         "intervals": intervals,
         "differences": differences,
         "published": {
-            "compares": not (reasons := _departures(benchmark, columns)),
+            "compares": not (reasons := _departures(benchmark, columns, data, rewards)),
             "reasons": reasons,
             "rows": [
                 {"model": row.model, "numbers": dict(row.numbers), "source": row.source}
@@ -117,14 +121,37 @@ def _measured(benchmark: Benchmark, rows: Sequence[ImageRow]) -> dict[str, float
         ) from None
 
 
-def _departures(benchmark: Benchmark, columns: Mapping[str, Column]) -> list[str]:
+def _departures(
+    benchmark: Benchmark,
+    columns: Mapping[str, Column],
+    data: Mapping[str, Any],
+    rewards: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
     """Why the measures do not compare with published ones."""
     found = [*benchmark.caveats, *benchmark.departures()]
+    items, expected = data["items"], benchmark.official_items()
+    if benchmark.limit is None and expected not in (None, items):
+        found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
+    for reward, model in benchmark.official.scorers.items():
+        if reward in rewards and not is_of(model, revision := str(rewards[reward]["revision"])):
+            found.append(f"{reward} is scored by {revision!r}, the published numbers by {model}")
     for name, column in columns.items():
         failed = sum(sum(codes.values()) for codes in column.failures().values())
+        if column.resized:
+            size = "{1} x {0}".format(*benchmark.official_size)
+            found.append(f"{name}: {column.resized} images are not of {size} pixels")
         found += [f"{name}: {len(column.missing)} images are missing"] if column.missing else []
         found += [f"{name}: {failed} scores failed"] if failed else []
     return found
+
+
+def is_of(model: str, revision: str) -> bool:
+    """Whether a scorer's revision names a model, in any folder and any dated version; of a judge, whether every name
+    that its endpoint reported does."""
+    last = re.escape(model.rpartition("/")[2])
+    named = re.compile(rf"(?:^|[\s/]){last}(?:[-_]\d{{4}}\S*)?(?=[\s,]|$)")
+    _, judged, served = revision.partition(" served as ")
+    return all(named.search(one) for one in (served.split(", ") if judged else [revision]))
 
 
 def _intervals(

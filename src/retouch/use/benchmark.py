@@ -18,6 +18,7 @@ from typing import Any
 
 from PIL import Image
 
+from retouch import plain_json
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.observations import Observations
 from retouch.benchmarks.outputs import Output, Shard, digest_of, find_file, item_digest, outputs_of, own, unused_files
@@ -25,7 +26,7 @@ from retouch.benchmarks.result import Column, result_of
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.data.dataset import Dataset, load_dataset
-from retouch.disk import write_whole
+from retouch.disk import read_bounded, write_whole
 from retouch.imaging import ImageProblem, open_image, to_rgb, write_png
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 16  # images of another program by which shards divide the scoring
 _GRID_ROWS = 8
+_MOST_RESULT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def run_benchmark(
     configs = {name: with_settings(trained.config, benchmark) for name, trained in runs.items()}
     data = _items(benchmark, list(configs.values()))
     outputs = outputs_of(benchmark, data.items)
+    _claim(out, benchmark)
     external = _external(folders, outputs)
     weights = _weights(runs)
     if clash := external.keys() & weights.keys():
@@ -98,7 +101,8 @@ def run_benchmark(
             found, missing = benchmark_scores.found_in(folder, outputs)
             rows, untried = benchmark_scores.rows_of(found, scorers, Observations(out / "observations", name))
             waiting += len(untried) + (len(missing) if name in weights else 0)
-            columns[name] = Column(rows, missing, abouts[name])
+            resized = _resized(benchmark, [one.path for one in found]) if name in external else 0
+            columns[name] = Column(rows, missing, abouts[name], resized)
         if waiting and share.count > 1:
             logger.info("shard %s is done; %d images of other shards are not scored yet", share, waiting)
             return None
@@ -116,6 +120,35 @@ def run_benchmark(
     write_whole(out / "result.json", _writable(json.dumps(result, indent=2, ensure_ascii=False)) + "\n")
     write_png(_grid(outputs, places, columns), out / "grid.png")
     return result
+
+
+def _claim(out: Path, benchmark: Benchmark) -> None:
+    """Check that a folder holds no result of another benchmark.
+
+    Raises:
+        ConfigError: it does.
+    """
+    try:
+        result: Any = plain_json.loads(read_bounded(out / "result.json", _MOST_RESULT))
+        name = result["benchmark"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if name != benchmark.name:
+        raise ConfigError(
+            f"--out: {out} holds the result of {name}, given the benchmark {benchmark.name}; give another --out"
+        )
+
+
+def _resized(benchmark: Benchmark, files: Sequence[Path]) -> int:
+    """Number of images that have not the official size, where the protocol sets one."""
+    if benchmark.official.resolution is None:
+        return 0
+    sizes: list[tuple[int, int]] = []
+    for file in files:
+        with suppress(ImageProblem):
+            width, height = open_image(file).size
+            sizes.append((height, width))
+    return sum(size != benchmark.official_size for size in sizes)
 
 
 def _writable(text: str) -> str:
@@ -192,7 +225,7 @@ def _sample(
     abouts: dict[str, dict[str, Any]] = {}
     for name, sampled in weights.items():
         abouts[name] = about_weights(configs[sampled.run], sampled.folder, benchmark, data.config)
-        claim(out / "images" / name, abouts[name])
+        claim(out / "images" / name, {**abouts[name], "benchmark": benchmark.name})
     for run in runs:
         folders = {name: sampled.folder for name, sampled in weights.items() if sampled.run == run}
         sample_outputs(configs[run], folders, data.config, outputs, out / "images", shard, benchmark)

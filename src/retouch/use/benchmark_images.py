@@ -13,16 +13,19 @@ from PIL import Image
 
 from retouch import plain_json
 from retouch.benchmarks.base import Benchmark
-from retouch.benchmarks.outputs import Output, Shard, own
+from retouch.benchmarks.outputs import Output, Shard, image_key, own
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataSection, ImageSection
 from retouch.data.dataset import Dataset, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
 from retouch.disk import read_bounded, write_first
-from retouch.imaging import open_image, write_png
+from retouch.imaging import open_image, png_text, write_png
 
 logger = logging.getLogger(__name__)
+
+_ITEM = "retouch item"
+"""Name of the text of a sample that identifies its item."""
 
 _MOST_RECORD = 1 << 24
 """Bytes of the record of a folder of images."""
@@ -94,12 +97,25 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
             before = None
         if not isinstance(before, dict):
             raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
-        if different := [name for name in told if before.get(name) != told[name]]:
-            was = str(cast("dict[str, Any]", before).get(different[0]))
+        known: dict[str, Any] = {
+            "benchmark": told.get("benchmark"),
+            **before,
+        }  # records of earlier versions have no name
+        if different := [name for name in told if known.get(name) != told[name]]:
             raise ConfigError(
-                f"--out: {folder} holds images of another {different[0]} ({was[:200]!r}); give another "
-                "--out, or delete that folder and its .json"
+                f"--out: {folder} holds images of {_difference(different[0], known.get(different[0]), told)}; give "
+                "another --out, or delete that folder and its .json"
             )
+
+
+def _difference(name: str, was: object, told: Mapping[str, Any]) -> str:
+    """What is another one, with both values: of a mapping, the first that differs."""
+    now = told[name]
+    if isinstance(was, dict) and isinstance(now, dict):
+        were, are = cast("dict[str, Any]", was), cast("dict[str, Any]", now)
+        names = [key for key in {**were, **are} if were.get(key) != are.get(key)]
+        name, was, now = f"{name}.{names[0]}", were.get(names[0]), are.get(names[0])
+    return f"another {name} ({str(was)[:80]}, now {str(now)[:80]})"
 
 
 def _recorded(record: Path, told: Mapping[str, Any], folder: Path, filled: bool) -> bool:
@@ -127,7 +143,7 @@ def sample_outputs(
     """
     chunks = own(outputs, shard, batch_size(config, benchmark))
     missing = {
-        name: [part for part in chunks if not all((folder / name / output.own_file).is_file() for output in part)]
+        name: [part for part in chunks if not all(_is_sampled(folder / name, output) for output in part)]
         for name in weights
     }
     if not any(missing.values()):
@@ -149,6 +165,23 @@ def sample_outputs(
     free_memory()
 
 
+def _is_sampled(folder: Path, output: Output) -> bool:
+    """Whether the image of an output is there.
+
+    Raises:
+        ConfigError: it is there, of another item under the same official name.
+    """
+    path = folder / output.own_file
+    if not path.is_file():
+        return False
+    if png_text(path, _ITEM) not in (None, image_key(output.item)):
+        raise ConfigError(
+            f"--out: {path} was sampled for another item: other data have the same official names; give another --out, "
+            f"or delete {folder}"
+        )
+    return True
+
+
 def _sample_chunk(
     loaded: Any, part: Sequence[Output], section: DataSection, folder: Path, benchmark: Benchmark
 ) -> None:
@@ -163,7 +196,7 @@ def _sample_chunk(
     images = draw(loaded, examples, condition, seeds, loaded.config.rollout.num_steps)
     for output, image, (_, reading) in zip(part, images, read, strict=True):
         placed = _placed(output, image, reading.box, section, benchmark)
-        write_png(placed, folder / output.own_file)
+        write_png(placed, folder / output.own_file, {_ITEM: image_key(output.item)})
 
 
 def _placed(
@@ -204,5 +237,8 @@ def _sample_completions(
             file = benchmark.file_name(by_id[item], next(counters[item]))
             return (folder / name / file).with_suffix(".png")
 
+        def about(item: int, by_id: Any = by_id) -> dict[str, str]:
+            return {_ITEM: image_key(by_id[item])}
+
         data = Dataset(section, items)
-        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of)
+        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of, about)

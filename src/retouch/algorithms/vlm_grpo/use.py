@@ -64,11 +64,13 @@ def sample_trained(
     count: int,
     steps: int | None,
     path_of: Callable[[int], Path],
+    about: Callable[[int], Mapping[str, str]] = lambda _: {},
 ) -> list[Path]:
     """Generate completions and images for every example: a PNG each, with its completion in a text file beside it.
 
     Args:
         path_of: from the id of an example to the path of its next image.
+        about: from the id of an example to the texts that its images hold.
 
     Returns:
         Paths of the images.
@@ -86,7 +88,7 @@ def sample_trained(
             path = path_of(example.id)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".txt").write_text(generated.text + "\n", encoding="utf-8")
-            write_png(Image.fromarray(generated.images[0].numpy()), path)
+            write_png(Image.fromarray(generated.images[0].numpy()), path, about(example.id))
             written.append(path)
     return written
 
