@@ -224,10 +224,13 @@ class Run:
         return self._found
 
     def _model(self, config: RunConfig, *, embedded: bool) -> Loaded:
-        """The model, loaded once; again with T5 if it was loaded without and is needed now."""
+        """The model, loaded once; again with the text encoders if it was loaded without and they are needed now."""
         from retouch.use.loaded import Loaded, free_memory
 
-        if self._loaded is not None and self._loaded.embedded and not embedded:
+        has_all = config.model.embeddings is not None or (
+            self._loaded is not None and self._loaded.config.model.embeddings is None
+        )
+        if self._loaded is not None and ((self._loaded.embedded and not embedded) or not has_all):
             self._loaded = None
             free_memory()
         if self._loaded is None:

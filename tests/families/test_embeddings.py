@@ -25,6 +25,7 @@ from retouch.families.flux.embeddings import given_embeddings
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.image_encoder import TINY
 from retouch.types import Example
+from retouch.use.loaded import for_prompts
 from retouch.use.precompute import precompute
 from tests.algorithms.runs import same_weights, train, weights
 from tests.command_line import retouch
@@ -85,17 +86,47 @@ def test_training_without_the_encoders_is_training_with_them(signs: Path, tmp_pa
     assert same_weights(weights(with_encoders), weights(without))
 
 
+def test_sampling_takes_prompts_that_are_not_stored(
+    signs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The encoders are loaded for a new prompt, and only for one; so a run can be tried with `--run`."""
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    precompute(parse_run(run), tmp_path / "cache")
+    run["model"]["embeddings"] = str(tmp_path / "cache")
+    config = parse_run(run)
+    stored = load_dataset(config.data, "data", ()).prompts
+    assert for_prompts(config, stored) is config
+    caplog.set_level("INFO")
+    changed = for_prompts(config, [*stored, "a new prompt"])
+    assert changed.model.embeddings is None
+    assert "loading the text encoders instead of model.embeddings" in caplog.text and "'a new prompt'" in caplog.text
+    assert for_prompts(config, None).model.embeddings is None
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    source = sorted(signs.rglob("*_source.png"))[0]
+    mask = source.with_name(source.name.replace("_source", "_mask"))
+    where = ("--config", tmp_path / "run.yaml", "--image", source, "--mask", mask, "--out", tmp_path / "out")
+    outcome = retouch("sample", *where, "--prompt", "a new prompt")
+    assert outcome.code == 0, outcome.err
+    without_encoders(model)
+    outcome = retouch("sample", *where, "--prompt", stored[0])
+    assert outcome.code == 0, outcome.err
+
+
 def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
     copied("flux_fill", tmp_path / "model")
     encoder = shutil.copytree(TINY, tmp_path / "encoder")
     run = run_of(signs, tmp_path, "flux_fill", data__path=str(signs / "targets"), evaluation__data=None)
     run["model"]["train"] = {"kind": "ip_adapter", "image_encoder": str(encoder), "tokens": 4}
     config = parse_run(run)
-    examples = list(load_dataset(config.data, "data", ()))[:2]
+    data = load_dataset(config.data, "data", ())
+    kept = config.model.model_copy(update={"embeddings": str(tmp_path / "cache")})
+    examples = list(data)[:2]
     expected = load_model(config.model).encode(examples, 1.0).tensors["reference"]
     assert precompute(config, tmp_path / "cache")["references"] >= 2
+    assert for_prompts(config.model_copy(update={"model": kept}), data.prompts).model.embeddings is None  # new ones
     shutil.rmtree(encoder)
-    stored = load_model(config.model.model_copy(update={"embeddings": str(tmp_path / "cache")}))
+    stored = load_model(kept)
     assert torch.equal(stored.encode(examples, 1.0).tensors["reference"], expected)
     changed = replace(examples[0], reference=examples[0].source)
     with pytest.raises(ConfigError, match="has no vector of a reference of 64 x 32 pixels"):

@@ -151,10 +151,11 @@ def sample_outputs(
     if config.algorithm.trains_text_encoder:
         _sample_completions(config, weights, section, missing, folder, benchmark)
         return
-    from retouch.use.loaded import Loaded, free_memory
+    from retouch.use.loaded import Loaded, for_prompts, free_memory
 
     free_memory()  # of the run before
-    loaded = Loaded(config, embedded=all_embedded([output.item for output in outputs]))
+    items = [output.item for output in outputs]
+    loaded = Loaded(for_prompts(config, [item.prompt for item in items]), embedded=all_embedded(items))
     for name, weights_folder in weights.items():
         loaded.load(weights_folder)
         for done, part in enumerate(missing[name]):

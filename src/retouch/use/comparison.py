@@ -60,8 +60,9 @@ def compare(
     dataset = _examples(config, data, reference)
     if out is not None:
         make_folder(out)
+    own = data is None and reference is None
     with _scoring(config.rewards, config.reward_client) as rewards:
-        results = _evaluated(config, {"base": None, **trained.weights}, dataset, images, data, rewards)
+        results = _evaluated(config, {"base": None, **trained.weights}, dataset, images, data, rewards, own=own)
     examples = dataset[: config.evaluation.num_examples]
     if out is not None:
         _write(results, examples, out, config)
@@ -105,13 +106,14 @@ def compare_runs(
         _require_same(first, datasets[first], other, datasets[other])
     if out is not None:
         make_folder(out)
+    own = data is None and reference is None
     results: dict[str, Evaluation] = {}
     with _scoring(entries, configs[first].reward_client) as rewards:
         for name, config in configs.items():
             base = {BASE: None} if not results and one_base(list(configs.values())) else {}
             weights = {**base, name: runs[name].newest}
             images = images or evaluation.images_per_example
-            results |= _evaluated(config, weights, datasets[name], images, data, rewards)
+            results |= _evaluated(config, weights, datasets[name], images, data, rewards, own=own)
     examples = datasets[first][: evaluation.num_examples]
     if out is not None:
         image = _write(results, examples, out, configs[first])
@@ -227,8 +229,14 @@ def _evaluated(
     images: int | None,
     data: Path | None,
     rewards: RewardTable,
+    *,
+    own: bool,
 ) -> dict[str, Evaluation]:
-    """The evaluation of each set of weights of one run; None is the base, which comes first."""
+    """The evaluation of each set of weights of one run; None is the base, which comes first.
+
+    Args:
+        own: the examples are the run's, with their own references.
+    """
     if config.algorithm.trains_text_encoder:
         from retouch.algorithms.vlm_grpo.use import evaluate_trained
 
@@ -236,10 +244,11 @@ def _evaluated(
     from retouch.observe import Stopwatch
     from retouch.training.build import fit_one_batch
     from retouch.training.evaluation import evaluate
-    from retouch.use.loaded import Loaded, free_memory
+    from retouch.use.loaded import Loaded, for_prompts, free_memory
 
     fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
     free_memory()  # of the run before
+    config = config if own else for_prompts(config, dataset.prompts)
     loaded = Loaded(config, embedded=all_embedded(dataset.items))
     found: dict[str, Evaluation] = {}
     for name, folder in weights.items():

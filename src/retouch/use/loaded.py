@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,9 +15,12 @@ from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
 from retouch.engine import Engine, Policy
-from retouch.errors import CheckpointError
+from retouch.errors import CheckpointError, ConfigError, first_line
+from retouch.families.embeddings import require_prompts
 from retouch.families.loading import load_model
 from retouch.types import DiffusionModel
+
+logger = logging.getLogger(__name__)
 
 
 class Loaded:
@@ -65,6 +70,27 @@ class Loaded:
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{weights}: {error}") from None
         self._is_base = False
+
+
+def for_prompts(config: RunConfig, prompts: Iterable[str] | None) -> RunConfig:
+    """The run for prompts and references that it need not have trained on: without `model.embeddings`, if those may
+    lack one; then the encoders are loaded.
+
+    Args:
+        prompts: None: not known yet.
+    """
+    model = config.model
+    if model.embeddings is None:
+        return config
+    try:
+        require_prompts(model, prompts or ())
+        reason = "prompts are not known" if prompts is None else "references may be new"
+        if prompts is not None and model.reference_encoder is None:
+            return config
+    except ConfigError as error:
+        reason = first_line(error)
+    logger.info("loading the text encoders instead of model.embeddings: %s", reason)
+    return config.model_copy(update={"model": model.model_copy(update={"embeddings": None})})
 
 
 def free_memory() -> None:

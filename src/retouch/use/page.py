@@ -15,7 +15,7 @@ from PIL import Image
 from retouch.config.needs import takes_references
 from retouch.errors import ConfigError, RetouchError
 from retouch.use.items import SampleRequest, items_to_sample
-from retouch.use.loaded import Loaded
+from retouch.use.loaded import Loaded, for_prompts
 from retouch.use.sampling import generate
 from retouch.use.trained import Trained
 
@@ -57,7 +57,7 @@ class Studio:
             )
         self.edits = trained.config.model.edits_whole_images
         self.trained = trained
-        self.loaded = Loaded(trained.config, keep_base=trained.newest is not None)
+        self.loaded = Loaded(for_prompts(trained.config, None), keep_base=trained.newest is not None)
 
     @property
     def takes_references(self) -> bool:
