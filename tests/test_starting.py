@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from retouch.config import RunConfig, load_run
 from retouch.data.discover import discover
-from retouch.tiny.signs import (
-    draw_words,
-    write_signs,
-)
+from retouch.tiny.edits import write_edits
+from retouch.tiny.signs import draw_words, synthesize, write_signs
 from tests.command_line import retouch
 from tests.docs.pages import REPOSITORY
 from tests.selection import default
@@ -78,6 +78,30 @@ def test_lists_are_read_as_they_stand(signs: Path, tmp_path: Path) -> None:
     run, _ = started(tmp_path, signs / "targets")
     assert (run.data.format, run.data.path, list(run.rewards)) == ("self_bench", str(signs / "targets"), ["ocr"])
     assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_several_texts_are_read_each_at_its_place(tmp_path: Path) -> None:
+    """With a tiny base: at the size of the data, and without detection switched off, which needs one line."""
+    options: dict[str, Any] = {"half": "train", "seed": 1, "size": (64, 64), "length": 4, "exclude": None}
+    synthesize(tmp_path / "signs", 8, targets=True, caption_noise=0.0, texts=2, **options)
+    run, _ = started(tmp_path, tmp_path / "signs", "--model", "tiny")
+    assert (list(run.rewards), run.data.size) == (["ocr_lines"], (64, 64))
+
+
+def test_edits_get_the_lengths_of_their_own_tiny_base(tmp_path: Path) -> None:
+    write_edits(tmp_path / "edits", 8, "train", 1)
+    run, out = started(tmp_path, tmp_path / "edits", "--family", "qwen_image_edit", "--model", "tiny")
+    base: Any = yaml.safe_load((REPOSITORY / "configs/tiny/qwen_image_edit_vlm_grpo.yaml").read_text())
+    assert run.data.size == (32, 32) and base["data"]["resolution"] == 32
+    assert getattr(run.model, "max_sequence_length") == base["model"]["max_sequence_length"]  # noqa: B009
+    assert "is cut" not in out
+
+
+def test_large_images_are_resized_for_a_tiny_base(photos: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(photos, tmp_path / "photos")
+    for file in [*folder.glob("images/*"), *folder.glob("masks/*")]:
+        Image.open(file).resize((512, 384)).save(file)
+    assert started(tmp_path, folder, "--model", "tiny")[0].data.size == (32, 64)
 
 
 def test_a_manifest_in_a_folder(signs: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_evaluating_on_what_is_trained_on_is_refused(
     outcome = retouch("train", path)  # warmup_data holds them
     assert outcome.code == 2
     assert outcome.err.startswith(
-        "error: evaluation.data: example 0 (and 7 more of 8) is trained on: data or warmup_data holds the same image"
+        "error: evaluation.data: 8 of 8 examples (the first: 0) are trained on: data or warmup_data holds the same image"
     )
     [line] = [x for x in yaml.safe_load(retouch("doctor", path, "--json").out) if x["status"] == "fix"]
     assert line["what"] == "evaluation.data" and outcome.err == f"error: {line['says']}\n"
@@ -145,8 +145,8 @@ DRAWN, REPAINTED, EDITED = {}, {"source_path": Path("s"), "mask_path": Path("m")
 @pytest.mark.parametrize(
     ("family", "given", "message"),
     [
-        ("qwen_image", [DRAWN, REPAINTED, DRAWN], r"data: example 0 \(and 1 more of 3\) has no source"),
-        ("qwen_image_edit", [REPAINTED, EDITED], r"data: example 1 \(and 0 more of 2\) has no mask"),
+        ("qwen_image", [DRAWN, REPAINTED, DRAWN], r"data: 2 of 3 examples \(the first: 0\) have no source"),
+        ("qwen_image_edit", [REPAINTED, EDITED], r"data: 1 of 2 examples \(the first: 1\) have no mask"),
         ("qwen_image", [EDITED, EDITED], "a source and no mask, but qwen_image repaints inside one"),
     ],
 )

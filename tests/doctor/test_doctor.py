@@ -41,6 +41,7 @@ from retouch.tiny.edits import write_edits
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, closed_port, score_checked, serving
+from tests.rewards.openai_server import KEY, OpenAIServer
 from tests.tiny_models import tiny_calligrapher
 
 CHECKED = [
@@ -541,6 +542,19 @@ def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.Monke
     with serving({"preservation": Failing()}) as url:
         what, says = only("fix", run_yaml(rewards={"preservation": {"url": url}}))
         assert (what, says == "ready, but it did not score an image: bad_item: no") == ("reward preservation", True)
+
+
+def test_a_reward_that_compares_a_group_scores_two_images(
+    run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with OpenAIServer() as server:
+        entry = {"model": "judge", "address": server.url, "task": "fill", "show_source": False}
+        file = run_yaml(rewards={"pairwise": entry, "seam": {}})
+        outcome = retouch("doctor", file, "--json")
+        told = {line["what"]: (line["status"], line["says"]) for line in json.loads(outcome.out)}
+    assert told["reward pairwise"] == ("ok", "in this process: ready, and scored two images of a group")
+    assert told["reward seam"] == ("ok", "in this process: ready, and scored an image")
 
 
 def test_a_reward_function_reads_the_metadata_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

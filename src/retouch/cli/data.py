@@ -112,7 +112,11 @@ def edits(
     half: Half = "train",
     seed: Annotated[int, typer.Option(help="Random seed of shapes and instructions.")] = 0,
 ) -> None:
-    """Write tiny editing tasks that a program can judge: recolour the shape that the instruction describes."""
+    """Write tiny editing tasks that a program can judge: recolour the shape that the instruction describes.
+
+    The halves share no instruction. They may share images, which vlm_grpo does not train on; a run that trains the
+    diffusion model on the half `train` sets evaluation.allow_overlap=true.
+    """
     from retouch.tiny.edits import write_edits
 
     if half not in ("train", "held_out"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import RewardTable
-from retouch.types import Score
+from retouch.types import Failure
 
 _LOADING_S = 120.0
 """Timeout in seconds for scorers that `doctor` starts."""
@@ -39,28 +39,32 @@ def needed_extras(run: RunConfig) -> set[str]:
 
 def reward_lines(run: RunConfig) -> Iterator[Line]:
     """One line for each reward; a failure of a reward that is only logged is a warning."""
-    item = _item(run)
+    items = _items(run)
     for name, entry in run.rewards.items():
-        problem = _problem(name, entry, run.reward_client, item)
+        shown = items if entry.compares_group() else items[:1]
+        problem = _problem(name, entry, run.reward_client, shown)
         where = "in this process" if entry.url is None else str(entry.url)
         if problem is None:
-            yield Line("ok", f"reward {name}", f"{where}: ready, and scored an image")
+            yield Line("ok", f"reward {name}", f"{where}: ready, and scored {_IMAGES[len(shown)]}")
         else:
             yield Line("fix" if entry.weight or entry.gradient_weight else "warning", f"reward {name}", problem)
 
 
-def _item(run: RunConfig) -> RewardItem:
-    """A golden image with the metadata that the run's examples have beside its own, which scorers of the user read."""
-    golden = golden_items()[0]
+_IMAGES = {1: "an image", 2: "two images of a group"}
+
+
+def _items(run: RunConfig) -> list[RewardItem]:
+    """Golden images as a group, with the metadata that the run's examples have beside their own, which scorers of the
+    user read."""
     try:
         first = next((item for item in run.data.items() if isinstance(item, ItemFiles)), None)
     except (DataError, ConfigError, OSError):  # reported with the data
         first = None
     of_the_run = {} if first is None else {key: value for key, value in first.metadata.items() if key != "lines"}
-    return replace(golden, metadata={**of_the_run, **golden.metadata})
+    return [replace(golden, group=0, metadata={**of_the_run, **golden.metadata}) for golden in golden_items()]
 
 
-def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, item: RewardItem) -> str | None:
+def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: Sequence[RewardItem]) -> str | None:
     """Reason why a reward cannot score; None if it can."""
     with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
         try:
@@ -74,16 +78,17 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, item: Re
             problems = table.wait_ready(_LOADING_S if entry.is_made_here else _SERVER_S)
             if problems:
                 return f"{'; '.join(problems)}; {_remedy(name, entry)}"
-            outcome = table.submit([item]).result().outcomes[name][0]
+            outcomes = table.submit(items).result().outcomes[name]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # loading a scorer may raise whatever its library does
             return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"
         finally:
             table.close()
-    if isinstance(outcome, Score):
+    failed = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
+    if failed is None:
         return None
-    return f"ready, but it did not score an image: {outcome.code}: {outcome.message}"
+    return f"ready, but it did not score {_IMAGES[len(items)]}: {failed.code}: {failed.message}"
 
 
 def _remedy(name: str, entry: RewardEntry) -> str:

@@ -208,7 +208,7 @@ def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
         without = [item.id for item in data.items if getattr(item, f"{picture}_path") is None]
         if 0 < len(without) < len(data):
             raise ConfigError(
-                f"{name}: example {without[0]} (and {len(without) - 1} more of {len(data)}) has no {picture}, the "
+                f"{name}: {len(without)} of {len(data)} examples (the first: {without[0]}) have no {picture}, the "
                 f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
                 "them"
             )
@@ -262,8 +262,8 @@ def is_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset)
     if seen and not config.evaluation.allow_overlap:
         same = "the same image with the same prompt" if edits else "the same image"
         raise ConfigError(
-            f"evaluation.data: example {seen[0].id} (and {len(seen) - 1} more of {len(held_out)}) is trained on: data "
-            f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
+            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].id}) are trained on: data or "
+            f"warmup_data holds {same} (or, without images, the same prompt); split the data with "
             "`retouch data split`, or set evaluation.allow_overlap=true"
         )
     return not seen

@@ -16,12 +16,20 @@ from retouch.data.discover import Found, discover
 from retouch.data.split import split
 from retouch.disk import write_whole
 from retouch.families import FAMILIES
+from retouch.families.base import TINY_SIZE_MULTIPLE
+from retouch.imaging import open_image
 from retouch.registry import import_plugins_of_environment
 from retouch.texts import has_text
 
 _HELD_OUT = 0.2
 _ENOUGH = 8
 """Least number of examples of which some are held out."""
+
+_TINY_LENGTH = {"flux_fill": 24, "qwen_image_edit": 128}
+"""Family -> model.max_sequence_length of its tiny base."""
+
+_TINY_SIDE = 64
+"""Largest side of the images that tiny bases learned, in pixels."""
 
 _SHOWN = 5
 """Images left out that are listed one by one."""
@@ -126,12 +134,9 @@ def _run_file(run: _Run, out: Path) -> str:
     family, tiny = run.family, run.tiny
     released = FAMILIES[family].model_fields["path"].default
     path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model
-    size, fit, weights = ("[32, 64]", "stretch", "full weights") if tiny else ("512", "crop", "LoRA")
-    short_prompts = (
-        ["  max_sequence_length: 24    # of the tiny base"]
-        if tiny and "max_sequence_length" in FAMILIES[family].model_fields
-        else []
-    )
+    size, fit, weights = (_tiny_size(run), "stretch", "full weights") if tiny else ("512", "crop", "LoRA")
+    length = _TINY_LENGTH.get(family) if tiny else None
+    short_prompts = [] if length is None else [f"  max_sequence_length: {length}    # of the tiny base"]
     return "\n".join(
         [
             f"# {run.algorithm} on {family}, written by `retouch init`: {_count(run.found)}.",
@@ -175,6 +180,15 @@ def _run_file(run: _Run, out: Path) -> str:
     )
 
 
+def _tiny_size(run: _Run) -> str:
+    """Resolution for a tiny base: that of the first image, if it is of such a size, else what the base learned."""
+    source = run.found.items[0].source_path
+    sides = () if source is None else open_image(source).size[::-1]
+    if sides and all(side <= _TINY_SIDE and side % TINY_SIZE_MULTIPLE == 0 for side in sides):
+        return str(list(sides))
+    return "[32, 64]" if "mask" in FAMILIES[run.family].spec.needs else "32"
+
+
 def _rollout(run: _Run) -> list[str]:
     tiny, kind = run.tiny, ALGORITHMS[run.algorithm]
     steps = 4 if tiny else 20 if FAMILIES[run.family].spec.prediction == "epsilon" else 10
@@ -198,11 +212,14 @@ def _rollout(run: _Run) -> list[str]:
 
 
 def _rewards(run: _Run) -> list[str]:
-    """OCR if every example has a text; else how well the image fits its prompt, and the edge of the mask."""
+    """OCR if every example has a text, of each line if one has several; else how well the image fits its prompt, and
+    the edge of the mask."""
     if all(map(has_text, run.found.items)):
         server, where = ("null", "null reads in this process")
         if run.trains_on_rewards:
             server, where = "auto", "auto starts a server for the run"
+        if any(len(item.metadata.get("lines") or ()) > 1 for item in run.found.items):
+            return [f"  ocr_lines: {{url: {server}}}    # similarity of each line at its own place; {where}"]
         one_line = ", detect: false" if run.tiny else ""  # in images of 32 x 64, text detection finds no line
         return [f"  ocr: {{url: {server}{one_line}}}    # similarity of the text that OCR reads; {where}"]
     masks = all(item.mask_path is not None for item in run.found.items)
