@@ -130,7 +130,8 @@ def test_evaluating_on_what_is_trained_on_is_refused(
     outcome = retouch("train", path)  # warmup_data holds them
     assert outcome.code == 2
     assert outcome.err.startswith(
-        "error: evaluation.data: 8 of 8 examples (the first: 0) are trained on: data or warmup_data holds the same image"
+        "error: evaluation.data: 8 of 8 examples (the first: 0) are trained on: data or warmup_data holds the same "
+        "image"
     )
     [line] = [x for x in yaml.safe_load(retouch("doctor", path, "--json").out) if x["status"] == "fix"]
     assert line["what"] == "evaluation.data" and outcome.err == f"error: {line['says']}\n"

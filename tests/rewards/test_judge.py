@@ -19,7 +19,7 @@ from retouch.config.load import dump_run
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
-from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers import judged, make_scorer
 from retouch.rewards.scorers.judge_client import (
     Budget,
     BudgetSpent,
@@ -34,7 +34,7 @@ from retouch.rewards.scorers.openai_judge import expectation
 from retouch.rewards.server.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
-from tests.rewards.fakes import item, score_checked, serving, values
+from tests.rewards.fakes import closed_port, item, score_checked, serving, values
 from tests.rewards.openai_server import KEY, OpenAIServer
 
 
@@ -278,6 +278,23 @@ def test_no_answer_in_time_is_a_retryable_failure() -> None:
         (failure,) = score_checked(scorer, [grey(51)])
     assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
     assert time.monotonic() - started < 1.5
+
+
+def test_a_judge_that_is_down_is_told_at_once_and_waited_for_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, where a question has minutes; during a run it may be started again, and is waited for."""
+    monkeypatch.setattr(judged, "_UNREACHABLE_S", 0.5)
+    away = f"http://127.0.0.1:{closed_port()}/v1"
+    scorer: Any = make_scorer("openai_judge", {"model": "judge", "address": away, "timeout_s": 180.0})
+    caplog.set_level("WARNING")
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as raised:
+        scorer.load("cpu")
+    assert time.monotonic() - started < 10
+    assert f"{away}: ConnectError" in str(raised.value)
+    assert str(raised.value).endswith("; start the judge there, or set address (JUDGE_URL) to where it is")
+    assert caplog.text.count("the judge cannot be reached") == 1 and scorer.judge.unreachable_s == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ from retouch.rewards.client.endpoints import (
     resolve_urls,
     write_endpoints,
 )
+from retouch.rewards.devices import gpu_count
 from retouch.rewards.server.launch import LocalServer, requested
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
-from tests.rewards.fakes import closed_port, free_port, item, until
+from tests.rewards.fakes import Brightness, closed_port, free_port, get, item, serving, until
 from tests.rewards.test_server import as_json, outcomes
 
 TOKEN = "RETOUCH_REWARD_TOKEN"
@@ -200,6 +201,34 @@ def test_what_cannot_be_served_is_one_line_and_exit_2(arguments: list[str], mess
     assert message in outcome.err
 
 
+def test_scorers_that_cannot_be_loaded_end_the_server(tmp_path: Path) -> None:
+    """The only instances: it would never score, and a script that started it would wait."""
+    options = json.dumps({"mine": {"scorer": "fn", "fn": "nowhere:score"}})
+    command = [*SERVE, "mine", "--options", options, "--replicas", "2", "--port", "0"]
+    environment = {**os.environ, TOKEN: "", "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: the scorers cannot be loaded: rewards.mine.fn: ") and "no module nowhere" in line
+    assert "the log is reward-logs/port-" in line
+
+
+@pytest.mark.skipif(gpu_count() > 0, reason="this machine has the GPU")
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    outcome = retouch("reward", "serve", "ocr", "--devices", "0", "--endpoints", tmp_path / "e.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: --devices: given 0, but this machine has no GPU; set a device that it has")
+
+
+def test_a_server_tells_when_it_is_ready(tmp_path: Path) -> None:
+    with served(tmp_path, "preservation") as one:
+        lines: list[str] = []
+        assert one.process.stdout is not None
+        while not lines or "ready: " not in lines[-1]:
+            lines.append(one.process.stdout.readline())
+        assert one.url in lines[-1]
+
+
 def test_a_taken_port(server: Served) -> None:
     outcome = retouch("reward", "serve", "preservation", "--port", server.url.rpartition(":")[2])
     assert outcome.code == 2 and "choose another, or 0 for a free one" in outcome.err
@@ -278,6 +307,22 @@ def test_a_score_waits_for_a_server_only_where_asked_to(
     write_endpoints(tmp_path / "both.json", entries)
     for wait in (0, 60):
         assert retouch(*arguments, tmp_path / "both.json", "--mask", sign["mask"], "--wait", wait).code == 0
+
+
+class Unloadable(Brightness):
+    def load(self, device: str) -> None:
+        raise ConfigError("path: no weights")
+
+
+def test_a_server_whose_scorers_failed_is_not_waited_for(sign: Mapping[str, Path]) -> None:
+    arguments = ["reward", "score", "--reward", "ocr", "--image", sign["image"], "--prompt", "'MOKA'", "--url"]
+    with serving({"ocr": Unloadable()}, wait=False) as url:
+        until(lambda: b'"failed"' in get(url, "/readyz"))
+        started = time.monotonic()
+        outcome = retouch(*arguments, url)
+        assert time.monotonic() - started < 10  # a request alone has 60 s
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert outcome.err.startswith(f"error: --url: {url}: ") and "path: no weights" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 
 from retouch.config.base import Count, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
+from retouch.errors import ConfigError
 from retouch.registry import Chosen
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import RewardItem, Scorer, ScorerSpec
@@ -285,6 +286,15 @@ class RewardEntry(Section):
 Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]
 
 Options = TypeVar("Options", bound=RewardEntry)
+
+
+_OF_A_SCORER = re.compile(r"reward '[^']*': ")
+
+
+def problem_of(name: str, error: ConfigError) -> str:
+    """The message of a scorer that cannot be loaded, by the key of its reward: `rewards.NAME`, or of an option."""
+    told = _OF_A_SCORER.sub("", str(error), count=1) if _OF_A_SCORER.match(str(error)) else str(error)
+    return f"rewards.{name}.{told}" if re.match(r"[a-z][a-z0-9_]*: ", told) else f"rewards.{name}: {told}"
 
 
 class PackageScorer(Generic[Options]):

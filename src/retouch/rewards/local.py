@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from retouch.errors import ConfigError, shown
+from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
 from retouch.types import Outcome
 
@@ -52,7 +53,10 @@ class LocalRewards:
                     f"rewards.{name}: make of its entry returned {shown(scorer)}, which has no spec; return the "
                     "scorer, a subclass of PackageScorer"
                 )
-            scorer.load(self.device)
+            try:
+                scorer.load(self.device)
+            except ConfigError as error:
+                raise ConfigError(problem_of(name, error)) from None
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
         return {name: CheckedScorer(scorer).score(items) for name, scorer in self.scorers.items()}

@@ -16,9 +16,10 @@ import numpy as np
 from retouch import plain_json
 from retouch.errors import ConfigError
 from retouch.imaging import open_image, read_mask, to_rgb
-from retouch.rewards.addresses import is_local, reward_token
+from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.client import RewardClient, percentile
 from retouch.rewards.client.endpoints import resolve_urls
+from retouch.rewards.client.status import readiness
 from retouch.rewards.devices import numbered, require
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import make_scorer
@@ -105,7 +106,7 @@ def asking(
         raise ConfigError(f"{given}: given beside --url, but the server has its own; start it with them, or drop --url")
     urls = resolve_urls(url, reward)
     with RewardClient(urls, [reward], token=reward_token()) as client:
-        problems = client.wait_ready(wait_s, every_server=False) if wait_s else _silent(urls)
+        problems = client.wait_ready(wait_s, every_server=False) if wait_s else _unusable(urls)
         if problems:
             raise ConfigError(
                 f"--url: {'; '.join(problems)}; start a server with `retouch reward serve {reward}`, or give --wait "
@@ -114,15 +115,18 @@ def asking(
         yield lambda items: client.score(items)[reward]
 
 
-def _silent(urls: Sequence[str]) -> list[str]:
-    """Problems of the servers if none of them answers at all; each is tried once."""
+def _unusable(urls: Sequence[str]) -> list[str]:
+    """Problems of the servers if none of them can become ready; each is asked once."""
     problems: list[str] = []
     for url in urls:
         try:
-            httpx.get(f"{url}/livez", timeout=_ANSWER_S, trust_env=not is_local(url))
-            return []
+            told = readiness(url, _ANSWER_S)
         except httpx.RequestError as error:
             problems.append(f"{url}: {type(error).__name__} {error}".strip())
+            continue
+        if told.status != "failed":
+            return []
+        problems.append(f"{url}: {told.problem}")
     return problems
 
 

@@ -262,8 +262,8 @@ def is_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset)
     if seen and not config.evaluation.allow_overlap:
         same = "the same image with the same prompt" if edits else "the same image"
         raise ConfigError(
-            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].id}) are trained on: data or "
-            f"warmup_data holds {same} (or, without images, the same prompt); split the data with "
+            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].id}) are trained on: data "
+            f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
             "`retouch data split`, or set evaluation.allow_overlap=true"
         )
     return not seen

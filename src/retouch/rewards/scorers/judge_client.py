@@ -148,6 +148,11 @@ class JudgeClient:
         requests_per_minute, tokens_per_minute: None sets no limit.
         timeout_s: deadline of one question, retries included.
 
+    Attributes:
+        unreachable_s: seconds of a question after which an address that refuses connections is given up; none is by
+            default, because a judge may be started again.
+        is_away: the last attempt found an address that refuses connections.
+
     Raises:
         ValueError: an address that cannot be used.
     """
@@ -166,6 +171,8 @@ class JudgeClient:
         self._model_lock = threading.Lock()
         self.budget = budget
         self.timeout_s = timeout_s
+        self.unreachable_s = math.inf
+        self.is_away = False
         self._served: set[str] = set()
         self._served_lock = threading.Lock()
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
@@ -230,7 +237,7 @@ class JudgeClient:
         """
         import httpx
 
-        problem = "no answer"
+        problem, started = "no answer", time.monotonic()
         for attempt in range(1_000_000):
             if body is not None:
                 self._wait_turn(deadline)
@@ -242,7 +249,12 @@ class JudgeClient:
                 raise JudgeError(f"{self.address}: {error}") from None
             except (httpx.RequestError, TimeoutError) as error:
                 problem = self._redacted(f"{self.address}: {type(error).__name__} {error}")
+                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    self._note_away(problem, deadline)
+                    if time.monotonic() - started > self.unreachable_s:
+                        break
             else:
+                self.is_away = False
                 if reply.status == 200:
                     return reply
                 problem = self._redacted(f"{self.address}: HTTP {reply.status}: {reply.start(300)}")
@@ -256,6 +268,13 @@ class JudgeClient:
                 break
             time.sleep(pause)
         raise JudgeError(problem, retryable=True)
+
+    def _note_away(self, problem: str, deadline: float) -> None:
+        """Warn once of an address that refuses connections, until it answers again."""
+        if not self.is_away:
+            left = min(self.unreachable_s, max(0.0, deadline - time.monotonic()))
+            logger.warning("the judge cannot be reached: %s; trying again for up to %.0f s", problem, left)
+        self.is_away = True
 
     def _wait_turn(self, deadline: float) -> None:
         taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,10 @@ def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], pro
 Judged = TypeVar("Judged", bound=JudgeEntry)
 
 
+_UNREACHABLE_S = 10.0
+"""Seconds that a judge has to accept a connection before the run starts."""
+
+
 class AnswerError(JudgeError):
     """The judge's answer does not match the schema."""
 
@@ -145,10 +150,14 @@ class JudgeScorer(PackageScorer[Judged]):
             ConfigError: no such model, a wrong key, or answers that are not of the protocol.
         """
         grey = np.full((64, 64, 3), 127, np.uint8)
+        self.judge.unreachable_s = _UNREACHABLE_S
         try:
             self._first_question(RewardItem(0, self.first_prompt, grey, source=grey))
         except (JudgeError, BudgetSpent) as error:
-            raise ConfigError(f"reward {self.options.scorer!r}: {error}") from None
+            remedy = "; start the judge there, or set address (JUDGE_URL) to where it is" if self.judge.is_away else ""
+            raise ConfigError(f"reward {self.options.scorer!r}: {error}{remedy}") from None
+        finally:
+            self.judge.unreachable_s = math.inf
         self._name_judge()
 
     @abstractmethod

@@ -19,12 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
+
 from retouch import plain_json
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
-from retouch.rewards.devices import CPU, serve_argument
+from retouch.rewards.client.status import readiness
+from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ _WATCH_S = 0.1
 _EARLY_S = 5.0  # a front that ends sooner than this after its start may never become ready
 _EARLY_DEATHS = 5
 _DRAIN_S = 40.0
+_STATUS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             read_endpoints(options.endpoints)
         except ValueError as error:
             raise ConfigError(f"--endpoints: {error}; give another file") from None
+    require([device if device == "cpu" else f"cuda:{device}" for device in options.devices], _given(options.devices))
     for name, given in scorers.items():  # report wrong options here, once
         make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
     places = [device for device in options.devices for _ in range(options.replicas)]
@@ -102,7 +107,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
     if options.with_parent is not None:
         exit_with_parent(options.with_parent)
     told = {"scorers": {n: dict(o) for n, o in scorers.items()}, "token": token, "limits": dict(options.limits)}
-    supervisor = Supervisor(instances, told)
+    supervisor = Supervisor(instances, told, watch_loading=options.with_parent is None)
     supervisor.start()
     if options.endpoints is not None:
         write_endpoints(options.endpoints, [{"rewards": list(scorers), **one.entry()} for one in instances])
@@ -117,6 +122,10 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
     if options.endpoints is not None:
         logger.info("endpoints file: %s", options.endpoints)
     supervisor.run()
+
+
+def _given(devices: Sequence[str]) -> str:
+    return f"--devices: given {','.join(devices)}"
 
 
 class Instance:
@@ -172,10 +181,15 @@ class Instance:
 class Supervisor:
     """Keeps every instance running until SIGTERM or SIGINT; then they finish their requests and end."""
 
-    def __init__(self, instances: Sequence[Instance], settings: Mapping[str, Any]) -> None:
+    def __init__(self, instances: Sequence[Instance], settings: Mapping[str, Any], *, watch_loading: bool) -> None:
+        """Args:
+        watch_loading: tell when an instance is ready, and end when none of them can load its scorers.
+        """
         self.instances = instances
         self.settings = settings
         self._stop = threading.Event()
+        self._loading = list(instances) if watch_loading else []
+        self._problems: list[str] = []
 
     def start(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -185,13 +199,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Raises:
-        ConfigError: an instance that repeatedly ends as soon as it is started.
+        ConfigError: an instance that repeatedly ends as soon as it is started, or no instance can load its scorers.
         """
         try:
             while not self._stop.wait(_WATCH_S):
                 for one in self.instances:
                     if one.died():
                         self._again(one)
+                for one in list(self._loading):
+                    self._look_at(one)
         finally:
             self._end()
 
@@ -204,6 +220,24 @@ class Supervisor:
             )
         logger.error("the server on %s ended (exit code %s); it is restarted", one.url, code)
         one.start(self.settings)
+
+    def _look_at(self, one: Instance) -> None:
+        """Tell what has become of an instance that was loading."""
+        try:
+            told = readiness(one.url, _STATUS_S)
+        except httpx.RequestError:  # it is being started
+            return
+        if told.status not in ("ready", "failed"):
+            return
+        self._loading.remove(one)
+        if told.status == "ready":
+            logger.info("ready: %s", one.url)
+            return
+        self._problems.append(told.problem)
+        if len(self._problems) == len(self.instances):
+            log = "" if one.log is None else f"; the log is {one.log}"
+            raise ConfigError(f"the scorers cannot be loaded: {told.problem}{log}")
+        logger.error("%s cannot load its scorers: %s", one.url, told.problem)
 
     def _end(self) -> None:
         for one in self.instances:

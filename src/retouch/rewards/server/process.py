@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from retouch.errors import RetouchError
 from retouch.machine import return_memory_regularly
 from retouch.rewards.protocol import CheckedScorer, Scorer
 from retouch.rewards.scorers import make_scorer
@@ -51,7 +52,8 @@ def main() -> None:
         load_all(made, start["device"])
     except Exception as error:  # the server reports it and does not try again
         logger.exception("loading the scorers failed")
-        channel.send({"problem": f"{type(error).__name__}: {error}"})
+        problem = str(error) if isinstance(error, RetouchError) else f"{type(error).__name__}: {error}"
+        channel.send({"problem": problem})
         return
     specs = _specs(made)
     channel.send({"specs": specs, "ready": True})

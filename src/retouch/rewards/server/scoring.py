@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from retouch.errors import ConfigError
+from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.types import Failure, Outcome
 
@@ -27,11 +29,20 @@ Scored = tuple[dict[str, list[Outcome]], Work]
 
 
 def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
-    """Load every scorer and log the seconds of each."""
+    """Load every scorer and log the seconds of each.
+
+    Raises:
+        ConfigError: one of them cannot be loaded as it is set; the message begins with its name.
+    """
     for name, scorer in scorers.items():
         started = time.monotonic()
-        scorer.load(device)
-        logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started)
+        try:
+            scorer.load(device)
+        except ConfigError as error:
+            raise ConfigError(problem_of(name, error)) from None
+        options = getattr(scorer, "options", None)
+        place = "cpu" if getattr(options, "cpu_only", None) else device
+        logger.info("%s loaded on %s in %.1f s", name, place, time.monotonic() - started)
 
 
 def score_rewards(
