@@ -13,7 +13,7 @@ from retouch.errors import ConfigError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST)
+OBSTRUCTED = (errno.ENOTDIR, errno.EEXIST)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes
@@ -181,7 +181,7 @@ def file_problem(error: OSError) -> str | None:
         )
     if error.errno == errno.EISDIR:
         return f"{error.filename2 or path}: a folder exists where a file is expected; move it away"
-    if error.errno in _OBSTRUCTED and (error.errno == errno.ENOTDIR or not Path(path).is_dir()):
+    if error.errno in OBSTRUCTED and (error.errno == errno.ENOTDIR or not Path(path).is_dir()):
         return f"{where}a file exists where a folder is expected" + (f"; set {options} to a folder" if written else "")
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import signal
 import sys
@@ -19,10 +20,10 @@ import typer
 
 from retouch import __version__
 from retouch.cli import data, rewards, runs, use
-from retouch.disk import file_problem
+from retouch.disk import OBSTRUCTED, file_problem
 from retouch.errors import RetouchError, Stopped
 from retouch.plain_text import printable
-from retouch.training.stopping import interrupt_on_signals, interrupted
+from retouch.training.stopping import CONTINUE, interrupt_on_signals, interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
@@ -66,6 +67,7 @@ def main() -> None:
 
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it warns of a kernel that is not used here
     interrupted.clear()
     interrupt_on_signals()
     try:
@@ -84,7 +86,7 @@ def _main() -> None:
         else:
             raise
     if code == _INTERRUPTED:
-        _fail(f"stopped: interrupted{'; continue with resume=auto' if sys.argv[1:2] == ['train'] else ''}", 3)
+        _fail(f"stopped: interrupted{f'; {CONTINUE}' if sys.argv[1:2] == ['train'] else ''}", 3)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -130,7 +132,7 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return 2, f"{str(error.filename)[:80]}: {(error.strerror or '').lower()}; give another path"
     if isinstance(error, OSError) and (problem := file_problem(error)):
-        return 1, problem
+        return 2 if error.errno in OBSTRUCTED else 1, problem
     if limit := _limit_reached(error):
         return 1, f"{limit}; see `ulimit -a`, or use a machine with more"
     return None

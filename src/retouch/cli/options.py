@@ -26,8 +26,6 @@ def start_logging(verbose: bool = False) -> None:
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
-    # on some CPUs it warns of a kernel that nothing here uses
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 _MOST_SIDE = 8192

@@ -37,7 +37,10 @@ _FOLLOWS = {"default_factory_not_called"}
 _NAMES_OF_COMPONENTS = {"family", "format", "name", "scorer"}
 """Keys whose values plug-ins can add to."""
 
-CUSTOM = "; for a custom component, add the module that registers it to plugins, or install its package"
+CUSTOM = (
+    "; for a custom component, add the module that registers it to plugins (without a run file: to RETOUCH_PLUGINS), "
+    "or install its package"
+)
 
 _NOT_A_SECTION = {"model_attributes_type", "model_type", "dict_type"}
 """pydantic's error types for a value in place of a section."""

@@ -112,13 +112,15 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     if len(chain) > _MAX_EXTENDS:
         raise ConfigError(f"{path}: more than {_MAX_EXTENDS} run files extend each other; merge some of them")
     if not path.is_file():
-        raise ConfigError(f"{path}: no such run file; see configs/ for the published ones")
+        folder = "is a folder; give a run file (.yaml)" if path.is_dir() else "no such run file"
+        raise ConfigError(f"{path}: {folder}; see configs/ for the published ones")
     try:
         data = yaml12.parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a run file is a mapping of keys; this one holds {type(data).__name__}")
+        found = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{path}: expected a mapping of keys to values; the file holds {found}")
     try:
         own = with_new_names(cast("dict[str, Any]", data))
     except ConfigError as error:

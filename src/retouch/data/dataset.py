@@ -110,6 +110,13 @@ class Dataset(Sequence[Example]):
         return self.config.stages
 
 
+def _of_section(problem: str, purpose: str) -> str:
+    """A format's message by the option or the section of a run file that set its path."""
+    if purpose == "data":
+        return problem
+    return problem.replace("data.path:", f"{purpose}:" if purpose.startswith("--") else f"{purpose}.path:", 1)
+
+
 def load_dataset(
     config: DataSection, purpose: str = "data", needs: Collection[str] = (), processes: Processes | None = None
 ) -> Dataset:
@@ -124,7 +131,10 @@ def load_dataset(
         DataError: no items, too many broken items, or two items with one id.
     """
     processes = processes or Alone()
-    listed = config.items()
+    try:
+        listed = config.items()
+    except DataError as error:  # formats name their keys as those of `data`
+        raise DataError(_of_section(str(error), purpose)) from None
     names = repr([item.id if isinstance(item, ItemFiles) else str(item) for item in listed])
     if len(set(processes.gather_list([hashlib.sha256(names.encode()).digest()]))) > 1:
         raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")

@@ -70,15 +70,18 @@ def expected_paths() -> str:
     return ", ".join(section.expects for section in FORMATS.available().values() if section.expects)
 
 
-def data_at(path: Path, size: tuple[int, int]) -> DataSection:
-    """As `recognised`.
+def data_at(path: Path, size: tuple[int, int], or_else: str = "") -> DataSection:
+    """As `recognised`, and the one manifest of a folder.
+
+    Args:
+        or_else: what else the caller takes, for the message.
 
     Raises:
-        DataError: no format recognises the path.
+        DataError: no format recognises the path, or it has several manifests.
     """
-    section = recognised(path, size)
+    section = recognised(path, size) or _manifest_in(path, size)
     if section is None:
-        raise DataError(f"{path}: expected {expected_paths()}, or a run file")
+        raise DataError(f"{path}: expected {expected_paths()}{or_else}")
     return section
 
 
@@ -90,7 +93,7 @@ def discover(path: Path) -> Found:
     """
     if not path.exists():
         raise DataError(f"FOLDER: given {path}; no such file or folder")
-    section = recognised(path, _SIZE) or _manifest_in(path)
+    section = recognised(path, _SIZE) or _manifest_in(path, _SIZE)
     found = _pairs(path) if section is None else _as_listed(section)
     if not found.items and section is not None:
         found = _pairs(path)
@@ -102,14 +105,14 @@ def discover(path: Path) -> Found:
     return found
 
 
-def _manifest_in(path: Path) -> ManifestData | None:
+def _manifest_in(path: Path, size: tuple[int, int]) -> ManifestData | None:
     """The one manifest of a folder."""
     files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES] if path.is_dir() else []
     manifests = [file for file in files if _is_manifest(file)]
     if len(manifests) > 1:
         names = ", ".join(file.name for file in manifests)
-        raise DataError(f"FOLDER: given {path}, which has several manifests ({names}); give the path of one of them")
-    return ManifestData(path=str(manifests[0]), resolution=_SIZE) if manifests else None
+        raise DataError(f"{path}: several manifests ({names}); give the path of one of them")
+    return ManifestData(path=str(manifests[0]), resolution=size) if manifests else None
 
 
 def _as_listed(section: DataSection) -> Found:

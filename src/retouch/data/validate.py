@@ -41,7 +41,7 @@ def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
         sections = data_sections(run)
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}
         return [f for name, data in sections.items() for f in validate_section(name, data, needs[name])]
-    return validate_section("data", data_at(path, size))
+    return validate_section("data", data_at(path, size, ", or a run file"))
 
 
 def validate_section(section: str, data: DataSection, needs: Collection[str] = ()) -> list[Finding]:

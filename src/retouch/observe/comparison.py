@@ -124,7 +124,9 @@ def run_names(paths: Sequence[Path]) -> dict[str, Path]:
         raise ConfigError(f"RUN: given {len(paths)}; a comparison needs two or more run directories")
     for path in paths:
         if not (path / "config.yaml").is_file():
-            raise ConfigError(f"{path} is not a run directory (no config.yaml)")
+            raise ConfigError(
+                f"{path} is not a run directory (no config.yaml); give a folder that `retouch train` wrote"
+            )
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("RUN: given a run directory twice; name different ones")
     names = [path.resolve().name for path in paths]

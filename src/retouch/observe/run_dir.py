@@ -297,7 +297,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """
     file = run / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{run} is not a run directory (no config.yaml)")
+        raise ConfigError(f"{run} is not a run directory (no config.yaml); give a folder that `retouch train` wrote")
     try:
         found = yaml12.parse(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

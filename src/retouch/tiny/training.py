@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -125,10 +125,17 @@ def empty_folder(out: Path) -> Iterator[None]:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out: {out} is a file; choose another folder")
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    with only_writer(out):
-        require_empty(out)
-        yield
+    try:
+        with only_writer(out):
+            require_empty(out)
+            yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # it holds files
+                out.rmdir()
+        raise
 
 
 def require_empty(out: Path) -> None:

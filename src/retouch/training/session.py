@@ -51,7 +51,7 @@ from retouch.training.scoring import (
     wait_for_rewards,
 )
 from retouch.training.step import Step, learning_rate, step_batches, step_positions
-from retouch.training.stopping import StopRequests
+from retouch.training.stopping import CONTINUE, StopRequests
 from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Session:
         if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
             leave_report(self.run.dir.path)
         if away:
-            raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
+            raise Stopped(f"{error}; nothing was trained on that batch; {CONTINUE}", code=3) from None
 
     def finish(self) -> None:
         """The end of the run: last evaluation, last checkpoint. Nothing where the run had already ended."""
@@ -466,7 +466,7 @@ class Session:
             self.save(left())
         reason, code = asked
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
-        raise Stopped(f"{reason} at step {self.progress.step}", code=code)
+        raise Stopped(f"{reason} at step {self.progress.step}; {CONTINUE}", code=code)
 
     def _blend(self) -> None:
         ema, t = self.config.ema, self.progress.updates

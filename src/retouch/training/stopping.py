@@ -20,6 +20,9 @@ SAME_REQUEST_S = 1.0
 """Signals that follow the first within so many seconds belong to it: Ctrl-C reaches every process of a terminal, and
 torchrun and accelerate pass it on to the same processes."""
 
+CONTINUE = "continue with resume=auto"
+"""End of the message of a run that stopped and can be continued."""
+
 interrupted: list[int] = []
 """Signals that raised KeyboardInterrupt in this command. A library may have made another error of it, such as a file
 that cannot be read."""

@@ -30,6 +30,7 @@ from retouch.disk import read_bounded, write_whole
 from retouch.imaging import ImageProblem, open_image, to_rgb, write_png
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
+from retouch.use import benchmark_distances
 from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder
 from retouch.use.trained import Trained
@@ -82,6 +83,7 @@ def run_benchmark(
     weights = _weights(runs)
     if clash := external.keys() & weights.keys():
         raise ConfigError(f"--images: given a folder named {min(clash)!r}, as weights of the run are; rename it")
+    benchmark_distances.check_distances(benchmark, outputs)
     from retouch.use import benchmark_scores
 
     with benchmark_scores.scorers_of(benchmark) as scorers:
@@ -113,13 +115,18 @@ def run_benchmark(
             "digest": digest_of([item_digest(item) for item in data.items]),
         }
         result = result_of(benchmark, columns, provenance, scorers.provenance())
-    if benchmark.distances:
-        from retouch.use.benchmark_distances import distances_of
-
-        result["distances"] = distances_of(benchmark, outputs, places)
-    write_whole(out / "result.json", _writable(json.dumps(result, indent=2, ensure_ascii=False)) + "\n")
     write_png(_grid(outputs, places, columns), out / "grid.png")
+    _write_result(result, out)
+    if benchmark.distances:
+        result["distances"] = benchmark_distances.distances_of(benchmark, outputs, places)
+        _write_result(result, out)
     return result
+
+
+def _write_result(result: Mapping[str, Any], out: Path) -> None:
+    """Write result.json, with escapes of what UTF-8 cannot hold: names of files need not be UTF-8."""
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    write_whole(out / "result.json", text.encode("utf-8", "backslashreplace").decode("utf-8") + "\n")
 
 
 def _claim(out: Path, benchmark: Benchmark) -> None:
@@ -149,11 +156,6 @@ def _resized(benchmark: Benchmark, files: Sequence[Path]) -> int:
             width, height = open_image(file).size
             sizes.append((height, width))
     return sum(size != benchmark.official_size for size in sizes)
-
-
-def _writable(text: str) -> str:
-    """JSON with escapes of what UTF-8 cannot hold: names of files need not be UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def launcher_shard() -> Shard | None:

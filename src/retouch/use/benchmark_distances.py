@@ -13,7 +13,9 @@ import numpy as np
 from retouch.benchmarks.base import Benchmark, DistanceEntry
 from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
 from retouch.data.identity import digest
+from retouch.disk import expanded
 from retouch.errors import ConfigError, first_line
+from retouch.hub import looks_local, require_hub
 from retouch.imaging import ImageProblem, PackedImage, Pixels, open_image, to_rgb
 from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
 from retouch.rewards.devices import own_device
@@ -23,6 +25,27 @@ logger = logging.getLogger(__name__)
 Images = Sequence[Path | PackedImage]
 
 _BATCH = 16
+
+
+def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
+    """Check what the distances need before anything is sampled. No network is loaded.
+
+    Raises:
+        ConfigError: no such extractor, or fewer than two real images.
+    """
+    for name, entry in benchmark.distances.items():
+        where = f"distances.{name}"
+        if len(real := _real(entry, outputs, where)) < 2:
+            raise ConfigError(
+                f"{where}.real: given {entry.real!r}, which has {len(real)} images of this benchmark; give source, "
+                "target, or a folder of 2 or more"
+            )
+        if entry.extractor == "torchscript":
+            _torchscript_file(entry, where)
+        else:
+            require_hub(f"{where}.path", entry.path)
+            if looks_local(entry.path) and not expanded(entry.path).is_dir():
+                raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
 
 
 def distances_of(
@@ -68,7 +91,7 @@ def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images
         items = {output.position: output.item for output in outputs}.values()
         images = [getattr(item, f"{entry.real}_path") for item in items]
         return [image for image in images if image is not None]
-    folder = Path(entry.real).expanduser()
+    folder = expanded(entry.real)
     if not folder.is_dir():
         raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -91,9 +114,7 @@ def _extractor(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Fea
 def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
     import torch
 
-    file, device = Path(entry.path).expanduser(), own_device()
-    if not file.is_file():
-        raise ConfigError(f"{where}.path: given {entry.path!r}; expected a TorchScript file")
+    file, device = _torchscript_file(entry, where), own_device()
     try:
         module: Any = torch.jit.load(str(file), map_location=device).eval()
     except RuntimeError as error:
@@ -106,6 +127,13 @@ def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], F
         return module(pixels, **options).flatten(1)
 
     return partial(_features, encode, 1), f"{file.name} {digest(file)[:12]}"
+
+
+def _torchscript_file(entry: DistanceEntry, where: str) -> Path:
+    file = expanded(entry.path)
+    if not file.is_file():
+        raise ConfigError(f"{where}.path: given {entry.path!r}; expected a TorchScript file")
+    return file
 
 
 def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Images) -> Features:

@@ -261,11 +261,14 @@ def make_folder(out: Path) -> None:
     """Create the output folder.
 
     Raises:
-        ConfigError: a file has that name.
+        ConfigError: a file has that name, or it cannot be made there.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out: given {out}, which is a file; give a folder")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # in a file system that makes no folders, like /proc
+        raise ConfigError(f"--out: given {out}, which cannot be made; give another folder") from None
 
 
 def _takes_references(config: RunConfig, reference: Path | Image.Image | None, *, scored: bool) -> None:

@@ -78,6 +78,10 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     repainting = [name for name, section in FAMILIES.available().items() if "source" in section.spec.needs]
     algorithms = [name for name, kind in ALGORITHMS.available().items() if not kind.trains_text_encoder]
     for option, given, known in (("--family", family, repainting), ("--algorithm", algorithm, algorithms)):
+        if given not in known and given in (FAMILIES if option == "--family" else ALGORITHMS):
+            raise ConfigError(
+                f"{option}: given {given!r}, for which init writes no run file; it writes {', '.join(known)}"
+            )
         if given not in known:
             raise ConfigError(f"{option}: given {given!r}; {nearest(given, known)}")
     found = discover(folder)

@@ -34,7 +34,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
 from retouch.training.evaluation import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
-from retouch.training.stopping import StopRequests
+from retouch.training.stopping import CONTINUE, StopRequests
 from retouch.types import Diverged, Stopped
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class RunTrainer(GRPOTrainer):
         if self.stopping is not None:
             reason, code = self.stopping
             self._end("stopped", reason=reason)
-            raise Stopped(f"{reason} at step {self.state.global_step}", code=code)
+            raise Stopped(f"{reason} at step {self.state.global_step}; {CONTINUE}", code=code)
         self.save(pinned=True)
         self.evaluate_now("end")
         self._end("finished")
@@ -292,7 +292,7 @@ class RunTrainer(GRPOTrainer):
         if self.between_cycles():
             self.save(pinned=self.state.global_step >= self.run.config.training.max_steps)
         self._end("stopped", reason=str(error))
-        raise Stopped(f"{error}; nothing was trained on that batch", code=3) from None
+        raise Stopped(f"{error}; nothing was trained on that batch; {CONTINUE}", code=3) from None
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
