@@ -28,6 +28,8 @@ from retouch.observe.log import LogFile
 from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.tiny import image_encoder
+from retouch.tiny.edits import write_edits
+from retouch.tiny.training import empty_folder
 from retouch.training.stopping import ENDING
 from tests.command_line import Outcome, retouch
 from tests.selection import cells
@@ -103,7 +105,53 @@ def test_run_files_that_are_none(tmp_path: Path) -> None:
     path.write_text("a: [1")
     assert refused(retouch("train", path)).startswith(f"{path}: not valid YAML")
     path.write_text("- a")
-    assert refused(retouch("train", path)) == f"{path}: a run file is a mapping of keys; this one holds list"
+    assert refused(retouch("train", path)) == f"{path}: expected a mapping of keys to values; the file holds a list"
+    path.write_text("")
+    assert refused(retouch("check", path)) == f"{path}: expected a mapping of keys to values; the file holds nothing"
+    assert refused(retouch("check", tmp_path)).startswith(f"{tmp_path}: is a folder; give a run file (.yaml)")
+
+
+def test_data_that_are_named_by_a_folder(tmp_path: Path, run_yaml: Callable[..., Path]) -> None:
+    """A folder with one manifest is that manifest; messages name nothing that the command cannot take."""
+    write_edits(tmp_path / "edits", 3, "train", 1)
+    validated = retouch("data", "validate", tmp_path / "edits")
+    assert validated.code == 0 and "3 items" in validated.out + validated.err
+    shutil.copy(tmp_path / "edits/manifest.json", tmp_path / "edits/other.json")
+    several = f"{tmp_path / 'edits'}: several manifests (manifest.json, other.json); give the path of one of them"
+    assert refused(retouch("data", "validate", tmp_path / "edits")) == several
+    (tmp_path / "none").mkdir()
+    assert refused(retouch("data", "validate", tmp_path / "none")).endswith(", or a run file")
+    sample = ("sample", "--config", run_yaml(), "--out", tmp_path / "out")
+    message = refused(retouch(*sample, "--data", tmp_path / "none"))
+    assert "(metadata.jsonl or metadata.csv)" in message and "run file" not in message
+
+
+def test_a_path_is_told_by_the_option_or_the_key_that_set_it(tmp_path: Path, run_yaml: Callable[..., Path]) -> None:
+    away = tmp_path / "away"
+    geneval = retouch("eval", "--benchmark", "geneval", "--path", away, "--images", tmp_path, "--out", tmp_path / "out")
+    assert refused(geneval).startswith(f"--path: {away}: no such file")
+    data = {"format": "manifest", "path": str(away), "resolution": [32, 64]}
+    assert refused(retouch("train", run_yaml(evaluation={"data": data}))).startswith(
+        f"evaluation.data.path: {away}: no"
+    )
+
+
+def test_components_that_init_and_benchmarks_do_not_take(tmp_path: Path, items: Path) -> None:
+    init = ("init", items, "--out", tmp_path / "run.yaml")
+    message = refused(retouch(*init, "--algorithm", "vlm_grpo"))
+    assert message.startswith("--algorithm: given 'vlm_grpo', for which init writes no run file; it writes ")
+    assert "did you mean 'grpo'" in refused(retouch(*init, "--algorithm", "grpoo"))
+    file = tmp_path / "geneval.yaml"
+    file.write_text("name: geneval\npath: x\nrewards: {geneval: {scorer: nope}}\n")
+    message = refused(retouch("eval", "--benchmark", file, "--images", tmp_path))
+    assert message.endswith("add the module that registers it to plugins (without a run file: to RETOUCH_PLUGINS), or "
+                            "install its package")  # fmt: skip
+
+
+def test_folders_that_cannot_be_made(run_yaml: Callable[..., Path], items: Path) -> None:
+    if Path("/proc/self").exists():
+        message = refused(retouch("sample", "--config", run_yaml(), "--data", items, "--out", "/proc/nothing/here"))
+        assert message == "--out: given /proc/nothing/here, which cannot be made; give another folder"
 
 
 def test_a_variable_that_is_not_set(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,3 +700,13 @@ def test_one_process_builds_a_tiny_base_into_an_empty_folder(tmp_path: Path, mon
         f"{tmp_path / 'file'} is a file; choose another folder",
     ]
     assert (out / "model.safetensors").read_text() == "mine"
+
+
+def test_a_build_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, stays in (("new", False), ("empty", True), ("written", True)):
+        with pytest.raises(ValueError, match="no fonts"), empty_folder(tmp_path / name):
+            if name == "written":
+                (tmp_path / name / "half").write_text("x")
+            raise ValueError("no fonts")
+        assert (tmp_path / name).exists() is stays

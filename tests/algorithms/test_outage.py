@@ -112,7 +112,9 @@ def test_an_outage_stops_the_run_and_a_restart_finishes_it_bit_for_bit(
     assert stopped.returncode == 3, stopped.stderr
     last = stopped.stderr.splitlines()[-1]
     assert last.startswith("stopped: rewards stayed unavailable for reward_client.outage_wait_s = 0.5 s: unavailable")
-    assert f"http://127.0.0.1:{port}" in last and last.endswith("nothing was trained on that batch")
+    assert f"http://127.0.0.1:{port}" in last and last.endswith(
+        "nothing was trained on that batch; continue with resume=auto"
+    )
     assert "waiting up to" in stopped.stderr
     assert [p.name for p in (runs / "cut" / "checkpoints").iterdir()] == ["step-000002"]
     same_weights(runs, "step-000002")

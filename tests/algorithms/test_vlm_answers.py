@@ -89,7 +89,7 @@ def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: st
 def test_evaluation_examples_that_are_trained_on_are_refused_unless_asked_for(parts_of: Any) -> None:
     same = {"format": "manifest", "path": str(vlm_runs.tasks()), "resolution": 32}
     with pytest.raises(
-        ConfigError, match=r"is trained on: .* same image with the same prompt .*set evaluation.allow_overlap=true"
+        ConfigError, match=r"are trained on: .* same image with the same prompt .*set evaluation.allow_overlap=true"
     ):
         parts_of(evaluation={"data": same})
     parts, _ = parts_of(evaluation={"data": same, "allow_overlap": True})

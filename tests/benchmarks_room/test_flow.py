@@ -75,7 +75,7 @@ def test_the_last_shard_writes_the_result(sharded: tuple[list[Outcome], Path], p
     assert result["measures"]["base"]["ned"] == pytest.approx(sum(values) / 8)
     about = result["weights"]["base"]
     assert about["sampling"] == {
-        "num_steps": 1, "guidance_scale": None, "resolution": [32, 64], "seed": 0, "mixed_precision": "no",
+        "num_steps": 1, "guidance_scale": 30.0, "resolution": [32, 64], "seed": 0, "mixed_precision": "no",
     }  # fmt: skip
     assert result["rewards"]["ocr"]["revision"].startswith("fn tests.benchmarks_room.stub_readers:read ")
 
@@ -249,6 +249,29 @@ def test_distances_of_the_outputs_to_real_images_are_in_the_result(
 
 
 @pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"real": "target"}, "distances.d.real: given 'target', which has 0 images of this benchmark; give source"),
+        ({"real": "{none}"}, "distances.d.real: given '{none}'; expected source, target, or a folder of images"),
+        ({"path": "{none}"}, "distances.d.path: given '{none}'; no such folder"),
+        ({"path": "{none}", "extractor": "torchscript"}, "distances.d.path: given '{none}'; expected a TorchScript"),
+    ],
+)
+def test_distances_that_cannot_be_had_are_told_before_anything_is_scored(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: dict[str, str], message: str
+) -> None:
+    keys = yaml.safe_load((place / "benchmark.yaml").read_text())
+    none = str(tmp_path / "none")
+    given = {name: value.format(none=none) for name, value in entry.items()}
+    keys["distances"] = {"d": {"measure": "kid", "path": str(tmp_path), **given}}
+    (tmp_path / "benchmark.yaml").write_text(yaml.safe_dump(keys), encoding="utf-8")
+    monkeypatch.setattr(benchmark_scores, "scorers_of", None)
+    command = ("eval", "--benchmark", tmp_path / "benchmark.yaml", "--config", place / "run.yaml")
+    outcome = retouch(*command, "--out", tmp_path / "out")
+    assert (outcome.code, outcome.err.startswith(f"error: {message.format(none=none)}")) == (2, True), outcome.err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--benchmark", "nothing", "--path", "{data}", "--images", "{data}"), "--benchmark: given 'nothing'; known:"),
@@ -266,7 +289,7 @@ def test_distances_of_the_outputs_to_real_images_are_in_the_result(
         (("--benchmark", "{file}", "--images", "{data}"), "--out: not set; give a folder"),
         (("--benchmark", "{file}", "--images", "{data}", "--shard", "3/2"), "--shard: given '3/2'; write I/N"),
         (("--benchmark", "{file}", "--data", "{data}"), "--data: given with --benchmark, which has its own data"),
-        (("--benchmark", "{file}", "--path", "{none}", "--images", "{data}", "--out", "{out}"), "data.path: {none}:"),
+        (("--benchmark", "{file}", "--path", "{none}", "--images", "{data}", "--out", "{out}"), "--path: {none}:"),
         (("--shard", "1/2", "--run", "{data}"), "--shard: given without --benchmark"),
         (("--images", "{data}", "--run", "{data}"), "--images: given {data}; expected a number of images"),
         (("--images", "0", "--run", "{data}"), "--images: given 0; expected one number of 1 to 1000"),

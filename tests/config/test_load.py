@@ -155,8 +155,8 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
         (None, "no such run file; see configs/"),
         (b"a: [1", "not valid YAML: .*expected ',' or ']'.* line 1"),
         (b"\xff\xfe\x00", "not valid YAML: 'utf-8' codec"),
-        (b"", "a run file is a mapping of keys; this one holds NoneType"),
-        (b"- 1\n- 2\n", "a run file is a mapping of keys; this one holds list"),
+        (b"", "expected a mapping of keys to values; the file holds nothing"),
+        (b"- 1\n- 2\n", "expected a mapping of keys to values; the file holds a list"),
     ],
 )
 def test_files_that_hold_no_run(content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_variables_of_sections_that_are_not_read_may_be_unset(
 
 
 def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such run file"):
+    with pytest.raises(ConfigError, match="is a folder; give a run file"):
         load_run(tmp_path)
 
 

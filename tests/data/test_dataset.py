@@ -340,8 +340,9 @@ def test_a_path_that_is_no_data(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         validate(tmp_path / "data.tsv", (32, 32))
     assert str(caught.value) == (
-        f"{tmp_path}/data.tsv: expected a mapping_file.json, a self_bench.txt, a cross_bench.txt, a .txt of prompts, a "
-        "manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl or metadata.csv), or a run file"
+        f"{tmp_path}/data.tsv: no such file or folder; expected a mapping_file.json, a self_bench.txt, a "
+        "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl or "
+        "metadata.csv), or a run file"
     )
     with pytest.raises(ConfigError, match="no such run file"):
         validate(tmp_path / "run.yaml", (32, 32))

@@ -283,7 +283,10 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     outcome = retouch("report", run)
     assert (outcome.code, outcome.out) == (0, f"{run}/report.html\n")
     outcome = retouch("report", tmp_path)
-    assert (outcome.code, outcome.err) == (2, f"error: {tmp_path} is not a run directory (no config.yaml)\n")
+    assert (outcome.code, outcome.err) == (
+        2,
+        f"error: {tmp_path} is not a run directory (no config.yaml); give a folder that `retouch train` wrote\n",
+    )
 
 
 def test_milestones() -> None:

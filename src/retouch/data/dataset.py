@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -110,11 +111,17 @@ class Dataset(Sequence[Example]):
         return self.config.stages
 
 
-def _of_section(problem: str, purpose: str) -> str:
-    """A format's message by the option or the section of a run file that set its path."""
-    if purpose == "data":
-        return problem
-    return problem.replace("data.path:", f"{purpose}:" if purpose.startswith("--") else f"{purpose}.path:", 1)
+def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
+    """The items of a section, and those that are broken.
+
+    Raises:
+        DataError: it cannot be listed; by the option or the key that set its path.
+    """
+    try:
+        return config.items()
+    except DataError as error:  # formats name their keys as those of `data`
+        key = f"{purpose}:" if purpose.startswith("--") else f"{purpose}.path:"
+        raise DataError(re.sub(r"^data\.path:", key, str(error))) from None
 
 
 def load_dataset(
@@ -131,10 +138,7 @@ def load_dataset(
         DataError: no items, too many broken items, or two items with one id.
     """
     processes = processes or Alone()
-    try:
-        listed = config.items()
-    except DataError as error:  # formats name their keys as those of `data`
-        raise DataError(_of_section(str(error), purpose)) from None
+    listed = listed_in(config, purpose)
     names = repr([item.id if isinstance(item, ItemFiles) else str(item) for item in listed])
     if len(set(processes.gather_list([hashlib.sha256(names.encode()).digest()]))) > 1:
         raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")

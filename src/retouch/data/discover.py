@@ -81,7 +81,8 @@ def data_at(path: Path, size: tuple[int, int], or_else: str = "") -> DataSection
     """
     section = recognised(path, size) or _manifest_in(path, size)
     if section is None:
-        raise DataError(f"{path}: expected {expected_paths()}{or_else}")
+        missing = "" if path.exists() else "no such file or folder; "
+        raise DataError(f"{path}: {missing}expected {expected_paths()}{or_else}")
     return section
 
 

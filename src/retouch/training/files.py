@@ -7,6 +7,7 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
+from retouch.data.dataset import listed_in
 from retouch.families.base import TrainIpAdapter, TrainLora
 from retouch.hub import is_hub_id, require_hub
 from retouch.model_files import component_path, transformer_path
@@ -18,9 +19,9 @@ def require_files(run: RunConfig) -> None:
     Raises:
         DataError, ModelFilesError, ConfigError: naming the key.
     """
-    for section in data_sections(run).values():
+    for name, section in data_sections(run).items():
         if not Path(section.path).expanduser().exists() and section.hub_id is None:
-            section.items()  # reports a missing list in the words of its format
+            listed_in(section, name)  # reports a missing list in the words of its format
     require_model(run)
     for name, entry in run.rewards.items():
         if entry.is_made_here:  # a running server has its own models

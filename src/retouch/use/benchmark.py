@@ -228,6 +228,10 @@ def _sample(
     for name, sampled in weights.items():
         abouts[name] = about_weights(configs[sampled.run], sampled.folder, benchmark, data.config)
         claim(out / "images" / name, {**abouts[name], "benchmark": benchmark.name})
+        config = configs[sampled.run]
+        abouts[name]["sampling"]["guidance_scale"] = (  # resolved: records of folders have the key as it was given
+            config.model.spec.guidance_scale if config.rollout.guidance_scale is None else config.rollout.guidance_scale
+        )
     for run in runs:
         folders = {name: sampled.folder for name, sampled in weights.items() if sampled.run == run}
         sample_outputs(configs[run], folders, data.config, outputs, out / "images", shard, benchmark)

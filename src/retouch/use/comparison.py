@@ -203,9 +203,12 @@ def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> N
 
 
 def one_base(configs: Sequence[RunConfig]) -> bool:
-    """Whether all runs started from the same model."""
+    """Whether all runs started from the same model; if not, a log line says why there is no column of the base."""
     models = [config.model.model_dump(exclude={"train"}) for config in configs]
-    return all(model == models[0] for model in models)
+    if all(model == models[0] for model in models):
+        return True
+    logger.info("no column %s: the runs started from different models", BASE)
+    return False
 
 
 @contextmanager
