@@ -26,7 +26,7 @@ _AS_SAVED = {"paste_back": False}
 """Keys of every entry: an output is scored as it was saved, which `Benchmark.composites` decides."""
 
 _OF_THE_USER = frozenset({"address", "model", "prompts", "image_encoder"})
-"""Keys of the benchmarks' own rewards that say where something is, or which model: its revision names that."""
+"""Keys of the benchmarks' own rewards for a place or a model: the revision of the reward names the model."""
 
 JUDGE: Mapping[str, Any] = {"address": "${JUDGE_URL:-https://api.openai.com/v1}"}
 """Keys of a judge's entry: the endpoint that the environment names."""
@@ -182,7 +182,7 @@ class Benchmark(Section):
 
     def departures(self) -> list[str]:
         """Settings by which the measures do not compare with published ones, each as a sentence without a full stop;
-        beside `caveats`. What only a run shows (its items, sizes and models) is added by the result."""
+        beside `caveats`. The result adds those of the run: its items, sizes and models."""
         found: list[str] = []
         if self.count != self.official.images_per_item:
             found.append(f"{self.count} images per item instead of {self.official.images_per_item}")

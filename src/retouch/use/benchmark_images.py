@@ -109,7 +109,7 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _difference(name: str, was: object, told: Mapping[str, Any]) -> str:
-    """What is another one, with both values: of a mapping, the first that differs."""
+    """The key that differs, with both values: of a mapping, the first one."""
     now = told[name]
     if isinstance(was, dict) and isinstance(now, dict):
         were, are = cast("dict[str, Any]", was), cast("dict[str, Any]", now)

@@ -203,7 +203,7 @@ def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> N
 
 
 def one_base(configs: Sequence[RunConfig]) -> bool:
-    """Whether all runs started from the same model; if not, a log line says why there is no column of the base."""
+    """Whether all runs started from the same model; if not, a log line gives this reason for the missing base."""
     models = [config.model.model_dump(exclude={"train"}) for config in configs]
     if all(model == models[0] for model in models):
         return True

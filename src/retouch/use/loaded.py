@@ -73,8 +73,8 @@ class Loaded:
 
 
 def for_prompts(config: RunConfig, prompts: Iterable[str] | None) -> RunConfig:
-    """The run for prompts and references that it need not have trained on: without `model.embeddings`, if those may
-    lack one; then the encoders are loaded.
+    """The run for prompts and references that it need not have trained on: without `model.embeddings`, if one
+    may be missing there; then the encoders are loaded.
 
     Args:
         prompts: None: not known yet.

@@ -183,7 +183,7 @@ class Supervisor:
 
     def __init__(self, instances: Sequence[Instance], settings: Mapping[str, Any], *, watch_loading: bool) -> None:
         """Args:
-        watch_loading: tell when an instance is ready, and end when none of them can load its scorers.
+        watch_loading: log when an instance is ready, and end when none of them can load its scorers.
         """
         self.instances = instances
         self.settings = settings
@@ -222,7 +222,7 @@ class Supervisor:
         one.start(self.settings)
 
     def _look_at(self, one: Instance) -> None:
-        """Tell what has become of an instance that was loading."""
+        """Log that an instance is ready or failed, once."""
         try:
             told = readiness(one.url, _STATUS_S)
         except httpx.RequestError:  # it is being started
