@@ -125,6 +125,8 @@ def of_letters(reader: OcrScorer, letters: Sequence[Letter]) -> Report:
     scores |= {"1 - OCR confidence": 1 - confidence, "1 - NED": 1 - np.array(similar)}
     kept = [letter for letter, is_right in zip(letters, right, strict=True) if is_right]
     defects = [letter.defect for letter in letters]
+    if missing := {None, *STRUCTURAL} - set(defects):
+        raise SystemExit(f"--letters: {len(letters)} letters have none of {missing}; give some hundreds")
     return {
         "count": len(letters),
         "fonts": names_of(TEST_FONTS),
