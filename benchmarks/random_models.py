@@ -178,9 +178,9 @@ def random_weights(device: torch.device, seed: int = 0) -> Iterator[None]:
             network = make()
         return fill(network, device, dtype or torch.float32, generator)
 
-    def of_diffusers(cls: Any, path: Any, *, subfolder: str | None = None, torch_dtype: Any = None, **_: Any) -> Any:
+    def of_diffusers(cls: Any, path: Any, *, subfolder: str | None = None, dtype: Any = None, **_: Any) -> Any:
         config = cls.load_config(path, subfolder=subfolder)
-        return draw(lambda: cls.from_config(config), torch_dtype), {"missing_keys": []}
+        return draw(lambda: cls.from_config(config), dtype), {"missing_keys": []}
 
     def of_transformers(cls: Any, path: Any, *, subfolder: str = "", dtype: Any = None, **_: Any) -> Any:
         config = cls.config_class.from_pretrained(path, subfolder=subfolder)

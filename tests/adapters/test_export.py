@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 DiagonalGaussianDistribution.sample = lambda self, generator=None: self.mode()
 job = json.load(open(sys.argv[1]))
 for name, (folder, lora) in job["models"].items():
-    pipe = FluxFillPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe = FluxFillPipeline.from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     if lora:
         pipe.load_lora_weights(lora)

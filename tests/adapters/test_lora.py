@@ -24,7 +24,7 @@ RANK, ALPHA = 3, 5.0
 
 
 def network(dtype: torch.dtype = torch.float32) -> Any:
-    return FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer", torch_dtype=dtype)
+    return FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer", dtype=dtype)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.utils.logging import disable_progress_bar
 from safetensors.torch import load_file, save_file
 
 from retouch.adapters import FORMATS_OF, comfyui
@@ -170,13 +171,14 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
     trained: dict[str, Any] = {}
     if base.kind == "full":
         kind = getattr(diffusers, json.loads((weights / "config.json").read_text(encoding="utf-8"))["_class_name"])
-        network, info = kind.from_pretrained(str(weights), torch_dtype=base.dtype, output_loading_info=True)
+        network, info = kind.from_pretrained(str(weights), dtype=base.dtype, output_loading_info=True)
         if info["missing_keys"]:  # diffusers initializes them at random without an error
             raise ValueError(f"{weights}: {len(info['missing_keys'])} weights are missing")
         trained[base.network_name] = network
     elif base.transformer is not None:
         trained[base.network_name] = _other_network(base, *base.transformer)
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, torch_dtype=base.dtype, **trained)
+    disable_progress_bar()  # of its components, terminal or not
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
     if base.kind == "lora":
         pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
         pipeline.fuse_lora()

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +68,7 @@ def main() -> None:
 
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it warns of a kernel that is not used here
+    _silence_libraries()
     interrupted.clear()
     interrupt_on_signals()
     try:
@@ -89,6 +90,18 @@ def _main() -> None:
         _fail(f"stopped: interrupted{f'; {CONTINUE}' if sys.argv[1:2] == ['train'] else ''}", 3)
     sys.exit(code if isinstance(code, int) else 0)
 
+
+def _silence_libraries() -> None:
+    """Hide warnings that a user can do nothing about."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs, of a kernel that is not used here
+    for message in _OF_LIBRARIES:
+        warnings.filterwarnings("ignore", message=message)
+
+
+_OF_LIBRARIES = (
+    "`(is_)?gradient_checkpointing` is deprecated",  # TRL's own use of transformers
+    "Could not find a config file in",  # PEFT, of a language model inside a diffusion pipeline
+)
 
 _INTERRUPTED = 130
 """Exit code of typer after Ctrl-C (newer versions; older ones raise Abort)."""

@@ -101,9 +101,7 @@ def load_component(
         ModelFilesError: missing, unreadable or incomplete files, naming the subfolder.
     """
     require_hub(key, path)
-    keywords: dict[str, Any] = (
-        {} if dtype is None else {"torch_dtype" if kind.__module__.startswith("diffusers") else "dtype": dtype}
-    )
+    keywords: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     is_network: bool = issubclass(kind, torch.nn.Module)
     if is_network:
         keywords["output_loading_info"] = True
